@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from bed import ranks
 from fsdp_wrap import checkpoint, fully_shard
 from fsdp_wrap.checkpoint import _convert, _sources
-from fsdp_wrap.checkpoint._command import main
+from fsdp_wrap.checkpoint.__main__ import main
 from optim_states import assert_same, by_name
 from resuming import Block, net, other, per_block_of, train, trained
 from state_nets import adamw, assert_close, assert_equal

@@ -47,8 +47,6 @@ from state_nets import (
     FULL,
     LOCAL,
     SHARDED,
-    Buffered,
-    Tied,
     adamw,
     assert_close,
     assert_equal,
@@ -185,33 +183,29 @@ def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, 
         assert_same(FSDP.optim_state_dict(after.model, after.optimizer), by_name(optimizer, plain))
 
 
+def flattened(model_state: dict[str, Any], optim_state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    entries = [(name, *each) for name, entry in optim_state["state"].items() for each in entry.items()]
+    return model_state | {f"{name} {key}": value for name, key, value in entries if key != "step"}
+
+
 @ranks(2)
 def test_state_dicts_of_rows_are_torchs(rank, world_size):
     """As `DTensor`s by type, shape, placements and bits; asked for, or implied by a mesh."""
     plain, optimizer = trained(2)
-    expected = {"model": plain.state_dict(), "optimizer": by_name(optimizer, plain)["state"]}
+    expected = flattened(plain.state_dict(), by_name(optimizer, plain))
     mesh = init_device_mesh("cpu", (2,))
     for given in ({}, {"device_mesh": mesh}):
         model = per_block_of(net(), use_orig_params=not given, **given)
         ours = adamw(model)
         train(model, ours, rank, world_size, range(2))
         with sharded(model, rows=not given):
-            found = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, ours)["state"]}
-        assert list(found["model"]) == list(plain.state_dict())
-        assert list(found["optimizer"]) == list(expected["optimizer"])
-        for values, wanted in (
-            (found["model"], expected["model"]),
-            *((found["optimizer"][name], entry) for name, entry in expected["optimizer"].items()),
-        ):
-            for name, value in values.items():
-                if name == "step":
-                    continue
-                rows = distribute_tensor(wanted[name], mesh, [Shard(0)])
-                assert type(value) is DTensor
-                assert value.placements == (Shard(0),)
-                assert value.device_mesh == mesh
-                assert value.to_local().untyped_storage().nbytes() == value.to_local().nbytes
-                torch.testing.assert_close(value.to_local(), rows.to_local())
+            found = flattened(model.state_dict(), FSDP.optim_state_dict(model, ours))
+        assert list(found) == list(expected)
+        for name, value in found.items():
+            rows = distribute_tensor(expected[name], mesh, [Shard(0)]).to_local()
+            assert type(value) is DTensor and value.placements == (Shard(0),) and value.device_mesh == mesh
+            assert value.to_local().untyped_storage().nbytes() == value.to_local().nbytes
+            torch.testing.assert_close(value.to_local(), rows)
 
 
 @ranks(2)
@@ -398,20 +392,6 @@ def test_saving_in_the_background(rank, world_size, tmp_path):
     future.result()
     load_pieces(model, tmp_path)
     assert_equal(model.state_dict(), expected)
-
-
-@pytest.mark.parametrize("by_mesh", [False, True])
-@ranks(2)
-def test_ties_and_buffers(rank, world_size, by_mesh, tmp_path):
-    options = {"device_mesh": init_device_mesh("cpu", (2,))} if by_mesh else {}
-    wrap = per_block if by_mesh else whole
-    for make in (Tied, Buffered):
-        source = per_block(make().double(), use_orig_params=by_mesh, **options)
-        target = wrap(make().double(), use_orig_params=not by_mesh, **options)
-        with sharded(source):
-            dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / make.__name__)
-        load_pieces(target, tmp_path / make.__name__)
-        assert_equal(target.state_dict(), source.state_dict())
 
 
 # Local state dicts.

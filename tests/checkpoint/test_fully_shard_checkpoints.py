@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from resuming import net, other, per_block_of, train, trained
 from state_nets import adamw, assert_close, assert_equal
 
 
-def by(fully_shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    model = net()
+def by(fully_shard: Any) -> nn.Module:
+    model: Any = net()
     for module in (*model.blocks, model):
         fully_shard(module)
     return model
@@ -40,7 +41,7 @@ def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path
         return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
     theirs, ours = (partial(by, each) for each in (torchs_fully_shard, fully_shard))
-    kinds = [pieces, flat, net, theirs, replicated, ours, pieces]
+    kinds: list[Callable[[], nn.Module]] = [pieces, flat, net, theirs, replicated, ours, pieces]
     for index, make in enumerate(kinds):
         group = pair if make is flat else None
         if group is not None and rank > 1:

@@ -29,8 +29,9 @@ def planned(places: Mapping[str, float], seconds: float | None = None, first: fl
     peak = max(moments, key=lambda moment: moment.nbytes)
     zeros: Any = dict.fromkeys(("rank", "parameters", "rest_bytes", "setup_peak_bytes"), 0)
     empty: Any = dict.fromkeys(("rest_by_kind", "wire_bytes", "collectives", "payload_bytes"), {})
+    known: Any = {**zeros, **empty, "ranks": 8, "device": "cpu", "units": (), "moments": moments}
     return Plan(
-        **{**zeros, **empty, "ranks": 8, "device": "cpu", "units": (), "moments": moments},
+        **known,
         peak_bytes=peak.nbytes,
         peak_by_kind=peak.bytes_by_kind,
         peak_at=peak.place,
@@ -214,6 +215,7 @@ def test_a_setup_without_batch_is_answered_by_yes_or_no():
 
 def test_wrong_arguments_are_refused_before_anything_is_planned():
     plans = Plans(corner)
+    options: Any
     for options, error, message in [
         ({}, ValueError, "needs device_memory"),
         ({"device_memory": "much"}, ValueError, "device_memory must look like '80GB' or '24GiB', not 'much'"),

@@ -443,6 +443,8 @@ def test_what_cannot_be_followed_is_refused():
 def test_wrong_uses_are_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
+    returned: Any
+    arguments: Any
     for returned, text in [
         (model, r"must return \(model, optimizer, step\), and returned Linear"),
         ((model, optimizer), "returned a tuple of 2"),
