@@ -21,19 +21,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from fronts import each_front, shard
+from fronts import full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, checkpoint
+from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
+from fsdp_wrap.checkpoint._state import may_refuse
 from nets import WIDTH
 from optim_states import assert_same, by_name
 from resuming import Counter, full_disk, net, other, per_block_of, train, trained
 from state_nets import Tied, adamw, assert_close, assert_equal
+
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def stepped(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> torch.optim.Optimizer:
@@ -80,43 +82,6 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     assert_equal(again.state_dict(), model.state_dict())
 
 
-@ranks(3)
-def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
-    pair = dist.new_group([0, 1])
-
-    def flat() -> nn.Module:
-        return FSDP(net(), process_group=pair)
-
-    def pieces() -> nn.Module:
-        return per_block_of(net(), use_orig_params=True)
-
-    def replicated() -> nn.Module:
-        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
-
-    def theirs() -> nn.Module:
-        model: Any = net()
-        for module in (*model.blocks, model):
-            fully_shard(module)
-        return model
-
-    kinds = [(pieces, None), (flat, pair), (net, None), (theirs, None), (replicated, None), (pieces, None)]
-    for index, (make, group) in enumerate(kinds):
-        if group is not None and rank > 1:
-            continue
-        size = 2 if group is not None else world_size
-        share = (rank, size) if make is not net else (0, 1)  # a plain model sees whole batches
-        model = make()
-        optimizer = adamw(model)
-        if index:
-            other(model)
-            checkpoint.load(tmp_path / str(index - 1), model, optimizer, process_group=group)
-        train(model, optimizer, *share, range(index, index + 1))  # type: ignore[call-arg]
-        checkpoint.save(tmp_path / str(index), model, optimizer, process_group=group)
-    plain, reference = trained(len(kinds))
-    assert_close(model.state_dict(), plain.state_dict())
-    assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
-
-
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 
@@ -131,9 +96,7 @@ class Odd(torch.optim.Optimizer):
         for param in (each for group in self.param_groups for each in group["params"]):
             state = self.state[param]
             if not state and param.numel():
-                like = {
-                    kind: torch.zeros_like(param, dtype=kind) for kind in (f32, f64, torch.int64, torch.bool)
-                }
+                like = {kind: torch.zeros_like(param, dtype=kind) for kind in (f32, f64, i64, torch.bool)}
                 _own(like[f32]).copy_(_own(param).float() / 3)
                 _own(like[f64]).copy_(_own(param).double() / 3)
                 _own(like[i64]).copy_(_own(param).double() * 2**40)
@@ -142,7 +105,7 @@ class Odd(torch.optim.Optimizer):
                 state |= {"scalar": torch.tensor(1 / 3, dtype=f64), "mode": "cosine", "count": 3}
 
 
-@each_front
+@each_kind
 @ranks(2)
 def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_path):
     makes = (Odd, torch.optim.NAdam, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9))
@@ -221,10 +184,6 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
         checkpoint.save(tmp_path, model, extra={"bad": (lambda: 0) if rank else 1})
     with pytest.raises(ValueError, match="the same step; step is 0 on rank 0, 1 on rank 1"):
         checkpoint.save(tmp_path, model, step=rank)
-    with pytest.raises(ValueError, match="keep_last must be at least 1, not 0"):
-        checkpoint.save(tmp_path, model, keep_last=0)
-    with pytest.raises(TypeError, match="model must be a module, not int"):
-        checkpoint.save(tmp_path, 3)  # type: ignore[arg-type]
     with full_disk() if rank == 1 else nullcontext():
         with pytest.raises(RuntimeError, match="saving step 2 in .* failed: rank 1: OSError: .*No space"):
             checkpoint.save(tmp_path, model)
@@ -339,6 +298,14 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
     assert optimizer.param_groups[0]["lr"] == 0.25  # there was none to load
     found, saved = alike.state_dict(), model.state_dict()
     assert_equal(found, {name: saved.get(name, before[name]) for name in found})
+    counting = nn.Module()
+    counting.register_buffer("count", torch.tensor([7]))
+    fraction = nn.Module()
+    fraction.count = nn.Parameter(torch.tensor([1.5]))
+    checkpoint.save(tmp_path / "fraction", fraction)
+    with pytest.raises(ValueError, match=r"count is torch\.float32 there and torch\.int64 here"):
+        checkpoint.load(tmp_path / "fraction", counting)
+    assert counting.count.tolist() == [7]
     for path, step, text in [
         (tmp_path / "none", None, "no complete checkpoint in .*none: there is no such folder"),
         (tmp_path, 5, "there is no step 5 in .*; it holds steps 1"),
@@ -407,19 +374,12 @@ def test_each_byte_is_verified_by_one_rank():
 
 def test_modules_without_tensors_and_renamed_steps(tmp_path):
     folder = checkpoint.save(tmp_path, nn.Tanh(), extra={"epoch": 4}, step=3)
-    found = checkpoint.load(folder.rename(tmp_path / "step_00000009"), nn.Tanh())
-    assert found == {"epoch": 4} and found.step == 9
-
-
-def test_a_fraction_is_not_loaded_into_an_integer(tmp_path):
-    model = nn.Module()
-    model.count = nn.Parameter(torch.tensor([1.5]))
-    checkpoint.save(tmp_path, model)
-    model = nn.Module()
-    model.register_buffer("count", torch.tensor([7]))
-    with pytest.raises(ValueError, match=r"count is torch\.float32 there and torch\.int64 here"):
-        checkpoint.load(tmp_path, model)
-    assert model.count.tolist() == [7]
+    found = checkpoint.load(folder.rename(tmp_path / "step_00000039"), nn.Tanh())
+    assert found == {"epoch": 4} and found.step == 39
+    for step in range(11):
+        checkpoint.save(tmp_path, nn.Tanh(), step=step)
+    with pytest.raises(ValueError, match=r"no step 40 in .*; it holds steps 39, 10, 9, .*, 2 and 2 more$"):
+        checkpoint.load(tmp_path, nn.Tanh(), step=40)
 
 
 @ranks(2)
@@ -465,144 +425,6 @@ def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
             assert torch.equal(value, target.state_dict()[name]), name
 
 
-# the command
-
-
-def command(capsys: Any, *arguments: object) -> tuple[int, str, str]:
-    from fsdp_wrap.checkpoint.__main__ import main
-
-    try:
-        status = main([str(each) for each in arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-@ranks(2)
-def save_pieces(rank, world_size, path):
-    model = per_block_of(net())
-    optimizer = stepped(model, rank, world_size)
-    for _ in range(2):
-        checkpoint.save(path, model, optimizer, {"epoch": 1})
-
-
-def test_the_command_inspects_converts_and_exports(tmp_path, capsys):
-    from safetensors.torch import load_file
-
-    save_pieces(path=tmp_path / "run", world_size=2)
-    plain, reference = trained(2)
-    count = len(plain.state_dict())
-    size = f"{sum(value.nbytes for value in plain.state_dict().values()) / 1000:.3g} KB"
-    code, out, _ = command(capsys, "inspect", tmp_path / "run", "--verify")
-    assert code == 0
-    for text in (
-        "step_00000001  intact, by 2 ranks, ",
-        f"model: {count} entries, {size}",
-        "head.weight           float64 [3, 6]  144 B",
-        "optimizer: 1 parameter groups, ",
-        f"exp_avg: of {count} parameters, {size}",
-        "epoch: of 2 ranks, ",
-        "total: ",
-    ):
-        assert text in out
-
-    assert command(capsys, "convert", tmp_path / "run", tmp_path / "full.pt")[0] == 0
-    full = torch.load(tmp_path / "full.pt", weights_only=True)
-    assert_close(full["model"], plain.state_dict())
-    assert_same(full["optim"], by_name(reference, plain))
-    for source in ("full.pt", "weights.pt"):
-        torch.save(full["model"], tmp_path / "weights.pt")
-        code, out, _ = command(capsys, "convert", tmp_path / source, tmp_path / "back", "--step", 5)
-        assert code == 0 and str(tmp_path / "back" / "step_00000005") in out
-        again = other(net())
-        optimizer = adamw(again)
-        checkpoint.load(tmp_path / "back", again, optimizer if source == "full.pt" else None)
-        assert_close(again.state_dict(), plain.state_dict())
-        if source == "full.pt":
-            assert_same(by_name(optimizer, again), by_name(reference, plain))
-
-    assert command(capsys, "export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "400B")[0] == 0
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = {file: load_file(tmp_path / "out" / file) for file in set(index["weight_map"].values())}
-    assert len(files) > 2
-    found = {name: files[file][name] for name, file in index["weight_map"].items()}
-    expected = plain.state_dict()
-    assert_close({name: found[name] for name in expected}, expected)
-
-
-def test_results_of_the_command_lie_beside_their_source(tmp_path, capsys):
-    model = nn.Linear(3, 2)
-    checkpoint.save(tmp_path / "run", model)
-    for arguments in (("convert", tmp_path / "run"), ("export", tmp_path / "run")):
-        assert command(capsys, *arguments)[0] == 0
-    assert_close(torch.load(tmp_path / "run.pt", weights_only=True)["model"], model.state_dict())
-    again = nn.Linear(3, 2)
-    checkpoint.import_safetensors(again, tmp_path / "run_safetensors")
-    assert_close(again.state_dict(), model.state_dict())
-    (tmp_path / "run").rename(tmp_path / "before")
-    assert command(capsys, "convert", tmp_path / "run.pt")[0] == 0
-    checkpoint.load(tmp_path / "run", nn.Linear(3, 2))
-
-
-def test_the_command_tells_wrong_input_from_damage(tmp_path, capsys):
-    model = nn.Linear(3, 2)
-    folder = checkpoint.save(tmp_path / "run", model)
-    (tmp_path / "text").write_text("no checkpoint")
-    torch.save([1], tmp_path / "list.pt")
-    for arguments, text in [
-        (("inspect", tmp_path / "none"), "there is no folder"),
-        (("inspect", tmp_path / "run", "--step", 4), "there is no step 4 in"),
-        (("convert", tmp_path / "run", tmp_path / "text"), "text exists already"),
-        (("convert", tmp_path / "run", tmp_path / "no" / "file"), "there is no folder"),
-        (("convert", tmp_path / "text", tmp_path / "back"), "is no file that torch.load"),
-        (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no state dict"),
-        (("export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "big"), "max_shard_bytes must"),
-        (("mend", tmp_path), "invalid choice"),
-    ]:
-        code, _, err = command(capsys, *arguments)
-        assert code == 2 and text in err, err
-    data = bytearray((folder / "__0_0.distcp").read_bytes())
-    data[40] ^= 1
-    (folder / "__0_0.distcp").write_bytes(data)
-    code, out, _ = command(capsys, "inspect", tmp_path / "run", "--verify")
-    assert code == 1 and "step_00000001  incomplete: __0_0.distcp bytes 0 to" in out
-    for arguments in (("convert", tmp_path / "run", tmp_path / "f"), ("export", folder, tmp_path / "e")):
-        code, _, err = command(capsys, *arguments)
-        assert code == 1 and "is damaged" in err
-    assert names(tmp_path) == ["list.pt", "run", "text"]
-
-
-def test_the_command_lists_steps_before_it_refuses_one(tmp_path, capsys):
-    model = nn.Linear(3, 2)
-    for _ in range(2):
-        folder = checkpoint.save(tmp_path / "run", model)
-    data = bytearray((folder / ".metadata").read_bytes())
-    data[-1] ^= 1
-    (folder / ".metadata").write_bytes(data)
-    code, out, err = command(capsys, "inspect", tmp_path / "run")
-    assert code == 1
-    assert [line.split(",")[0] for line in out.splitlines()] == [
-        "step_00000001  complete",
-        "step_00000002  complete",
-    ]
-    assert f".metadata bytes 0 to {len(data)} are not as written" in err
-    assert f"the step before is complete: load {tmp_path / 'run' / 'step_00000001'}" in err
-    (folder / ".metadata").unlink()
-    with pytest.warns(UserWarning, match="passing over .*step_00000002: .metadata is missing"):
-        code, out, _ = command(capsys, "inspect", tmp_path / "run")
-    assert code == 0 and "step_00000002  incomplete: .metadata is missing" in out
-    assert f"{tmp_path / 'run' / 'step_00000001'} (written by torch " in out
-
-
-def test_of_many_steps_the_newest_are_told(tmp_path):
-    model = nn.Linear(3, 2)
-    for _ in range(12):
-        checkpoint.save(tmp_path, model)
-    with pytest.raises(ValueError, match=r"no step 40 in .*; it holds steps 12, 11, 10, .*, 3 and 2 more$"):
-        checkpoint.load(tmp_path, model, step=40)
-
-
 @ranks(2)
 def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tmp_path):
     missing = RuntimeError("Numpy is not available")
@@ -615,3 +437,84 @@ def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tm
         with pytest.raises(ImportError, match=r'numpy package.*"fsdp-wrap\[checkpoint\]"'):
             checkpoint.save(tmp_path, model, optimizer)
     assert not list(tmp_path.iterdir())
+
+
+# together or not at all
+
+
+class Part(nn.Module):
+    """One layer is trainable and never used, one frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.used(x))
+
+
+@ranks(2)
+@each_kind
+def test_optimizer_state_that_is_not_there_is_left_out(rank, world_size, front, tmp_path):
+    """Of an optimizer that was never stepped, and of parameters that never had a gradient."""
+    model = shard(front, Part().double())
+    optimizer, before = adamw(model), full_state(model)
+    checkpoint.save(tmp_path, model, optimizer)
+    assert not optimizer.state and all(param.grad is None for param in model.parameters())
+    checkpoint.load(tmp_path, model, optimizer)
+    assert not optimizer.state
+    assert_equal(full_state(model), before)
+
+    train(model, optimizer, rank, world_size, range(1))
+    checkpoint.save(tmp_path, model, optimizer)
+    part = other(Part().double())
+    part.frozen.requires_grad_(True)
+    again = shard(front, part)
+    fresh = adamw(again)
+    checkpoint.load(tmp_path, again, fresh)
+    assert_equal(full_state(again), full_state(model))
+    inner(model).frozen.requires_grad_(True)
+    for one, optim in ((model, optimizer), (again, fresh)):
+        train(one, optim, rank, world_size, range(1, 2))
+    assert_equal(full_state(again), full_state(model))
+
+
+class Refusing(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+
+
+class Particular(nn.Linear):
+    """Takes a copy of what it is given, on one rank."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("not that one")
+
+
+@ranks(2)
+@each_kind
+def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, tmp_path):
+    particular = nn.Sequential(net(), Particular(3, 3).double())
+    for whole, optim in ((net(), Refusing), (particular, torch.optim.AdamW)):
+        model = shard(front, whole)
+        optimizer = optim(model.parameters())
+        train(model, optimizer, rank, world_size, range(1))
+        checkpoint.save(tmp_path, model, optimizer)
+        train(model, optimizer, rank, world_size, range(1))
+        optimizer.param_groups[0]["lr"] = 0.5
+        before, entries = copy.deepcopy(full_state(model)), {p: dict(e) for p, e in optimizer.state.items()}
+        with pytest.raises(RuntimeError, match="rank 1: .*not th"):
+            checkpoint.load(tmp_path, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.state.keys() == entries.keys()
+        for param, entry in entries.items():
+            assert all(optimizer.state[param][key] is value for key, value in entry.items())
+        assert_equal(full_state(model), before)
+        assert may_refuse(model) == (whole is particular)

@@ -1,7 +1,11 @@
-"""Checkpoints under kills and corruption: what was complete stays loadable, what is damaged never loads."""
+"""Checkpoints under kills and corruption: what was complete stays loadable, what is damaged never loads.
+
+The environment variable FSDP_WRAP_SOAK_STEPS sets the length of the long runs; 2000 is the full one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -9,82 +13,168 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bed import Outcome, ranks, run_isolated
+from fronts import full_state, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint
-from resuming import Block, Counter, net, other, per_block_of, train
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from resuming import Counter, net, other, per_block_of, train
 from state_nets import adamw, assert_equal
 
 pytestmark = pytest.mark.slow
 
 # kills
 
-STEPS, EVERY, KILLS = 60, 2, 20
+STEPS, EVERY, KILLS = 60, 2, 10
+LONG, SELDOM, MOST_RANKS = int(os.environ.get("FSDP_WRAP_SOAK_STEPS", "600")), 50, 4
+WIDTH, BATCH = 8, 12
+KILLED, LOST = -signal.SIGKILL, 7
 
 
-class Noisy(nn.Module):
-    """Depends on random states and on a data position, besides parameters."""
+class _Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return torch.where(weight > 0, 1.0, -1.0).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Layer(nn.Module):
+    """Computes with the signs of its weights: all sums are of whole numbers, and so exact in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(), nn.Dropout(0.3), Block())
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
+        return nn.functional.linear(x, _Sign.apply(self.weight), _Sign.apply(self.bias)).clamp(-4, 4)
+
+
+class Sample(NamedTuple):
+    """What a process has."""
+
+    rss: int
+    descriptors: int
+    maps: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Sample:
+        """Returns that of this process."""
+        own = Path("/proc/self")
+        pages = int((own / "statm").read_text().split()[1])
+        maps = (own / "maps").read_text().count("\n")
+        descriptors, tasks = (len(os.listdir(own / name)) for name in ("fd", "task"))
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), descriptors, maps, tasks)
+
+
+GROWTH = Sample(8 * 2**20, 0, 8, 0)
+"""How much more a rank may have at the end than after a third of the run."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which rank ends in or after which step; after which part of the time that the step before took."""
+
+    rank: int
+    step: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs.
+
+    Args:
+        noisy: Whether the model depends on random states, too.
+        how: By which function it saves; by both in turn if empty.
+    """
+
+    front: str
+    noisy: bool
+    how: str
+    steps: int
+    every: int
 
 
 def run(
-    rank: int, world_size: int, folder: Path, how: str, victim: int = -1, at: int = 0, delay: float = 0.0
-) -> list[float]:
-    """Trains, from the newest checkpoint on; the victim is killed in a step, or after it.
+    rank: int, world_size: int, program: Program, folder: Path, kill: Kill | None = None
+) -> tuple[dict[str, torch.Tensor], float, list[Sample]]:
+    """Trains, from the newest checkpoint on; returns what it ends with, and a sample before every save."""
+    try:
+        return _run(rank, world_size, program, folder, kill)
+    except RuntimeError:
+        if kill is None:
+            raise
+        os._exit(LOST)  # as a program does; whoever waits for this rank notices
 
-    Returns what it ends with.
 
-    Args:
-        at: The step.
-        delay: Of the time that the step before it took, the part after which the victim is killed.
-    """
+def _run(
+    rank: int, world_size: int, program: Program, folder: Path, kill: Kill | None
+) -> tuple[dict[str, torch.Tensor], float, list[Sample]]:
     torch.manual_seed(1)
-    model = per_block_of(Noisy().double(), use_orig_params=True)
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    data = Counter(0)
+    layers = nn.Sequential(Layer(), nn.Dropout(0.5 * program.noisy), Layer(), Layer())
+    model = shard(program.front, layers, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 64)
+    scheduler, data = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.99), Counter(0)
     extra = {"scheduler": scheduler, "data": data}
     torch.manual_seed(rank)
     done = checkpoint.load(folder, model, optimizer, extra).step if checkpoint.latest(folder) else 0
-    pending, begin, took = None, time.monotonic(), 0.0
-    for step in range(done + 1, STEPS + 1):
+    samples: list[Sample] = []
+    saved: Any = None
+    begin, took = time.monotonic(), 0.0
+    for step in range(done + 1, program.steps + 1):
         took, begin = time.monotonic() - begin, time.monotonic()
-        if (rank, step) == (victim, at):
-            subprocess.Popen(["sh", "-c", f"sleep {delay * took:.6f}; kill -9 $PPID"])
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(data.at * 2 + rank)).double()
-        data.at += 1
+        if kill is not None and (kill.rank, kill.step) == (rank, step):
+            subprocess.Popen(["sh", "-c", f"sleep {kill.delay * took:.6f}; kill -9 $PPID"])
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        (model(batch(data.at, rank, world_size)).sum() * world_size).backward()
+        data.at += 1
         optimizer.step()
         scheduler.step()
-        if step % EVERY == 0:
-            if how == "async_save":
-                pending = checkpoint.async_save(folder, model, optimizer, extra, step=step, keep_last=2)
-            else:
-                checkpoint.save(folder, model, optimizer, extra, step=step, keep_last=2)
-    if pending is not None:
-        pending.result()
-    values = [value.double().sum().item() for value in model.state_dict().values()]
-    return [*values, torch.rand(()).item()]
+        if step % program.every == 0:
+            samples.append(Sample.now())
+            how = program.how or ("async_save" if step % (2 * program.every) == 0 else "save")
+            save = getattr(checkpoint, how)
+            saved = save(folder, model, optimizer, extra, step=step, keep_last=2)
+    if isinstance(saved, checkpoint.PendingSave):
+        saved.result()
+    if kill is not None:  # which comes after the last step
+        time.sleep(10 * (kill.rank == rank))
+        dist.barrier()
+    state = {name: value.clone() for name, value in full_state(model).items()}
+    return state, torch.rand(()).item(), samples
 
 
-def ended(outcomes: list[Outcome]) -> list[list[float]]:
-    assert [outcome.kind for outcome in outcomes] == ["passed", "passed"], outcomes
+def batch(step: int, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of the step's batch, of whole numbers; the sum over ranks is that of one rank alone."""
+    whole = torch.randint(-2, 3, (BATCH, WIDTH), generator=torch.Generator().manual_seed(step))
+    return whole.double().chunk(world_size)[rank]
+
+
+def ended(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks of a program return that nobody killed."""
+    assert [outcome.kind for outcome in outcomes] == ["passed"] * len(outcomes), outcomes
     return [outcome.value for outcome in outcomes]
+
+
+def assert_killed(outcomes: list[Outcome], kill: Kill) -> None:
+    expected = [KILLED if rank == kill.rank else LOST for rank in range(len(outcomes))]
+    found = [outcome.exitcode if outcome.kind == "died" else outcome.kind for outcome in outcomes]
+    assert found == expected, (kill, outcomes)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -106,17 +196,46 @@ def kept(before: Path | None) -> list[list[str]]:
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_killed_runs_resume_to_the_same_end(tmp_path, how):
-    expected = ended(run_isolated(run, tmp_path / "whole", how, world_size=2))
-    moments, hit = random.Random(how), 0
-    for index in range(KILLS // 2):
+    program = Program("orig", True, how, STEPS, EVERY)
+    expected = ended(run_isolated(run, program, tmp_path / "whole", world_size=2))
+    moments = random.Random(how)
+    for index in range(KILLS):
         folder = tmp_path / str(index)
-        moment = moments.randrange(2), moments.randrange(1, STEPS), moments.uniform(0.0, 2.0)
-        killed = run_isolated(run, folder, how, *moment, world_size=2)
-        hit += any(outcome.kind != "passed" for outcome in killed)
+        kill = Kill(moments.randrange(2), moments.randrange(1, STEPS), moments.uniform(0.0, 2.0))
+        assert_killed(run_isolated(run, program, folder, kill, world_size=2), kill)
         before = checkpoint.latest(folder)
-        assert ended(run_isolated(run, folder, how, world_size=2)) == expected, (moment, before)
-        assert names_in(folder) in kept(before), (moment, before)
-    assert hit >= KILLS // 4, "too many moments came after the end of a run"
+        for found, wanted in zip(ended(run_isolated(run, program, folder, world_size=2)), expected):
+            assert_equal(found[0], wanted[0])
+            assert found[1] == wanted[1], (kill, before)
+        assert names_in(folder) in kept(before), (kill, before)
+
+
+def kills(seed: int, steps: int) -> Iterator[tuple[int, Kill | None]]:
+    """Yields how many ranks run next, and what ends them; at last nothing does."""
+    choice, step = random.Random(seed), 0
+    for world_size in itertools.cycle(choice.sample(range(1, MOST_RANKS + 1), MOST_RANKS)):
+        step += choice.randrange(SELDOM, 6 * SELDOM)
+        if step >= steps:
+            yield world_size, None
+            return
+        yield world_size, Kill(choice.randrange(world_size), step, choice.uniform(0, 2.0))
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+def test_a_run_with_kills_and_other_ranks_ends_as_one_without(tmp_path, front):
+    program = Program(front, False, "", LONG, SELDOM)
+    whole = ended(run_isolated(run, program, tmp_path / "whole", None, world_size=2, timeout=900.0))
+    for *_, samples in whole:
+        before, after = samples[len(samples) // 3], samples[-1]
+        assert all(late <= early + more for early, late, more in zip(before, after, GROWTH)), (before, after)
+    folder = tmp_path / "killed"
+    for world_size, kill in kills(7, LONG):
+        outcomes = run_isolated(run, program, folder, kill, world_size=world_size, timeout=900.0)
+        if kill is not None:
+            assert_killed(outcomes, kill)
+    for state, *_ in ended(outcomes):
+        assert_equal(state, whole[0][0])
+    assert names_in(folder) == [f"step_{step:08d}" for step in (LONG - SELDOM, LONG)]
 
 
 # signals
@@ -175,73 +294,47 @@ def save_two_steps(rank, world_size, path):
         checkpoint.save(path, model, optimizer, {"epoch": step, "data": Counter(rank)})
 
 
-Corruption = Callable[[Path, Path, random.Random], set[str]]
-"""Damages a step folder; returns the names of the files of which one must be told."""
+CORRUPTIONS = ["truncate", "flip", "delete", "swap", "another step's", "append"]
 
 
-def truncate(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    path = choice.choice(sorted(folder.iterdir()))
-    os.truncate(path, choice.randrange(path.stat().st_size))
-    return {path.name}
-
-
-def flip(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    path = choice.choice(sorted(folder.iterdir()))
+def corrupt(how: str, folder: Path, earlier: Path, choice: random.Random) -> set[str]:
+    """Damages a step folder; returns the names of the files of which one must be told."""
+    path, other = choice.sample(sorted(folder.iterdir()), 2)
     data = bytearray(path.read_bytes())
-    data[choice.randrange(len(data))] ^= 1 << choice.randrange(8)
-    path.write_bytes(data)
-    return {path.name}
-
-
-def delete(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    path = choice.choice(sorted(folder.iterdir()))
-    path.unlink()
-    return {path.name}
-
-
-def swap(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    one, two = choice.sample(sorted(folder.iterdir()), 2)
-    aside = folder / "aside"
-    one.rename(aside), two.rename(one), aside.rename(two)
-    return {one.name, two.name}
-
-
-def swap_steps(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    path = choice.choice(sorted(folder.iterdir()))
-    shutil.copy(earlier / path.name, path)
+    if how == "truncate":
+        del data[choice.randrange(len(data)) :]
+    elif how == "flip":
+        data[choice.randrange(len(data))] ^= 1 << choice.randrange(8)
+    elif how == "append":
+        data += choice.randbytes(choice.randrange(1, 100))
+    elif how == "another step's":
+        data[:] = (earlier / path.name).read_bytes()
+    elif how == "swap":
+        swapped, data = data, bytearray(other.read_bytes())
+        other.write_bytes(swapped)
+    path.unlink() if how == "delete" else path.write_bytes(data)
     # A manifest of another step contradicts all the others.
-    return {path.name} if path.name != "manifest.json" else {each.name for each in folder.iterdir()}
+    alike = how == "another step's" and path.name == "manifest.json"
+    return {each.name for each in folder.iterdir()} if alike else {path.name, *[other.name] * (how == "swap")}
 
 
-def append(folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    path = choice.choice(sorted(folder.iterdir()))
-    path.write_bytes(path.read_bytes() + choice.randbytes(choice.randrange(1, 100)))
-    return {path.name}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_corruption_loads(tmp_path, seed):
+def test_no_corruption_loads(tmp_path):
     save_two_steps(path=tmp_path / "run", world_size=2)
-    assert sorted(path.name for path in (tmp_path / "run" / "step_00000002").iterdir()) == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "manifest.json",
-    ]
     earlier, folder = (tmp_path / "run" / f"step_{step:08d}" for step in (1, 2))
+    assert names_in(folder) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
     model = other(net())
     optimizer, data = adamw(model), Counter(-1)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    choice = random.Random(seed)
-    corruptions: list[Corruption] = [truncate, flip, delete, swap, swap_steps, append]
-    for index in range(50):
-        corrupt = corruptions[index % len(corruptions)]
+    choice = random.Random(0)
+
+    for index in range(200):
+        how = CORRUPTIONS[index % len(CORRUPTIONS)]
         damaged = shutil.copytree(folder, tmp_path / "damaged" / folder.name)
-        told = corrupt(damaged, earlier, choice)
+        told = corrupt(how, damaged, earlier, choice)
         state: Any = torch.get_rng_state()
         with pytest.raises(DamagedCheckpoint) as refused:
             checkpoint.load(damaged, model, optimizer, {"data": data})
-        assert any(f"\n  {name} " in str(refused.value) for name in told), (corrupt, told, refused.value)
+        assert any(f"\n  {name} " in str(refused.value) for name in told), (how, told, refused.value)
         assert_equal(model.state_dict(), expected)
         assert optimizer.state_dict()["state"] == {} and data.at == -1
         assert torch.equal(torch.get_rng_state(), state)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -12,15 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
 from fsdp_wrap import checkpoint, fully_shard
 from fsdp_wrap.checkpoint import _convert, _sources
-from fsdp_wrap.checkpoint._command import main
-from fsdp_wrap.checkpoint._safetensors import write_safetensors
+from fsdp_wrap.checkpoint.__main__ import main
 from optim_states import assert_same, by_name
 from resuming import Block, net, other, per_block_of, train, trained
 from state_nets import adamw, assert_close, assert_equal
@@ -37,21 +38,26 @@ def run(capsys: Any, *arguments: object) -> tuple[int, str, str]:
     return status, out, err
 
 
+def done(capsys: Any, *arguments: object) -> str:
+    """What a command that goes well prints."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
 @ranks(2)
 def save_by_each_front_end(rank, world_size, path):
     wrapped, composed, torchs = per_block_of(net()), net(), net()
-    flat = per_block_of(net(), use_orig_params=False)
     for model, shard in ((composed, fully_shard), (torchs, torch_fully_shard)):
         for module in model.modules():
             if isinstance(module, Block):
                 shard(module)
         shard(model)
-    saved = {"wrapper": wrapped, "flat": flat, "composed": composed}
-    for name, model in {**saved, "torchs": torchs}.items():
+    for name, model in {"wrapper": wrapped, "composed": composed, "torchs": torchs}.items():
         optimizer = adamw(model)
         train(model, optimizer, rank, world_size, range(2))
         if name != "torchs":
-            checkpoint.save(path / name, model, optimizer)
+            checkpoint.save(path / name, model, optimizer, {"epoch": 1})
     state = torchs.state_dict()
     dcp.save({"model": state}, checkpoint_id=path / "torchs")
     dcp.save(state, checkpoint_id=path / "torchs_flat")
@@ -65,61 +71,75 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-KINDS = ["wrapper", "flat", "composed", "torchs", "torchs_flat", "torchs_app"]
+KINDS = ["wrapper", "composed", "torchs", "torchs_flat", "torchs_app"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_goes_round_through_the_others(saved, tmp_path, capsys, kind):
     """Folder to file, to safetensors, to a step, to a file: all with the values of a plain model."""
-    expected = trained(2)[0].state_dict()
-    code, out, _ = run(capsys, "convert", saved / kind, tmp_path / "full.pt")
-    assert code == 0 and "read it back" in out
+    plain, reference = trained(2)
+    expected = plain.state_dict()
+    assert "read it back" in done(capsys, "convert", saved / kind, tmp_path / "full.pt")
     full = torch.load(tmp_path / "full.pt", weights_only=True)
     assert_close(full["model"], expected)
     assert ("optim" in full) == (not kind.startswith("torchs"))
-    assert run(capsys, "convert", "--to", "safetensors", tmp_path / "full.pt", tmp_path / "tensors")[0] == 0
+    done(capsys, "convert", "--to", "safetensors", tmp_path / "full.pt", tmp_path / "tensors")
     tensors = load_file(tmp_path / "tensors" / "model.safetensors")
     assert_equal({name: tensors[name] for name in full["model"]}, full["model"])
-    assert run(capsys, "convert", tmp_path / "tensors", tmp_path / "run")[0] == 0
+    done(capsys, "convert", tmp_path / "tensors", tmp_path / "run")
     again = other(net())
     checkpoint.load(tmp_path / "run", again)
     assert_equal(again.state_dict(), full["model"])
-    assert run(capsys, "convert", tmp_path / "tensors", tmp_path / "back.pt", "--to", "torch")[0] == 0
+    done(capsys, "convert", tmp_path / "tensors", tmp_path / "back.pt", "--to", "torch")
     back = torch.load(tmp_path / "back.pt", weights_only=True)["model"]
     assert set(back) == set(full["model"])  # files keep an order of their own
     assert_equal({name: back[name] for name in full["model"]}, full["model"])
 
-
-def test_a_folder_of_torchs_becomes_a_step(saved, tmp_path, capsys):
-    code, out, _ = run(capsys, "convert", "--to", "step", saved / "torchs", tmp_path / "run", "--step", 4)
-    assert code == 0 and str(tmp_path / "run" / "step_00000004") in out
-    again = other(net())
-    checkpoint.load(tmp_path / "run", again)
-    assert_close(again.state_dict(), trained(2)[0].state_dict())
-
-
-def test_a_file_with_an_optimizer_becomes_a_step_that_resumes(saved, tmp_path, capsys):
-    assert run(capsys, "convert", saved / "composed", tmp_path / "full.pt")[0] == 0
-    assert run(capsys, "convert", tmp_path / "full.pt", tmp_path / "run")[0] == 0
-    plain, reference = trained(2)
+    source = tmp_path / "full.pt" if "optim" in full else saved / kind
+    out = done(capsys, "convert", "--to", "step", source, tmp_path / "resumed", "--step", 5)
+    assert str(tmp_path / "resumed" / "step_00000005") in out
     again = other(net())
     optimizer = adamw(again)
-    checkpoint.load(tmp_path / "run", again, optimizer)
-    assert_close(again.state_dict(), plain.state_dict())
-    assert_same(by_name(optimizer, again), by_name(reference, plain))
+    checkpoint.load(tmp_path / "resumed", again, optimizer if "optim" in full else None)
+    assert_close(again.state_dict(), expected)
+    if "optim" in full:
+        assert_same(full["optim"], by_name(reference, plain))
+        assert_same(by_name(optimizer, again), by_name(reference, plain))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "float16"])
-def test_an_export_casts_what_is_floating(tmp_path, capsys, dtype):
+def test_an_export_casts_what_is_floating(tmp_path, capsys):
     model = nn.BatchNorm1d(3)
     checkpoint.save(tmp_path / "run", model)
-    assert run(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype", dtype)[0] == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    wanted = {"bf16": torch.bfloat16, "float16": torch.float16}[dtype]
-    assert found["weight"].dtype == found["running_var"].dtype == wanted
-    assert found["num_batches_tracked"].dtype == torch.int64
-    cast = {name: value.to(found[name].dtype) for name, value in model.state_dict().items()}
-    assert_equal({name: found[name] for name in cast}, cast)
+    for dtype, wanted in (("bf16", torch.bfloat16), ("float16", torch.float16)):
+        done(capsys, "export", tmp_path / "run", tmp_path / dtype, "--dtype", dtype)
+        found = load_file(tmp_path / dtype / "model.safetensors")
+        assert found["weight"].dtype == found["running_var"].dtype == wanted
+        assert found["num_batches_tracked"].dtype == torch.int64
+        cast = {name: value.to(found[name].dtype) for name, value in model.state_dict().items()}
+        assert_equal({name: found[name] for name in cast}, cast)
+
+
+def test_an_export_in_parts_has_an_index(saved, tmp_path, capsys):
+    done(capsys, "export", saved / "wrapper", tmp_path / "out", "--max-shard-size", "400B")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {file: load_file(tmp_path / "out" / file) for file in set(index["weight_map"].values())}
+    assert len(files) > 2
+    found = {name: files[file][name] for name, file in index["weight_map"].items()}
+    expected = trained(2)[0].state_dict()
+    assert_close({name: found[name] for name in expected}, expected)
+
+
+def test_results_lie_beside_their_source(tmp_path, capsys):
+    model, again = nn.Linear(3, 2), nn.Linear(3, 2)
+    checkpoint.save(tmp_path / "run", model)
+    for name in ("convert", "export"):
+        done(capsys, name, tmp_path / "run")
+    assert_close(torch.load(tmp_path / "run.pt", weights_only=True)["model"], model.state_dict())
+    checkpoint.import_safetensors(again, tmp_path / "run_safetensors")
+    assert_close(again.state_dict(), model.state_dict())
+    (tmp_path / "run").rename(tmp_path / "before")
+    done(capsys, "convert", tmp_path / "run.pt")
+    checkpoint.load(tmp_path / "run", again)
 
 
 def test_an_export_holds_one_tensor_at_a_time(tmp_path):
@@ -148,66 +168,103 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path):
 
 
 def test_what_is_inspected_tells_every_tensor(saved, tmp_path, capsys):
-    code, out, _ = run(capsys, "inspect", saved / "torchs_flat")
-    assert code == 0 and "by torch.distributed.checkpoint, all its files are there" in out
+    state = net().state_dict()
+    size = f"{sum(value.nbytes for value in state.values()) / 1000:.3g} KB"
+    out = done(capsys, "inspect", saved / "wrapper", "--verify")
+    for text in (
+        "step_00000001  intact, by 2 ranks, ",
+        f"model: {len(state)} entries, {size}",
+        "head.weight           float64 [3, 6]  144 B",
+        "optimizer: 1 parameter groups, ",
+        f"exp_avg: of {len(state)} parameters, {size}",
+        "epoch: of 2 ranks, ",
+        "total: ",
+    ):
+        assert text in out
+    out = done(capsys, "inspect", saved / "torchs_flat")
+    assert "by torch.distributed.checkpoint, all its files are there" in out
     assert "head.weight" in out and "float64 [3, 6]  144 B" in out
-    code, out, _ = run(capsys, "inspect", "--json", saved / "composed")
-    told = json.loads(out)
+    told = json.loads(done(capsys, "inspect", "--json", saved / "composed"))
     assert (told["kind"], told["step"], told["world_size"], told["complete"]) == ("step", 1, 2, True)
     assert told["model"]["head.weight"] == {"shape": [3, 6], "dtype": "float64", "bytes": 144}
-    assert set(told["model"]) == set(net().state_dict())
-    for path in (tmp_path / "m.pt", tmp_path / "m.safetensors"):
-        if path.suffix == ".pt":
-            torch.save({"w": torch.ones(2, 3), "step": 3}, path)
-        else:
-            write_safetensors(tmp_path / "st", {"w": ((2, 3), torch.float32)}, [("w", torch.ones(2, 3))])
-            (tmp_path / "st" / "model.safetensors").rename(path)
-        code, out, _ = run(capsys, "inspect", path)
-        assert code == 0 and "float32 [2, 3]  24 B" in out and ("no tensor" in out) == (path.suffix == ".pt")
+    assert set(told["model"]) == set(state)
+    torch.save({"w": torch.ones(2, 3), "step": 3}, tmp_path / "m.pt")
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "m.safetensors")
+    for name in ("m.pt", "m.safetensors"):
+        out = done(capsys, "inspect", tmp_path / name)
+        assert "float32 [2, 3]  24 B" in out and ("no tensor" in out) == (name == "m.pt")
 
 
 def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
-    checkpoint.save(tmp_path / "run", nn.Linear(3, 2))
-    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
-    (tmp_path / "full.pt").write_text("")
+    plain, run_, nothing = nn.Linear(3, 2), tmp_path / "run", tmp_path / "nothing"
+    checkpoint.save(run_, plain)
+    torch.save(plain.state_dict(), tmp_path / "m.pt")
+    (tmp_path / "full.pt").write_text("no checkpoint")
+    torch.save([1], tmp_path / "list.pt")
     torch.save({"epoch": 3}, tmp_path / "counts.pt")
-    plain = nn.Linear(3, 2)
     torch.save({"model": plain.state_dict(), "optim": adamw(plain).state_dict()}, tmp_path / "ids.pt")
     dcp.save({"random": {"cpu": torch.get_rng_state()}}, checkpoint_id=tmp_path / "other")
-    (tmp_path / "several" / "a").mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        (tmp_path / "several" / "a" / name).write_bytes((saved / "torchs" / name).read_bytes())
+    shutil.copytree(saved / "torchs", tmp_path / "several" / "a")
+    before = {path.name for path in tmp_path.iterdir()}
     for arguments, text in [
-        (("inspect", tmp_path / "nothing"), "there is no folder"),
-        (("convert", tmp_path / "nothing"), "there is no file or folder"),
-        (("export", tmp_path / "nothing"), "there is no file or folder"),
-        (("convert", "--to", "step", tmp_path / "run"), "is a step folder already"),
+        (("inspect", nothing), "there is no folder"),
+        (("inspect", run_, "--step", 4), "there is no step 4 in"),
+        (("convert", nothing), "there is no file or folder"),
+        (("export", nothing), "there is no file or folder"),
+        (("convert", run_, nothing / "file"), "there is no folder"),
+        (("convert", "--to", "step", run_), "is a step folder already"),
         (("convert", "--to", "torch", tmp_path / "m.pt"), "is a file for torch.load already"),
-        (("convert", tmp_path / "run", tmp_path / "full.pt"), "full.pt exists already: name another"),
+        (("convert", run_, tmp_path / "full.pt"), "full.pt exists already: name another"),
         (("convert", tmp_path / "m.pt", tmp_path / "full.pt"), "is a file; a step lies in a folder"),
-        (("export", tmp_path / "run", tmp_path / "full.pt"), "full.pt cannot be written to"),
+        (("convert", tmp_path / "full.pt", tmp_path / "back"), "is no file that torch.load"),
+        (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no state dict"),
+        (("export", run_, tmp_path / "full.pt"), "full.pt cannot be written to"),
+        (("export", run_, tmp_path / "out", "--max-shard-size", "big"), "max_shard_bytes must"),
         (("export", tmp_path / "m.pt", "--step", 3), "--step 3 is for folders of steps"),
         (("inspect", tmp_path / "several"), "name one of the folders in it: a"),
         (("inspect", tmp_path / "counts.pt"), "holds neither 'model' (and 'optim') nor a model's state dict"),
-        (
-            ("convert", "--to", "step", tmp_path / "ids.pt"),
-            "state goes by parameter ids; it must go by names",
-        ),
+        (("convert", "--to", "step", tmp_path / "ids.pt"), "goes by parameter ids; it must go by names"),
         (("export", tmp_path / "other"), "no tensors of a model are there, only random"),
     ]:
         code, _, err = run(capsys, *arguments)
         assert code == 2 and text in err and err.count("\n") == 1, err
-    with pytest.raises(SystemExit):
-        main(["export", str(tmp_path / "run"), "--dtype", "int4"])
+    for wrong in (("export", run_, "--dtype", "int4"), ("mend", tmp_path)):
+        code, _, err = run(capsys, *wrong)
+        assert code == 2 and "invalid choice" in err
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_damaged_folder_of_torchs_is_told_by_its_file(saved, tmp_path, capsys):
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for path in (saved / "torchs").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    data = (folder / "__1_0.distcp").read_bytes()
-    (folder / "__1_0.distcp").write_bytes(data[:-400])
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_told_by_its_file(saved, tmp_path, capsys):
+    for number in range(2):
+        steps = [checkpoint.save(tmp_path / f"run{number}", nn.Linear(3, 2)) for _ in range(2)]
+    flip(tmp_path / "run0" / "step_00000002" / "__0_0.distcp", 40)
+    code, out, _ = run(capsys, "inspect", tmp_path / "run0", "--verify")
+    assert code == 1 and "step_00000002  incomplete: __0_0.distcp bytes 0 to" in out
+    for name in ("convert", "export"):
+        code, _, err = run(capsys, name, tmp_path / "run0", tmp_path / "out")
+        assert code == 1 and "is damaged" in err and not (tmp_path / "out").exists()
+
+    flip(steps[1] / ".metadata", -1)
+    code, out, err = run(capsys, "inspect", tmp_path / "run1")
+    told = [line.split(",")[0] for line in out.splitlines()]
+    assert code == 1 and told == ["step_00000001  complete", "step_00000002  complete"]
+    assert f".metadata bytes 0 to {(steps[1] / '.metadata').stat().st_size} are not as written" in err
+    assert f"the step before is complete: load {steps[0]}" in err
+    (steps[1] / ".metadata").unlink()
+    with pytest.warns(UserWarning, match="passing over .*step_00000002: .metadata is missing"):
+        out = done(capsys, "inspect", tmp_path / "run1")
+    assert (
+        "step_00000002  incomplete: .metadata is missing" in out and f"{steps[0]} (written by torch " in out
+    )
+
+    folder = shutil.copytree(saved / "torchs", tmp_path / "copy")
+    os.truncate(folder / "__1_0.distcp", (folder / "__1_0.distcp").stat().st_size - 400)
     code, _, err = run(capsys, "convert", folder, tmp_path / "file.pt")
     assert code == 1 and "__1_0.distcp has" in err and not (tmp_path / "file.pt").exists()
     (folder / "__1_0.distcp").unlink()

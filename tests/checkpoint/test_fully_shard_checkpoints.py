@@ -1,87 +1,74 @@
-"""What `fully_shard` made, through streams, checkpoints and safetensors, to the wrapper and back."""
+"""What any kind of model saved, `fully_shard`'s among them, goes to any other kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
-import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import checkpoint, fully_shard, iter_full_optim_state, iter_full_params
+from fsdp_wrap import ShardingStrategy, checkpoint, fully_shard, iter_full_optim_state, iter_full_params
+from optim_states import assert_same, by_name
+from resuming import net, other, per_block_of, train, trained
+from state_nets import adamw, assert_close, assert_equal
 
 
-def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 4), nn.Linear(4, 3)).double()
-
-
-def sharded() -> nn.Module:
-    model = layers()
-    fully_shard(model[0])
-    fully_shard(model)
+def by(fully_shard: Any) -> nn.Module:
+    model: Any = net()
+    for module in (*model.blocks, model):
+        fully_shard(module)
     return model
 
 
-def stepped(model: nn.Module, rank: int) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.full((2, 7), 1.0 + rank, dtype=torch.float64)).square().sum().backward()
-    optimizer.step()
-    return optimizer
+@ranks(3)
+def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
+    pair = dist.new_group([0, 1])
 
+    def flat() -> nn.Module:
+        return FSDP(net(), process_group=pair)
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    expected = dict(iter_full_params(other))
-    found = dict(iter_full_params(one))
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    def pieces() -> nn.Module:
+        return per_block_of(net(), use_orig_params=True)
 
+    def replicated() -> nn.Module:
+        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
-@ranks(1, 3)
-def test_full_parameters_stream(rank, world_size):
-    torch.manual_seed(0)
-    model = layers()
-    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-    fully_shard(model[0])
-    fully_shard(model)
-    for name, value in iter_full_params(model, budget=1):
-        assert torch.equal(value, expected.pop(name)), name
-    assert not expected
-    with pytest.raises(ValueError, match=r"'0\.weight' was sharded by fully_shard"):
-        iter_full_optim_state(model, stepped(model, rank))
+    theirs, ours = (partial(by, each) for each in (torchs_fully_shard, fully_shard))
+    kinds: list[Callable[[], nn.Module]] = [pieces, flat, net, theirs, replicated, ours, pieces]
+    for index, make in enumerate(kinds):
+        group = pair if make is flat else None
+        if group is not None and rank > 1:
+            continue
+        size = 2 if group is not None else world_size
+        share = (rank, size) if make is not net else (0, 1)  # a plain model sees whole batches
+        model = make()
+        optimizer = adamw(model)
+        if index:
+            other(model)
+            checkpoint.load(tmp_path / str(index - 1), model, optimizer, process_group=group)
+        train(model, optimizer, *share, range(index, index + 1))  # type: ignore[call-arg]
+        checkpoint.save(tmp_path / str(index), model, optimizer, process_group=group)
+    plain, reference = trained(len(kinds))
+    assert_close(model.state_dict(), plain.state_dict())
+    assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
 
 
 @ranks(3)
-def test_checkpoints_go_to_the_wrapper_and_back(rank, world_size, tmp_path):
-    torch.manual_seed(0)
-    model = sharded()
-    optimizer = stepped(model, rank)
-    checkpoint.save(tmp_path, model, optimizer)
-    torch.manual_seed(1)
-    wrapped = FSDP(layers(), use_orig_params=True)
-    of_wrapped = torch.optim.AdamW(wrapped.parameters())
-    checkpoint.load(tmp_path, wrapped, of_wrapped)
-    assert_same(wrapped, model)
-    checkpoint.save(tmp_path, wrapped, of_wrapped)
-    again = sharded()
-    of_again = torch.optim.AdamW(again.parameters())
-    checkpoint.load(tmp_path, again, of_again)
-    for param, other in zip(model.parameters(), again.parameters()):
-        assert torch.equal(param.to_local(), other.to_local())
-        for kind in ("step", "exp_avg", "exp_avg_sq"):
-            one, two = optimizer.state[param][kind], of_again.state[other][kind]
-            assert torch.equal(getattr(one, "_local_tensor", one), getattr(two, "_local_tensor", two)), kind
-
-
-@ranks(2)
-def test_safetensors_are_read_without_communication(rank, world_size, tmp_path):
-    torch.manual_seed(0)
-    model = sharded()
+def test_full_parameters_stream_and_go_to_files(rank, world_size, tmp_path):
+    model, again = by(fully_shard), other(by(fully_shard))
+    full = {name: param.detach() for name, param in net().named_parameters()}
+    assert_equal({name: value.clone() for name, value in iter_full_params(model, budget=1)}, full)
+    with pytest.raises(ValueError, match=r"'stem\.weight' was sharded by fully_shard"):
+        iter_full_optim_state(model, adamw(model))
     checkpoint.export_safetensors(model, tmp_path)
-    torch.manual_seed(1)
-    again = sharded()
     with count_collectives() as counts:
         checkpoint.import_safetensors(again, tmp_path)
     assert not counts
-    assert_same(again, model)
+    assert_equal({name: value.clone() for name, value in iter_full_params(again)}, full)

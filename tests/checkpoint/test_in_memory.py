@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, shard
+from fronts import full_state, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint, InMemory
 from fsdp_wrap.checkpoint._in_memory import MemorySave
@@ -27,19 +28,22 @@ from optim_states import assert_same, by_name
 from resuming import Block, full_disk, net, other, train, trained
 from state_nets import adamw, assert_close
 
-
-def sharded(front: str, module: nn.Module) -> nn.Module:
-    return shard(front, module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+# a host is lost
 
 
-def stepped(front: str, rank: int, size: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(front: str, module: nn.Module, **options: Any) -> nn.Module:
+    return shard(front, module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def stepped(front: str, rank: int, size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after two steps."""
     model = sharded(front, net())
     optimizer = adamw(model)
-    train(model, optimizer, rank, size, range(steps))
+    train(model, optimizer, rank, size, range(2))
     return model, optimizer
 
 
-def place(folder: Path, rank: int, per_host: int = 2) -> InMemory:
+def place(folder: Path, rank: int, per_host: int = 1) -> InMemory:
     return InMemory(folder / f"host{rank // per_host}")
 
 
@@ -52,80 +56,60 @@ def lose(*hosts: Path) -> None:
     dist.barrier()
 
 
-def as_after(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
+def as_after_two(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """The model goes on as a plain one that was never interrupted: so parameters and optimizer are right."""
-    train(model, optimizer, rank, size, range(steps, steps + 2))
-    expected, _ = trained(steps + 2)
-    with torch.no_grad():
-        found = checkpoint_free_state(model)
-    assert_close(found, expected.state_dict())
+    train(model, optimizer, rank, size, range(2, 4))
+    assert_close(full_state(model), trained(4)[0].state_dict())
 
 
-def checkpoint_free_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full parameters, by another way than a checkpoint's."""
-    state = model.state_dict()
-    full = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
-    }
-    return full
+def resumes(
+    memory: Any, front: str, rank: int, size: int, group: Any = None
+) -> tuple[nn.Module, torch.optim.Optimizer, checkpoint.Loaded]:
+    """A model with other values loads the second step, and goes on from it."""
+    model = sharded(front, other(net()), **({"process_group": group} if group else {}))
+    optimizer = adamw(model)
+    found = checkpoint.load(memory, model, optimizer, process_group=group)
+    assert found.step == 2
+    as_after_two(model, optimizer, rank, size)
+    return model, optimizer, found
 
 
-def flip(path: Path, at: int = 700) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-# a host is lost
-
-
-@pytest.mark.each_value
-@each_front
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("front", "per_host", "lost"), [("orig", 2, 0), ("composable", 2, 1), ("composable", 3, 0)]
+)
 @ranks(4)
-def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, lost):
+def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, per_host, lost):
+    """Also where hosts are of unlike size: of three ranks and one, the one takes what all three have."""
     model, optimizer = stepped(front, rank, world_size)
-    memory = place(tmp_path, rank)
+    memory = place(tmp_path, rank, per_host)
     pending = checkpoint.async_save(memory, model, optimizer, {"seen": 10 + rank}, step=2)
     train(model, optimizer, rank, world_size, range(2, 4))  # is not what was saved
     pending.result()
     before = torch.get_rng_state()
     lose(tmp_path / f"host{lost}")
-
-    again = sharded(front, other(net()))
-    fresh = adamw(again)
     assert memory.latest() == 2
-    found = checkpoint.load(memory, again, fresh)
-    assert (found.step, found["seen"]) == (2, 10 + rank)
+    again, of_again, found = resumes(memory, front, rank, world_size)
+    assert found["seen"] == 10 + rank
     assert torch.equal(torch.get_rng_state(), before)
-    as_after(2, again, fresh, rank, world_size)
-    assert_same(by_name(fresh, again), by_name(optimizer, model))
+    assert_same(by_name(of_again, again), by_name(optimizer, model))
     assert not (tmp_path / f"host{lost}" / "step_00000002").exists()  # a load writes nothing
-    checkpoint.save(memory, again, fresh, step=4)
+    checkpoint.save(memory, again, of_again, step=4)
     lose(tmp_path / f"host{1 - lost}")
     assert memory.latest() == 4
 
 
 @pytest.mark.parametrize("came_back", [1, 3])
+@pytest.mark.filterwarnings("ignore")
 @ranks(4)
 def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, came_back):
     """From two hosts of which one is lost, by ranks that sit elsewhere; the last host has seen nothing."""
     model, optimizer = stepped("orig", rank, world_size)
-    checkpoint.save(place(tmp_path, rank), model, optimizer, step=2)
+    checkpoint.save(place(tmp_path, rank, 2), model, optimizer, step=2)
     lose(tmp_path / "host0")
     survivors = dist.new_group(list(range(came_back)))
-    if rank >= came_back:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = shard(
-            "orig", other(net()), auto_wrap_policy=ModuleWrapPolicy({Block}), process_group=survivors
-        )
-    fresh = adamw(again)
-    memory = InMemory(tmp_path / ("host1" if rank == came_back - 1 else f"new{rank}"))
-    found = checkpoint.load(memory, again, fresh, process_group=survivors)
-    assert found.step == 2
-    as_after(2, again, fresh, rank, came_back)
+    if rank < came_back:
+        memory = InMemory(tmp_path / ("host1" if rank == came_back - 1 else f"new{rank}"))
+        resumes(memory, "orig", rank, came_back, survivors)
 
 
 @ranks(3)
@@ -135,7 +119,7 @@ def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 256)).sum().backward()
     optimizer.step()
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     for step in (1, 2, 3):
         checkpoint.save(memory, model, optimizer, step=step)
         assert [path.name for path in memory.folder.glob("step_*")] == [f"step_{step:08d}"]
@@ -151,19 +135,6 @@ def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
     assert not memory.folder.exists()
 
 
-@ranks(4)
-def test_hosts_of_unlike_size_lose_any(rank, world_size, tmp_path):
-    """Of three ranks and one: the one takes what all three have."""
-    model, optimizer = stepped("composable", rank, world_size)
-    memory = InMemory(tmp_path / ("large" if rank < 3 else "small"))
-    checkpoint.save(memory, model, optimizer, step=2)
-    lose(tmp_path / "large")
-    again = sharded("composable", other(net()))
-    fresh = adamw(again)
-    checkpoint.load(memory, again, fresh)
-    as_after(2, again, fresh, rank, world_size)
-
-
 # how much is lost
 
 
@@ -172,7 +143,7 @@ def test_hosts_of_unlike_size_lose_any(rank, world_size, tmp_path):
 def test_regular_saves_lose_no_more_steps_than_they_say(rank, world_size, tmp_path, most, monkeypatch):
     """Copies last longer than steps; a host may go after any step, and another one then has a newer one."""
     model, optimizer = stepped("orig", rank, world_size)
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     write = MemorySave.write
     monkeypatch.setattr(MemorySave, "write", lambda save: (time.sleep(0.05), write(save))[1])  # type: ignore[func-returns-value]
     saves = checkpoint.RegularSaves(memory, model, optimizer, lose_at_most=most)
@@ -195,24 +166,21 @@ def test_regular_saves_lose_no_more_steps_than_they_say(rank, world_size, tmp_pa
 def test_an_older_step_that_is_whole_is_taken(rank, world_size, tmp_path):
     """A host went between the moments at which two others showed the newer step."""
     model, optimizer = stepped("orig", rank, world_size)
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     checkpoint.save(memory, model, optimizer, step=2)
     train(model, optimizer, rank, world_size, range(2, 4))
     checkpoint.save(memory, model, optimizer, step=4, keep_last=2)
     lose(tmp_path / "host0", tmp_path / "host1" / "step_00000004")
     assert memory.latest() == 2
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
     with pytest.raises(ValueError, match=r"no complete step 4 .* of step 4 no host has __0_0.distcp"):
-        checkpoint.load(memory, again, fresh, step=4)
-    assert checkpoint.load(memory, again, fresh).step == 2
-    as_after(2, again, fresh, rank, world_size)
+        checkpoint.load(memory, model, optimizer, step=4)
+    resumes(memory, "orig", rank, world_size)
 
 
 @ranks(3)
 def test_two_lost_neighbours_are_told(rank, world_size, tmp_path):
     model, optimizer = stepped("flat", rank, world_size)
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     assert memory.latest() is None
     with pytest.raises(ValueError, match="no complete checkpoint in the memory .* no host holds any"):
         checkpoint.load(memory, model, optimizer)
@@ -221,28 +189,26 @@ def test_two_lost_neighbours_are_told(rank, world_size, tmp_path):
     assert memory.latest() is None
     with pytest.raises(ValueError, match="of step 2 no host has __1_0.distcp$"):
         checkpoint.load(memory, model, optimizer)
-    as_after(2, model, optimizer, rank, world_size)  # nothing was changed
+    as_after_two(model, optimizer, rank, world_size)  # nothing was changed
 
 
-@pytest.mark.parametrize("copies", [1, 2])
 @ranks(2)
-def test_damage_on_one_host_is_made_good_by_the_other(rank, world_size, tmp_path, copies):
+def test_damage_on_one_host_is_made_good_by_the_other(rank, world_size, tmp_path):
     model, optimizer = stepped("orig", rank, world_size)
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     checkpoint.save(memory, model, optimizer, step=2)
-    if rank < copies:
-        flip(memory.folder / "step_00000002" / "__0_0.distcp")
-    dist.barrier()
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
-    if copies == 2:
-        with pytest.raises(
-            DamagedCheckpoint, match="(?s)step 2 in the memory .*__0_0.distcp bytes .* are not as"
-        ):
-            checkpoint.load(memory, again, fresh)
-    else:
-        checkpoint.load(memory, again, fresh)
-        as_after(2, again, fresh, rank, world_size)
+    for damaged in range(2):
+        if rank == damaged:
+            path = memory.folder / "step_00000002" / "__0_0.distcp"
+            data = bytearray(path.read_bytes())
+            data[700] ^= 1
+            path.write_bytes(data)
+        dist.barrier()
+        if damaged == 0:
+            resumes(memory, "orig", rank, world_size)
+    told = "(?s)step 2 in the memory .*__0_0.distcp bytes .* are not as"
+    with pytest.raises(DamagedCheckpoint, match=told):
+        checkpoint.load(memory, model, optimizer)
 
 
 class Bad:
@@ -258,14 +224,13 @@ class Bad:
 @ranks(2)
 def test_a_save_that_fails_on_one_rank_leaves_what_was_there(rank, world_size, tmp_path):
     model, optimizer = stepped("orig", rank, world_size)
-    memory = place(tmp_path, rank, per_host=1)
+    memory = place(tmp_path, rank)
     checkpoint.save(memory, model, optimizer, step=2)
     with pytest.raises(TypeError, match="rank 1: extra"):
         checkpoint.save(memory, model, optimizer, {"bad": Bad(rank)}, step=3)
     with full_disk() if rank == 1 else nullcontext():
-        with pytest.raises(
-            RuntimeError, match=r"saving step 3 in the memory of 2 hosts .*rank 1.*No space left"
-        ):
+        full = r"saving step 3 in the memory of 2 hosts .*rank 1.*No space left"
+        with pytest.raises(RuntimeError, match=full):
             checkpoint.save(memory, model, optimizer, step=3)
     gc.collect()  # nothing that a failure leaves behind may harm
     assert sorted(path.name for path in memory.folder.iterdir()) == ["step_00000002"]
@@ -282,9 +247,6 @@ def test_one_host_alone_keeps_what_it_has_and_warns(rank, world_size, tmp_path):
         folder = checkpoint.save(memory, model, optimizer, step=2)
     told = [str(each.message) for each in caught if "memory of one host" in str(each.message)]
     assert len(told) == (rank == 0)
-    again = sharded("orig", other(net()))
-    fresh = adamw(again)
-    checkpoint.load(folder, again, fresh)  # of one host it is a step folder like any
-    as_after(2, again, fresh, rank, world_size)
+    resumes(folder, "orig", rank, world_size)  # of one host it is a step folder like any
     with pytest.raises(RuntimeError, match="/proc/nowhere"):  # no folder can be made there
         InMemory("/proc/nowhere").latest()

@@ -92,12 +92,8 @@ def test_a_plan_is_printed_with_whether_it_fits(file, capsys):
     assert "2 ranks: fits, " in out and "4 ranks: fits, " in out and " of 1 GB" in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "10KB")
     assert code == 1 and "2 ranks: does not fit, " in out
-
-
-def test_plans_are_told_as_json(file, capsys):
-    code, out, _ = run(
-        capsys, "plan", f"{file}:setup", "--ranks", "2,4", "--json", "--machine", "h100", "--device", "cpu"
-    )
+    more = ["--json", "--machine", "h100", "--device", "cpu"]
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", "2,4", *more)
     two, four = json.loads(out)
     assert code == 0 and (two["ranks"], four["ranks"]) == (2, 4)
     assert two["parameters"] == 64 * 65 and two["machine"]["name"] == "H100 SXM"
@@ -116,9 +112,10 @@ def test_fit_varies_what_the_setup_takes(file, capsys):
     assert code == 1 and "0 of 2 fit" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "broken.py").write_text("\n1 / 0")
+    for arguments, told in [
         ("plan {file}", "names no function: write FILE.py:name"),
         ("plan {file}:", "names no function"),
         ("plan {tmp}/none.py:setup", "there is no file"),
@@ -151,19 +148,12 @@ def test_fit_varies_what_the_setup_takes(file, capsys):
         ("checkpoint", "the following arguments are required"),
         ("cure", "invalid choice: 'cure'"),
         ("", "the following arguments are required: plan|timeline|checkpoint|doctor"),
-    ],
-)
-def test_wrong_input_is_told_in_one_line(arguments, told, file, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "broken.py").write_text("\n1 / 0")
-    code, out, err = run(capsys, *arguments.format(file=file, tmp=tmp_path).split())
-    assert code == 2 and not out
-    line = err.strip().splitlines()[-1]
-    assert told in line and "error: " in line, err
-    assert "Traceback" not in err and (err.startswith("usage: ") or err.count("\n") == 1), err
-
-
-def test_a_traceback_is_shown_when_it_is_asked_for(file, capsys):
+    ]:
+        code, out, err = run(capsys, *arguments.format(file=file, tmp=tmp_path).split())
+        assert code == 2 and not out, arguments
+        line = err.strip().splitlines()[-1]
+        assert told in line and "error: " in line, err
+        assert "Traceback" not in err and (err.startswith("usage: ") or err.count("\n") == 1), err
     code, _, err = run(capsys, "--traceback", "plan", f"{file}:fails")
     assert code == 2 and "Traceback" in err and 'raise KeyError("depth")' in err
 
@@ -178,11 +168,7 @@ def test_commands_of_checkpoints_are_those_of_the_folder(tmp_path, capsys):
     assert code == 0 and "w  float32 [2, 3]  24 B" in out
     code, out, _ = run(capsys, "checkpoint", "export", tmp_path / "m.pt", tmp_path / "out")
     assert code == 0 and (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_the_command_works_without_the_checkpoint_folder(capsys):
-    module = import_module("fsdp_wrap.tools.command.main")
-    with mock.patch.object(module, "find_spec", lambda name: None):
+    with mock.patch.object(import_module("fsdp_wrap.tools.command.main"), "find_spec", lambda name: None):
         code, _, err = run(capsys, "checkpoint", "inspect", "x")
     assert code == 2 and "invalid choice: 'checkpoint'" in err
 
@@ -205,23 +191,17 @@ def test_the_doctor_tells_what_is_there(capsys):
     assert code == 0 and out.splitlines()[0] == "versions" and "\npackages\n" in out
 
 
-@pytest.mark.parametrize(
-    ("version", "fatal", "advice"),
-    [
+def test_the_doctor_judges_versions_and_limits(capsys):
+    for version, fatal, advice in [
         ("2.10.1", True, "install torch 2.11 or newer"),
         (f"{OLDEST_TORCH}.0+cu130", False, ""),
         (f"{NEWEST_TORCH}.1", False, ""),
         ("2.99.0", False, "newer than all that were tested"),
-    ],
-)
-def test_the_doctor_judges_the_version_of_torch(capsys, version, fatal, advice):
-    with mock.patch.object(torch, "__version__", version):
-        code, found = findings(capsys, "--alone")
-    assert code == int(fatal) and found["torch"]["fatal"] == fatal
-    assert advice in found["torch"]["advice"] and bool(advice) == bool(found["torch"]["advice"])
-
-
-def test_the_doctor_advises_on_few_descriptors(capsys):
+    ]:
+        with mock.patch.object(torch, "__version__", version):
+            code, found = findings(capsys, "--alone")
+        assert code == int(fatal) and found["torch"]["fatal"] == fatal
+        assert advice in found["torch"]["advice"] and bool(advice) == bool(found["torch"]["advice"])
     with mock.patch.object(doctor.resource, "getrlimit", lambda which: (256, 4096)):
         _, found = findings(capsys, "--alone")
         _, out, _ = run(capsys, "doctor", "--alone")
@@ -239,24 +219,17 @@ def test_what_two_ranks_found_is_told(capsys):
     assert "was not noticed" in found["watch"]["told"] and found["watch"]["advice"]
     with mock.patch.object(doctor, "meet", lambda: Meeting(error="no route")):
         code, found = findings(capsys)
-    assert (
-        code == 1
-        and found["meeting"]["told"] == "no route"
-        and "GLOO_SOCKET_IFNAME" in found["meeting"]["advice"]
-    )
+    assert code == 1 and found["meeting"]["told"] == "no route"
+    assert "GLOO_SOCKET_IFNAME" in found["meeting"]["advice"]
 
 
 @pytest.mark.slow
-def test_two_ranks_meet_and_communicate_as_the_package_decides(monkeypatch):
+def test_two_ranks_meet_and_communicate_or_say_why_not(monkeypatch):
     monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")
     met = meet()
     assert not met.error and met.watched
     assert "shared memory" not in met.way
     assert met.bandwidth > 1e7 and 0 < met.latency < 1
-
-
-@pytest.mark.slow
-def test_ranks_that_cannot_meet_say_why(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     assert "nothing0" in meet().error
 

@@ -23,27 +23,19 @@ MACHINE = Machine(
 )
 
 
-def planned(places: Mapping[str, float], seconds: float | None = None, first: float = 0, **more: Any) -> Plan:
-    """A plan that holds so many bytes at some places."""
+def planned(places: Mapping[str, float], seconds: float | None = None, first: float = 0) -> Plan:
+    """A plan that holds so many bytes at some places; all else is nothing."""
     moments = tuple(Moment(Place(name, "forward"), {"activations": int(n)}) for name, n in places.items())
     peak = max(moments, key=lambda moment: moment.nbytes)
+    zeros: Any = dict.fromkeys(("rank", "parameters", "rest_bytes", "setup_peak_bytes"), 0)
+    empty: Any = dict.fromkeys(("rest_by_kind", "wire_bytes", "collectives", "payload_bytes"), {})
+    known: Any = {**zeros, **empty, "ranks": 8, "device": "cpu", "units": (), "moments": moments}
     return Plan(
-        ranks=more.get("ranks", 8),
-        rank=0,
-        device="cpu",
-        parameters=1,
-        rest_bytes=0,
-        rest_by_kind={},
+        **known,
         peak_bytes=peak.nbytes,
         peak_by_kind=peak.bytes_by_kind,
         peak_at=peak.place,
         first_peak_bytes=int(first),
-        setup_peak_bytes=0,
-        moments=moments,
-        units=(),
-        wire_bytes={},
-        collectives={},
-        payload_bytes={},
         predicted_seconds=seconds,
     )
 
@@ -88,14 +80,18 @@ def corner(*, batch, ranks=8, **_):
     return planned(places, seconds=0.1 + 0.01 * batch, first=10**8)
 
 
-def test_the_largest_batch_is_found_where_the_peak_moves():
-    found, plans = fitted(corner, takes_batch, device_memory=8 * GB, machine=MACHINE)
+def test_the_largest_batch_is_found_where_the_peak_moves(tmp_path):
+    found, plans = fitted(corner, takes_batch, device_memory="8GB", machine=MACHINE)
     (choice,) = found.choices
     assert choice.batch == largest(corner, 8 * GB) == 999
     assert choice.fits and found.best is choice
     assert choice.peak_bytes == corner(batch=999).peak_bytes
     assert found.plans == len(plans.asked) == 3, "two batches, and the answer"
     assert choice.samples_per_second == pytest.approx(999 * 8 / (0.1 + 9.99))
+    told = json.loads(found.to_json(tmp_path / "fit.json"))
+    assert told == json.loads((tmp_path / "fit.json").read_text())
+    assert told["device_memory"] == 8 * GB and told["machine"]["name"] == "one"
+    assert told["choices"][0]["batch"] == 999 and "plan" not in told["choices"][0]
 
 
 def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
@@ -111,23 +107,25 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         assert largest(bent, limit) - 64 < choice.batch, "a tile less at most"
         assert len(plans.asked) <= 8
 
-
-def test_a_guess_that_was_too_high_is_not_the_end():
     def flatter(*, batch, ranks=8):
         return planned({"a": 10**8 * min(batch, 8) + 10**7 * max(batch - 8, 0)})
 
     found, plans = fitted(flatter, takes_batch, device_memory=2 * GB)
-    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128
+    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128, (
+        "not the first guess, which was too high"
+    )
     assert len(plans.asked) <= 8
 
 
-@pytest.mark.parametrize("memory", ["3GB", "2.9GB"])
-def test_what_does_not_fit_at_all_says_so(memory):
-    found, _ = fitted(corner, takes_batch, device_memory=memory)
-    (choice,) = found.choices
-    assert not choice.fits and choice.batch == 0 and found.best is None
-    assert choice.peak_bytes > nbytes_of(memory, "it")
-    assert "0 of 1 fit" in str(found) and "none" in str(found)
+def test_what_does_not_fit_at_all_says_so():
+    for memory in ("3GB", "2.9GB"):
+        found, _ = fitted(corner, takes_batch, device_memory=memory)
+        (choice,) = found.choices
+        assert not choice.fits and choice.batch == 0 and found.best is None
+        assert choice.peak_bytes > nbytes_of(memory, "it")
+        assert "0 of 1 fit" in str(found) and "none" in str(found)
+    for text, nbytes in (("80GB", 80 * GB), ("1.5 GiB", 3 << 29), ("512", 512), (7, 7)):
+        assert nbytes_of(text, "it") == nbytes
 
 
 def test_batches_that_are_named_are_the_only_ones():
@@ -177,16 +175,14 @@ def test_the_fastest_comes_first_and_slower_ones_after_it():
     assert lines[0] == f"8 of 8 fit into 16 GB ({found.plans} plans)"
     assert "all with length=1024" in lines[1] and "offload" in lines[4]
 
-
-def test_without_a_machine_the_largest_batch_comes_first_and_no_time_is_told():
-    found, _ = fitted(
+    untimed, _ = fitted(  # without a machine the largest batch comes first
         lambda **values: planned({"a": attention(**values).peak_bytes}),
         takes_all,
         device_memory=16 * GB,
         vary={"length": [512], "offload": ["none", "all"]},
     )
-    assert [choice.values["offload"] for choice in found.choices] == ["all", "none"]
-    assert "samples/s" not in str(found) and "ms" not in str(found)
+    assert [choice.values["offload"] for choice in untimed.choices] == ["all", "none"]
+    assert "samples/s" not in str(untimed) and "ms" not in str(untimed)
 
 
 def test_what_cannot_be_is_told_beside_what_can():
@@ -212,29 +208,15 @@ def test_a_setup_without_batch_is_answered_by_yes_or_no():
         return planned({"a": (9 if offload == "none" else 5) * GB})
 
     found, plans = fitted(model, setup, device_memory=8 * GB, vary={"offload": ["none", "all"]})
-    assert [(choice.values["offload"], choice.fits) for choice in found.choices] == [
-        ("all", True),
-        ("none", False),
-    ]
+    answers = [(choice.values["offload"], choice.fits) for choice in found.choices]
+    assert answers == [("all", True), ("none", False)]
     assert len(plans.asked) == 2 and "too large" in str(found)
 
 
-def test_the_answer_goes_to_json(tmp_path):
-    found, _ = fitted(corner, takes_batch, device_memory="8GB", machine=MACHINE)
-    told = json.loads(found.to_json(tmp_path / "fit.json"))
-    assert told == json.loads((tmp_path / "fit.json").read_text())
-    assert told["device_memory"] == 8 * GB and told["machine"]["name"] == "one"
-    assert told["choices"][0]["batch"] == 999 and "plan" not in told["choices"][0]
-
-
-def test_a_setup_that_does_not_use_its_batch_is_told_so():
-    with pytest.raises(ValueError, match="need the same memory: let setup.. use its batch"):
-        fitted(lambda **_: planned({"a": GB}), takes_batch, device_memory=8 * GB)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_wrong_arguments_are_refused_before_anything_is_planned():
+    plans = Plans(corner)
+    options: Any
+    for options, error, message in [
         ({}, ValueError, "needs device_memory"),
         ({"device_memory": "much"}, ValueError, "device_memory must look like '80GB' or '24GiB', not 'much'"),
         ({"device_memory": 0}, ValueError, "must be positive"),
@@ -243,18 +225,12 @@ def test_a_setup_that_does_not_use_its_batch_is_told_so():
         ({"device_memory": 1, "vary": {"batch": "8"}}, TypeError, "must be a sequence of values"),
         ({"device_memory": 1, "vary": {"batch": []}}, TypeError, "must be a sequence of values"),
         ({"device_memory": 1, "vary": {"batch": [0, 1]}}, ValueError, "whole numbers from 1 on"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_planned(options, error, message):
-    plans = Plans(corner)
-    with mock.patch.object(fitting, "plan", plans), pytest.raises(error, match=message):
-        fit(takes_batch, **options)
+    ]:
+        with mock.patch.object(fitting, "plan", plans), pytest.raises(error, match=message):
+            fit(takes_batch, **options)
     assert not plans.asked
-
-
-@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * GB), ("1.5 GiB", 3 << 29), ("512", 512), (7, 7)])
-def test_sizes_are_read(text, size):
-    assert nbytes_of(text, "it") == size
+    with pytest.raises(ValueError, match="need the same memory: let setup.. use its batch"):
+        fitted(lambda **_: planned({"a": GB}), takes_batch, device_memory=8 * GB)
 
 
 def test_presets_are_machines_with_sources():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,32 +90,22 @@ def test_the_largest_batch_is_that_of_runs(tmp_path, front_end):
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_is_that_of_runs(tmp_path):
-    lengths = [64, 96, 128, 192, 256]
-    peaks = peaks_of(tmp_path, [{"batch": 32, "length": length} for length in lengths])
-    limit = between(peaks[2], peaks[3])
-    found = fit(setup, 2, device_memory=limit, vary={"batch": [32], "length": lengths})
-    fitting = {choice.values["length"] for choice in found.choices if choice.fits}
-    assert fitting == {64, 96, 128}
-    for choice in found.choices:
-        measured = peaks[lengths.index(choice.values["length"])]
-        assert choice.peak_bytes == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.slow
-def test_the_configurations_that_fit_are_those_of_runs(tmp_path):
-    vary: dict[str, Sequence[Any]] = {"layers": [2, 4], "checkpointing": ["none", "blocks"]}
-    asked = [
-        {"batch": 64, "layers": layers, "checkpointing": checkpointing}
-        for layers in vary["layers"]
-        for checkpointing in vary["checkpointing"]
-    ]
+@pytest.mark.parametrize(
+    ("vary", "fitting"),
+    [
+        ({"batch": [32], "length": [64, 96, 128, 192, 256]}, 3),
+        ({"batch": [64], "layers": [2, 4], "checkpointing": ["none", "blocks"]}, 2),
+    ],
+    ids=["lengths", "configurations"],
+)
+def test_what_fits_is_that_of_runs(tmp_path, vary, fitting):
+    asked = [dict(zip(vary, values)) for values in itertools.product(*vary.values())]
     peaks = peaks_of(tmp_path, asked)
-    order = sorted(range(len(asked)), key=peaks.__getitem__)
-    limit = between(peaks[order[1]], peaks[order[2]])
-    found = fit(setup, 2, device_memory=limit, vary={"batch": [64], **vary})
-    measured = {tuple(each[name] for name in vary): peak for each, peak in zip(asked, peaks)}
+    limit = between(*sorted(peaks)[fitting - 1 : fitting + 1])
+    measured = {tuple(each[name] for name in vary if name != "batch"): n for each, n in zip(asked, peaks)}
+    found = fit(setup, 2, device_memory=limit, vary=vary)
     for choice in found.choices:
-        peak = measured[tuple(choice.values[name] for name in vary)]
+        peak = measured[tuple(choice.values[name] for name in vary if name != "batch")]
         assert choice.peak_bytes == pytest.approx(peak, rel=0.02)
         assert choice.fits == (peak < limit)
+    assert sum(choice.fits for choice in found.choices) == fitting

@@ -34,13 +34,11 @@ def test_figures_are_those_of_the_time_that_things_take(monkeypatch):
     assert machine.operator_seconds == pytest.approx(0.025 / measured._SMALL_OPERATORS)
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [("meta", "device='meta' computes nothing"), ("nonsense", "device='nonsense' cannot be measured here")],
-)
-def test_what_cannot_be_measured_is_refused(device, message):
-    with pytest.raises(ValueError, match=message):
-        measure_machine(device)
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="device='meta' computes nothing"):
+        measure_machine("meta")
+    with pytest.raises(ValueError, match="device='nonsense' cannot be measured here"):
+        measure_machine("nonsense")
     with pytest.raises(ValueError, match="seconds must be positive"):
         measure_machine("cpu", seconds=0)
 

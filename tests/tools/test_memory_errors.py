@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, shard
+from fronts import shard
 from fsdp_wrap import explain_memory_errors
 from fsdp_wrap._params import JointGather, JointGradients, ParamHandle
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 WIDTH = 256
 FULL = (WIDTH * WIDTH + WIDTH) * 4
 HELD = f"{FULL / 2**20:.2f} MiB"
@@ -54,7 +55,7 @@ def _lines(error):
     return str(error.value).splitlines()
 
 
-@each_front
+@each_kind
 @ranks(2)
 def test_forwards_tell(rank, world_size, front):
     (model, layers), x = _model(front), torch.randn(2, WIDTH)
@@ -74,47 +75,50 @@ def test_forwards_tell(rank, world_size, front):
     )
     assert units == [f"  unit '1': unsharded, {HELD} of full parameters"]
     assert str(error.value).count("The units of the model held") == 1  # and not once more by the root
+    layers[1].then = lambda y: (_ for _ in ()).throw(MemoryError("no memory"))
+    with mock.patch.object(planned_memory, "filled", lambda units: [f"  planned for {len(units)} units"]):
+        with pytest.raises(MemoryError) as told:
+            model(x)
+    assert _lines(told)[0] == "no memory" and _lines(told)[-1] == "  planned for 4 units"
     layers[1].then = None
     model(x).sum().backward()  # the model is usable
 
 
-@each_front
+@each_kind
 @ranks(2)
 def test_backwards_tell(rank, world_size, front):
-    (model, _), x = _model(front, travel_together_bytes=0), torch.randn(2, WIDTH)
-    model(x).sum().backward()
-    for owner, verb in ((ParamHandle, "gather"), (ParamHandle, "start_reduction")):
-        exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        output = model(x).sum()
-        with mock.patch.object(owner, verb, side_effect=exhausted):
-            with pytest.raises(torch.OutOfMemoryError) as error:
-                output.backward()
-        assert error.value is exhausted
-        first, head, whole, *_ = _lines(error)
-        assert first == "CUDA out of memory. Tried to allocate 2 GiB"
-        assert head == f"The units of the model held then (rank {rank}, in a backward):"
-        assert "of shards" in whole
-    model(x).sum().backward()
-
-
-@each_front
-@ranks(2)
-def test_what_travels_together_tells(rank, world_size, front):
-    (model, _), x = _model(front), torch.randn(2, WIDTH)
-    for _ in range(2):
+    x = torch.randn(2, WIDTH)
+    for together, owners in (
+        (0, ((ParamHandle, "gather"), (ParamHandle, "start_reduction"))),
+        (WIDTH**4, ((JointGather, "issue"), (JointGradients, "reduce"))),
+    ):
+        model, _ = _model(front, travel_together_bytes=together)
+        for _ in range(2):
+            model(x).sum().backward()
+        for owner, verb in owners:
+            exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            output = model(x).sum()
+            with mock.patch.object(owner, verb, side_effect=exhausted):
+                with pytest.raises(torch.OutOfMemoryError) as error:
+                    output.backward()
+            assert error.value is exhausted
+            first, head, whole, *_ = _lines(error)
+            assert first == "CUDA out of memory. Tried to allocate 2 GiB"
+            assert head.startswith(f"The units of the model held then (rank {rank}, in ")
+            assert together or head.endswith("in a backward):")
+            assert "of shards" in whole
         model(x).sum().backward()
-    for owner, verb in ((JointGather, "issue"), (JointGradients, "reduce")):
-        output = model(x).sum()
-        with mock.patch.object(owner, verb, side_effect=MemoryError), pytest.raises(MemoryError) as error:
-            output.backward()
-        assert _lines(error)[1].startswith(f"The units of the model held then (rank {rank}, in ")
-    model(x).sum().backward()
 
 
-@each_front
+@each_kind
 @ranks(1)
 def test_operators_of_a_backward_tell_in_the_context(rank, world_size, front):
     (model, layers), x = _model(front), torch.randn(2, WIDTH)
+    mistaken = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    layers[1].then = lambda y: (_ for _ in ()).throw(mistaken)
+    with pytest.raises(RuntimeError) as other, explain_memory_errors(model):
+        model(x)
+    assert other.value is mistaken and str(other.value) == "mat1 and mat2 shapes cannot be multiplied"
     layers[1].then = Fails.apply
     with pytest.raises(MemoryError) as error:
         model(x).sum().backward()
@@ -123,38 +127,12 @@ def test_operators_of_a_backward_tell_in_the_context(rank, world_size, front):
         model(x).sum().backward()
     assert _lines(error)[0] == "MemoryError" and "in the backward of unit '1'" in _lines(error)[1]
     assert any(line.startswith("  unit '1': unsharded") for line in _lines(error))
-    with (
-        pytest.raises(ValueError, match=r"pass explain_memory_errors\(\) the model"),
-        explain_memory_errors(Layer()),
-    ):
-        pass
-
-
-@ranks(1)
-def test_a_plan_stands_beside(rank, world_size):
-    model, layers = _model("composable")
-    layers[0].then = lambda y: (_ for _ in ()).throw(MemoryError("no memory"))
-    with mock.patch.object(planned_memory, "filled", lambda units: [f"  planned for {len(units)} units"]):
-        with pytest.raises(MemoryError) as error:
-            model(torch.randn(2, WIDTH))
-    assert _lines(error)[0] == "no memory" and _lines(error)[-1] == "  planned for 4 units"
-
-
-@ranks(1)
-def test_other_errors_stay_as_they_are(rank, world_size):
-    model, layers = _model("orig")
-    mistaken = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    layers[0].then = lambda y: (_ for _ in ()).throw(mistaken)
-    with pytest.raises(RuntimeError) as error, explain_memory_errors(model):
-        model(torch.randn(2, WIDTH))
-    assert error.value is mistaken and str(error.value) == "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(ValueError, match=r"pass explain_memory_errors\(\) the model"):
+        explain_memory_errors(Layer()).__enter__()
 
 
 def test_which_errors_are_for_memory():
-    yes = (
-        MemoryError(),
-        torch.OutOfMemoryError("x"),
-        RuntimeError("[enforce fail] can't allocate memory: 1 bytes"),
-    )
+    enforced = RuntimeError("[enforce fail] can't allocate memory: 1 bytes")
+    yes = MemoryError(), torch.OutOfMemoryError("x"), enforced
     no = RuntimeError("device-side assert"), ValueError("out of memory"), KeyError("memory")
     assert all(map(is_for_memory, yes)) and not any(map(is_for_memory, no))

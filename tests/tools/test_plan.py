@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_wrap
 from bed.paths import ROOT
-from fronts import FRONTS, each_front, shard
+from fronts import FRONTS, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime import units_in
+from fsdp_wrap.tools import step_of
 from fsdp_wrap.tools.memory import tell_of_memory
 from fsdp_wrap.tools.planning.page import size
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -35,6 +37,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 from benchmarks import planned
 from benchmarks.meters import Travelling, tensors
 
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 RANKS = 16  # beyond 8 gloo is asked for its own collectives, as the group that carries nothing is
 WIDTH = 48
 MACHINE = Machine(
@@ -101,13 +104,34 @@ def made(front, model=Model, device="cpu", freeze="", **options):
     return sharded, optimizer, step
 
 
+def make_group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+
+
 @pytest.fixture
 def group():
     """A process group of many ranks that carries nothing, on which steps run with numbers."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    make_group()
     yield
     dist.destroy_process_group()
     gc.collect()
+
+
+@contextmanager
+def without_group():
+    dist.destroy_process_group()
+    yield
+    make_group()
+
+
+@contextmanager
+def alone():
+    """In a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def measured(setup):
@@ -140,7 +164,6 @@ MIXED: dict[str, dict[str, Any]] = {
     "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
 }
 PAIRS = [("orig", each) for each in OPTIONS] + [
-    ("flat", "plain"),
     ("flat", "tied"),
     ("composable", "partly frozen"),
     ("composable", "bf16"),
@@ -148,15 +171,20 @@ PAIRS = [("orig", each) for each in OPTIONS] + [
 ]
 
 
+def as_measured(setup):
+    """A plan whose bytes are those of steps that run in the group; and what was found when they ran."""
+    rest, peak, travelling, events = measured(setup)
+    with without_group():
+        plan = fsdp_wrap.plan(setup, RANKS)
+    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    return plan, travelling, events
+
+
 @pytest.mark.parametrize(("front", "option"), PAIRS)
 def test_bytes_are_those_of_steps_that_run(front, option, group):
     setup = partial(made, front, **OPTIONS[option], **(MIXED[front] if option == "bf16" else {}))
-    rest, peak, travelling, events = measured(setup)
-    dist.destroy_process_group()
-    plan = fsdp_wrap.plan(setup, RANKS)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
-    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    plan, travelling, events = as_measured(setup)
     assert plan.payload_bytes["all_gather"] == travelling.nbytes["gathers"]
     assert plan.payload_bytes["reduce_scatter"] == travelling.nbytes["reduce-scatters"]
     for unit in plan.units:
@@ -165,7 +193,7 @@ def test_bytes_are_those_of_steps_that_run(front, option, group):
         assert (unit.gathers, unit.reductions) == (gathers, reductions)
 
 
-@each_front
+@each_kind
 def test_every_byte_has_a_kind(front):
     plan = fsdp_wrap.plan(partial(made, front), RANKS)
     whole = sum(param.numel() for param in Model().parameters())
@@ -183,14 +211,16 @@ def test_every_byte_has_a_kind(front):
     assert plan.peak_at in {moment.place for moment in plan.moments}
 
 
-def test_wire_bytes_are_what_a_rank_receives():
-    plan = fsdp_wrap.plan(partial(made, "orig"), 4)
+def test_plans_of_few_and_of_many_ranks():
+    plan, alone_ = (fsdp_wrap.plan(partial(made, "orig"), count) for count in (4, 1))
     assert plan.wire_bytes["all_gather"] == plan.payload_bytes["all_gather"] * 3 // 4
-    assert sum(sum(unit.wire_bytes.values()) for unit in plan.units) == pytest.approx(
-        sum(plan.wire_bytes.values()), abs=len(plan.units)
-    )
-    alone = fsdp_wrap.plan(partial(made, "orig"), 1)
-    assert sum(alone.wire_bytes.values()) == 0 and alone.rest_bytes > plan.rest_bytes
+    received = sum(sum(unit.wire_bytes.values()) for unit in plan.units)
+    assert received == pytest.approx(sum(plan.wire_bytes.values()), abs=len(plan.units))
+    assert sum(alone_.wire_bytes.values()) == 0 and alone_.rest_bytes > plan.rest_bytes
+    first, last = (fsdp_wrap.plan(partial(made, "orig"), 16384, rank=rank) for rank in (0, 16383))
+    assert first.ranks == 16384 and last.rank == 16383
+    assert first.payload_bytes == last.payload_bytes
+    assert first.rest_by_kind["shards"] < 4 * first.parameters / 1000
 
 
 def hybrid(front):
@@ -207,7 +237,7 @@ def test_under_torchrun_the_device_need_not_be_there_either(monkeypatch):
     assert plan.peak_bytes == expected.peak_bytes and os.environ["LOCAL_RANK"] == "3"
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_kind
 def test_replicas_are_summed_over_the_slower_links(front):
     figures = {"latency_within": 0.0, "latency_between": 0.0, "bandwidth_between": 1e6}
     at_once = Machine.from_dict({**MACHINE.to_dict(), **figures})
@@ -222,7 +252,7 @@ def test_replicas_are_summed_over_the_slower_links(front):
     assert halves.communication_seconds < whole.communication_seconds
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_kind
 def test_a_device_that_is_not_there(front):
     options = {"cpu_offload": CPUOffload(True)}
     offloaded = fsdp_wrap.plan(partial(made, front, device="cuda", **options), RANKS, device="cuda")
@@ -265,45 +295,25 @@ def test_tensor_parallelism():
     plan = fsdp_wrap.plan(cut_twice, 8, device="cuda")
     held = (64 * 256 * 2 + 256) // 2 + 64  # numbers of a layer on its two ranks, each
     assert plan.rest_by_kind["shards"] == pytest.approx(3 * 4 * held / 4, rel=0.01)
-    assert (
-        plan.collectives["all_reduce"] == 3 + 2
-    )  # of outputs, and of the gradients of all inputs but the first
+    # Of outputs, and of the gradients of all inputs but the first.
+    assert plan.collectives["all_reduce"] == 3 + 2
     assert plan.wire_bytes["all_reduce"] == 5 * 8 * 64 * 4
 
 
 def accumulating(front):
     model, optimizer, _ = made(front)
 
-    def step():
-        for number in range(3):
-            syncs = number == 2
-            if front == "composable":
-                model.set_requires_gradient_sync(syncs)
-            with torch.enable_grad() if syncs or front == "composable" else model.no_sync():
-                model(torch.randint(100, (4, 32))).logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss():
+        return model(torch.randint(100, (4, 32))).logsumexp(-1).sum()
 
-    return model, optimizer, step
+    return model, optimizer, step_of(model, optimizer, loss, accumulation=3)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_kind
 def test_accumulation_reduces_once(front, group):
-    rest, peak, travelling, _ = measured(partial(accumulating, front))
-    dist.destroy_process_group()
-    plan = fsdp_wrap.plan(partial(accumulating, front), RANKS)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
-    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    plan, travelling, _ = as_measured(partial(accumulating, front))
     assert plan.collectives["reduce_scatter"] == travelling.calls["reduce-scatters"]
     assert {unit.reductions for unit in plan.units} == {1}
-
-
-def test_many_ranks_and_the_last_of_them():
-    first, last = (fsdp_wrap.plan(partial(made, "orig"), 16384, rank=rank) for rank in (0, 16383))
-    assert first.ranks == 16384 and last.rank == 16383
-    assert first.payload_bytes == last.payload_bytes
-    assert first.rest_by_kind["shards"] < 4 * first.parameters / 1000
 
 
 def test_a_model_without_values():
@@ -335,28 +345,22 @@ def test_a_plan_goes_to_json_and_back_and_is_read_by_people(tmp_path):
     page = str(plan)
     assert max(map(len, page.splitlines())) <= 80
     assert all(text in page for text in ("at rest", "peak", "layers.0", "all_gather", "Predicted on small"))
+    plan.plot(tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
-@pytest.mark.parametrize("front", ["flat", "orig"])
-def test_padding_of_aligned_shards_is_shown(front):
+def test_padding_of_aligned_shards_is_shown(group):
     """As much as `repr` tells, where shards are aligned."""
-    aligned = partial(made, front, shard_alignment=700)
-    found, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, front), RANKS)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    aligned = partial(made, "orig", shard_alignment=700)
     shown = repr(aligned()[0])
-    dist.destroy_process_group()
+    with without_group():
+        found, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, "orig"), RANKS)
     told = [int(each) for each in re.findall(r"aligned to [^)]*, (\d+) of padding", shown)]
     assert [unit.padding_bytes for unit in found.units] == [4 * each for each in told]
     assert len(told) == 4 and all(told)
     assert not any(unit.padding_bytes for unit in usual.units) and "padding" not in str(usual)
     assert f"take {size(4 * sum(told))} of padding in all ranks together" in str(found)
     assert str(found).endswith(f": {size(4 * max(told))}")
-
-
-def test_a_picture_of_a_plan(tmp_path):
-    plan = fsdp_wrap.plan(partial(made, "orig"), RANKS)
-    plan.plot(tmp_path / "plan.svg")
-    assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
 def test_predictions_follow_the_machine():
@@ -393,14 +397,11 @@ def test_models_from_before_go_on_working_and_groups_can_be_made():
         assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(before(x), expected)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         model, _, step = made("composable")
         step()
         assert all(param.grad is not None and not param.is_meta for param in model.parameters())
         assert units_in(model)
-    finally:
-        dist.destroy_process_group()
 
 
 def with_step(change):
@@ -417,61 +418,45 @@ def numbers(model, read):
     read(loss)
 
 
-READS = {
-    "item": torch.Tensor.item,
-    "float": float,
-    "if": bool,
-    "tolist": torch.Tensor.tolist,
-    "numpy": lambda loss: loss.detach().numpy(),
-    "nonzero": torch.nonzero,
-    "mask": lambda loss: loss.view(1)[loss.view(1) > 0],
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_steps_that_read_numbers_are_refused(read):
-    with pytest.raises(fsdp_wrap.PlanningError, match="asks for numbers, and a plan has none"):
-        fsdp_wrap.plan(with_step(partial(numbers, read=READS[read])), 4)
-    assert not dist.is_initialized()
-
-
-def under_autocast(model):
-    with torch.autocast("cpu"):
-        model(torch.randint(100, (4, 32)))
-
-
 def test_what_cannot_be_followed_is_refused():
+    for read in (
+        torch.Tensor.item,
+        float,
+        bool,
+        torch.Tensor.tolist,
+        lambda loss: loss.detach().numpy(),
+        torch.nonzero,
+        lambda loss: loss.view(1)[loss.view(1) > 0],
+    ):
+        with pytest.raises(fsdp_wrap.PlanningError, match="asks for numbers, and a plan has none"):
+            fsdp_wrap.plan(with_step(partial(numbers, read=read)), 4)
+        assert not dist.is_initialized()
+    under_autocast = with_step(torch.autocast("cpu")(lambda model: model(torch.randint(100, (4, 32)))))
     with pytest.raises(fsdp_wrap.PlanningError, match="under torch.autocast"):
-        fsdp_wrap.plan(with_step(under_autocast), 4)
+        fsdp_wrap.plan(under_autocast, 4)
     there = Model()
     with pytest.raises(fsdp_wrap.PlanningError, match=r"made before plan\(\)"):
         fsdp_wrap.plan(partial(made, "orig", model=lambda: there), 4)
     assert torch.isfinite(there.head.weight).all()  # and is as it was
 
 
-def returning(result):
-    return lambda: result
-
-
 def test_wrong_uses_are_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
+    returned: Any
+    arguments: Any
+    for returned, text in [
+        (model, r"must return \(model, optimizer, step\), and returned Linear"),
+        ((model, optimizer), "returned a tuple of 2"),
+        ((1, optimizer, print), "must be an nn.Module, not int"),
+        ((model, model, print), "must be a torch.optim.Optimizer, not Linear"),
+        ((model, optimizer, 1), "the step .* must be a function, not int"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            fsdp_wrap.plan(lambda returned=returned: returned, 8)
     for arguments, error, text in [
         ({"setup": None}, TypeError, "must be a function"),
-        (
-            {"setup": returning(model)},
-            TypeError,
-            r"must return \(model, optimizer, step\), and returned Linear",
-        ),
-        ({"setup": returning((model, optimizer))}, TypeError, "returned a tuple of 2"),
-        ({"setup": returning((1, optimizer, print))}, TypeError, "must be an nn.Module, not int"),
-        (
-            {"setup": returning((model, model, print))},
-            TypeError,
-            "must be a torch.optim.Optimizer, not Linear",
-        ),
-        ({"setup": returning((model, optimizer, 1))}, TypeError, "the step .* must be a function, not int"),
-        ({"setup": returning((model, optimizer, print))}, ValueError, "no module of the model .* is sharded"),
+        ({"setup": lambda: (model, optimizer, print)}, ValueError, "no module of the model .* is sharded"),
         ({"ranks": 0}, ValueError, "from 1 to 16384"),
         ({"ranks": 16385}, ValueError, "from 1 to 16384"),
         ({"rank": 8}, ValueError, "from 0 to 7"),
@@ -506,36 +491,29 @@ def test_the_page_shows_the_figures_and_they_are_near_enough():
     assert rows and worst <= planned.MOST_OFF and not wrong
     assert planned.PAGE.read_text() == planned.written_page(rows)
 
-
-@pytest.mark.parametrize("way", ["original", "fully_shard, bf16"])
-def test_plans_are_those_of_the_page(way):
-    row = json.loads(planned.FIGURES.read_text())[f"small, {way}, 2 ranks"]
+    way = "fully_shard, bf16"
     plan = fsdp_wrap.plan(partial(planned.setup, planned.CASES["small"], planned.WAYS[way]), 2)
-    received = sum(plan.wire_bytes.values())
-    found = plan.rest_bytes, plan.peak_bytes, received
+    found = plan.rest_bytes, plan.peak_bytes, sum(plan.wire_bytes.values())
+    row = rows[f"small, {way}, 2 ranks"]
     assert found == pytest.approx([row[f"planned {what}"] for what in ("rest", "peak", "received")], rel=0.01)
 
 
 def test_an_error_for_lack_of_memory_tells_of_the_plan(group):
     model, _, _ = made("orig")
     units = [*units_in(model).values()]
-    dist.destroy_process_group()
-    plan = fsdp_wrap.plan(partial(made, "orig"), 4)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    with without_group():
+        plan = fsdp_wrap.plan(partial(made, "orig"), 4)
     error = MemoryError("can't allocate memory")
     tell_of_memory(error, units)
     assert f"The plan of them for rank 0 of {plan.ranks} on cpu" in str(error)
 
 
 def test_a_plan_beside_a_timeline():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         model, _, step = made("orig")
         with fsdp_wrap.timeline(model) as recorded:
             step()
             step()
-    finally:
-        dist.destroy_process_group()
     compared = fsdp_wrap.plan(partial(made, "orig"), 1, machine=MACHINE).compare(recorded)
     assert compared.steps == 2 and compared.measured_seconds > 0
     for unit in compared.units:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import stream_programs as programs
 from bed import ranks
 from bed.accelerator import run_simulated
-from fronts import each_front, shard
+from fronts import shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline
 from fsdp_wrap._comm import messages
 from fsdp_wrap._core import Computing, step_watchers
@@ -39,6 +39,8 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, Net
 
 STEPS = 2
+CATEGORIES = ("gather", "reduce", "forward", "backward", "optimizer")
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def _trained(front, module=None, **options):
@@ -76,13 +78,9 @@ def _checked(events):
         assert each["ph"] in "MXCstf" and each.get("ts", 0) >= 0
         if each["ph"] in "stf":
             flows.setdefault(each["id"], []).append(each)
-            under = [
-                one
-                for one in slices
-                if (one["pid"], one["tid"]) == (each["pid"], each["tid"])
-                and one["ts"] <= each["ts"] + 1e-3 <= one["ts"] + one["dur"] + 2e-3
-            ]
-            assert under, f"{each} points at no slice"
+            beside = [one for one in slices if (one["pid"], one["tid"]) == (each["pid"], each["tid"])]
+            under = (one["ts"] <= each["ts"] + 1e-3 <= one["ts"] + one["dur"] + 2e-3 for one in beside)
+            assert any(under), f"{each} points at no slice"
     for flow in flows.values():
         assert [each["ph"] for each in flow] == ["s", "t", "f"]
         assert [each["ts"] for each in flow] == sorted(each["ts"] for each in flow)
@@ -94,8 +92,7 @@ def _events_in(path):
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
 
 
-@pytest.mark.parametrize("memory", ["0", "1"], ids=["gloo", "shared"])
-@each_front
+@pytest.mark.parametrize(("front", "memory"), [("orig", "0"), ("composable", "1")])
 @ranks(2)
 def test_a_trace_holds_what_events_tell(rank, world_size, front, memory):
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory), tempfile.TemporaryDirectory() as folder:
@@ -109,47 +106,32 @@ def test_a_trace_holds_what_events_tell(rank, world_size, front, memory):
         recorded.save(path)
         processes, flows = _checked(_events_in(path))
     assert [*processes] == [0, 1]
-    told: Counter[Any] = Counter()
-    for event in events:
-        if (
-            event.kind in (EventKind.UNSHARD, EventKind.REDUCE)
-            and event.unit in event.together[:1]
-            or not event.together
-        ):
-            told[event.kind, ", ".join(event.together) or event.unit] += 1
+    way = "shared memory" if memory == "1" else "process group"
     for slices in processes.values():
+        of = {what: [each["args"] for each in slices if each["cat"] == what] for what in CATEGORIES}
         for kind, what in ((EventKind.UNSHARD, "gather"), (EventKind.REDUCE, "reduce")):
-            found = Counter(each["args"]["units"] for each in slices if each["cat"] == what)
-            assert (
-                found == {unit: n for (of, unit), n in told.items() if of is kind} and sum(found.values()) > 1
-            )
-        nbytes = sum(each["args"]["bytes"] for each in slices if each["cat"] == "gather")
-        assert nbytes == sum(event.nbytes for event in events if event.kind is EventKind.UNSHARD)
-        units = Counter(each["args"]["unit"] for each in slices if each["cat"] == "forward")
+            alike = [event for event in events if event.kind is kind]
+            firsts = [each for each in alike if each.unit in each.together[:1] or not each.together]
+            told = Counter(", ".join(event.together) or event.unit for event in firsts)
+            assert told == Counter(each["units"] for each in of[what]) and sum(told.values()) > 1
+            assert {(each["dtype"], each["way"]) for each in of[what]} == {("float32", way)}
+        nbytes = sum(event.nbytes for event in events if event.kind is EventKind.UNSHARD)
+        assert sum(each["bytes"] for each in of["gather"]) == nbytes
+        units = Counter(each["unit"] for each in of["forward"])
         assert units == {"": STEPS, "blocks.0": STEPS, "blocks.1": STEPS}
-        assert {each["args"]["unit"] for each in slices if each["cat"] == "backward"} >= {
-            "blocks.0",
-            "blocks.1",
-        }
-        assert sum(each["cat"] == "optimizer" for each in slices) == STEPS
-        transfers = [each for each in slices if each["cat"] in ("gather", "reduce")]
-        assert {each["args"]["dtype"] for each in transfers} == {"float32"}
-        assert {each["args"]["way"] for each in transfers} == {
-            "shared memory" if memory == "1" else "process group"
-        }
-    assert len(flows) == 2 * len(transfers), "each transfer was issued and used"
+        assert {each["unit"] for each in of["backward"]} >= {"blocks.0", "blocks.1"}
+        assert len(of["optimizer"]) == STEPS
+    transfers = len(of["gather"]) + len(of["reduce"])
+    assert len(flows) == 2 * transfers, "each transfer was issued and used"
     for record in recorded.ranks:
         last = record.levels[-1]
         assert (last.unsharded, last.units, last.gradients) == (0, 0, 0)
-        assert (
-            max(level.unsharded for level in record.levels)
-            > 0
-            < max(level.gradients for level in record.levels)
-        )
+        for most in ("unsharded", "gradients"):
+            assert max(getattr(level, most) for level in record.levels) > 0
         assert len(record.passes) == STEPS and record.clock_error == record.offset == 0
 
 
-@pytest.mark.parametrize("memory", ["0", "1"], ids=["gloo", "shared"])
+@pytest.mark.parametrize("memory", ["0", "1"])
 @ranks(2)
 def test_a_slow_rank_is_named(rank, world_size, memory):
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory):
@@ -231,9 +213,9 @@ def test_files_of_ranks_are_merged(rank, world_size):
         assert "records are missing" in alone and "records are missing" not in whole.report()
 
 
-@each_front
+@each_kind
 @ranks(1)
-def test_recomputed_and_nested_units(rank, world_size, front):
+def test_recomputed_and_nested_units(rank, world_size, front, tmp_path):
     class Inner(Block):
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
@@ -251,21 +233,11 @@ def test_recomputed_and_nested_units(rank, world_size, front):
     with timeline(model) as recorded:
         model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
     (record,) = recorded.ranks
-    what = [
-        (each.what, each.unit) for each in record.compute if each.what in ("forward", "recompute", "backward")
-    ]
+    what = [(each.what, each.unit) for each in record.compute]
     assert what.count(("forward", "inner")) == 1 and what.count(("recompute", "inner")) == 1
     assert ("backward", "inner") in what and ("backward", "") in what
-    _nests(record.compute)
-
-
-def _nests(slices):
-    open_: list[Any] = []
-    for each in slices:
-        while open_ and open_[-1] <= each.begin:
-            open_.pop()
-        assert not open_ or each.end <= open_[-1]
-        open_.append(each.end)
+    recorded.save(tmp_path / "trace.json")
+    _checked(_events_in(tmp_path / "trace.json"))
 
 
 @ranks(1)
@@ -279,17 +251,13 @@ def test_models_by_name(rank, world_size):
         step_second()
     (record,) = recorded.ranks
     units = {unit for transfer in record.transfers for unit in transfer.units}
-    assert units == {
-        f"{model}{rest}" for model in ("actor", "critic") for rest in ("", ".blocks.0", ".blocks.1")
-    }
+    parts = ("", ".blocks.0", ".blocks.1")
+    assert units == {f"{model}{rest}" for model in ("actor", "critic") for rest in parts}
     assert sum(each.what == "optimizer" for each in record.compute) == 2
     with timeline(nn.ModuleList([first, second])) as recorded:  # around roots
         step_second()
-    assert {each.unit for each in recorded.ranks[0].compute if each.what == "forward"} == {
-        "1",
-        "1.blocks.0",
-        "1.blocks.1",
-    }
+    forwards = {each.unit for each in recorded.ranks[0].compute if each.what == "forward"}
+    assert forwards == {f"1{rest}" for rest in parts}
 
 
 @ranks(1)
@@ -326,7 +294,7 @@ def test_files_that_are_no_timelines(tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@each_kind
 def test_on_an_accelerator(front, tmp_path):
     found = {}
 
@@ -348,11 +316,8 @@ def test_on_an_accelerator(front, tmp_path):
         assert {each.what for each in record.copies} == {"to device", "to host"}
         assert {each.what for each in record.host_side} == {"issue gather", "issue reduce", "wait for copies"}
         assert {each.what for each in record.compute} >= {"forward", "backward", "wait for gather"}
-        for (
-            transfer
-        ) in record.transfers:  # its lane begins after the computation asked, and ends before its use
+        for transfer in record.transfers:  # begins after the computation asked, and ends before its use
             assert transfer.waits and transfer.begin <= transfer.end <= transfer.waits[0].end
-        _nests(record.compute)
     assert "2 ranks on one host" in recorded.report()
 
 
@@ -374,7 +339,7 @@ class _SlowNet(Net):
     block = _SlowBlock
 
 
-@each_front
+@each_kind
 @ranks(1)
 def test_updates_in_the_backward(rank, world_size, front, tmp_path):
     """In a thread they are a track of their own, beside the backward of other units; else part of it."""
@@ -385,7 +350,7 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
             for _ in range(STEPS):
                 model(torch.ones(2, WIDTH)).sum().backward()
         recorded.save(tmp_path / "trace.json")
-        processes, tracks = _checked(_events_in(tmp_path / "trace.json"))
+        _checked(_events_in(tmp_path / "trace.json"))
         assert load(tmp_path / "trace.json").ranks == recorded.ranks
         (record,) = recorded.ranks
         within = [each for each in record.compute if each.what == "update"]
@@ -394,17 +359,13 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
         assert sorted(each.unit for each in updates) == sorted(["", "blocks.0", "blocks.1"] * STEPS)
         assert all(each.end - each.begin >= 25_000_000 for each in updates)
         assert not any(each.what == "optimizer" for each in record.compute)
-        _nests(record.compute)
         told = [line for line in recorded.report().splitlines() if line.startswith("The host updates units")]
         assert len(told) == in_thread
         if in_thread:
-            first, second = (
-                each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0")
-            )
+            slow = [each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0")]
             beside = [each for each in updates if each.unit == "blocks.1"]
-            assert all(
-                each.begin < slow.end and slow.begin < each.end for each, slow in zip(beside, (first, second))
-            )
+            for one, other in zip(beside, slow, strict=True):
+                assert one.begin < other.end and other.begin < one.end
             assert int(told[0].split("%")[0].split()[-1]) >= 10
 
 
@@ -459,8 +420,6 @@ def test_clocks_of_hosts_are_compared():
     for clock, shift in zip(clocks, shifts):
         assert abs(clock.offset + shift) <= clock.error < 10**15
 
-
-def test_ranks_that_do_not_come_are_told():
     with pytest.raises(RuntimeError, match=r"only 1 of 2 ranks have opened fsdp_wrap.timeline\(\)"):
         align(dist.HashStore(), 0, 2, "host", patience=timedelta(seconds=0.01))
 
@@ -468,18 +427,17 @@ def test_ranks_that_do_not_come_are_told():
 # reports, from records made by hand
 
 
-def _record(rank, begin, waits, *, size=2, offset=0, way="", issued=None, known="told", end=None):
-    """A record of one gather of `blocks.0` and one step; times in milliseconds of rank 0."""
+def _record(rank, begin, waits, *, offset=0, kind=("gather", "forward"), way="", known="told"):
+    """A record of one transfer of `blocks.0` and one step; times in milliseconds of rank 0."""
 
     def at(milliseconds):
         return round(milliseconds * 1e6) - offset
 
-    issued = begin if issued is None else issued
     waited = tuple(Wait("blocks.0", at(start), at(stop)) for start, stop in waits)
-    done = waits[-1][1] if end is None else end
+    done = waits[-1][1]
     transfer = Transfer(
-        *("gather", ("blocks.0",), 0, "forward", 2_000_000, ("float32",), way, tuple(range(size))),
-        *(at(begin), at(issued), at(done), known, waited),
+        *(kind[0], ("blocks.0",), 0, kind[1], 2_000_000, ("float32",), way, (0, 1)),
+        *(at(begin), at(begin), at(done), known, waited),
     )
     compute = (Slice("forward", "", at(0), at(60)), Slice("forward", "blocks.0", at(done), at(60)))
     levels = (Level(at(begin), 2_000_000, 1, 0), Level(at(60), 0, 0, 0))
@@ -493,57 +451,35 @@ def test_waits_are_split_and_bytes_counted():
     whole = Timeline([_record(1, 12, [(12, 14)], offset=3600 * 10**9), _record(0, 2, [(2, 14)])])
     head, waits, named, *_ = whole.report().splitlines()
     assert head == "2 ranks on one host, 1 pass of 100.0 ms"
-    assert (
-        waits == "The computation waits 7.0 ms of a pass (7%): 5.0 ms for late ranks, 2.0 ms for transfers."
-    )
+    split = "(7%): 5.0 ms for late ranks, 2.0 ms for transfers."
+    assert waits == f"The computation waits 7.0 ms of a pass {split}"
     assert named == "Rank 1 holds up the others, each by 10.0 ms of a pass."
-    row = next(line.split() for line in whole.report().splitlines() if line.startswith("blocks.0"))
-    assert row == [
-        "blocks.0",
-        "2.0",
-        "0.00",
-        "0.00",
-        "7.0",
-        "5.0",
-        "2.0",
-        "0.5",
-        "1.91",
-        "1",
-        "(1",
-        "of",
-        "1,",
-        "10.0",
-        "ms)",
-    ]
+    row = " ".join(_row(whole))
+    assert row == "blocks.0 2.0 0.00 0.00 7.0 5.0 2.0 0.5 1.91 1 (1 of 1, 10.0 ms)"
     assert "`blocks.0` waits 7.0 ms for its gather, 71% of it for rank 1, which comes last" in whole.report()
 
 
-@pytest.mark.parametrize(
-    ("options", "advised"),
-    [
-        ({}, "`blocks.0` waits 12.0 ms for its gather, which is asked for when it is needed: prefetch it"),
-        ({"begin": -20}, "though that was prefetched: at 0.0294 GB/s it takes longer"),
-        (
-            {"way": "shared memory"},
-            "which it copies then, at 0.0833 GB/s, from what ranks share: let fewer bytes",
-        ),
-    ],
-    ids=["late", "prefetched", "shared"],
-)
-def test_advice_fits_the_cause(options, advised):
-    begin = options.pop("begin", 2)
-    records = [_record(rank, begin, [(2, 14)], **options) for rank in range(2)]
-    assert advised in Timeline(records).report()
-    short = [_record(rank, begin, [(2, 2.04)], **options) for rank in range(2)]
-    assert "`" not in Timeline(short).report()  # nothing is due
+def _row(whole):
+    return next(line.split() for line in whole.report().splitlines() if line.startswith("blocks.0"))
 
 
-def test_bounds_are_told_as_bounds():
-    records = [_record(rank, 2, [(12, 12.01)], known="at most") for rank in range(2)]
-    row = next(
-        line.split() for line in Timeline(records).report().splitlines() if line.startswith("blocks.0")
-    )
-    assert row[7].startswith(">=")
+def test_advice_fits_the_cause():
+    late = "`blocks.0` waits 12.0 ms for its gather, which is asked for when it is needed: prefetch it"
+    shared = "which it copies then, at 0.0833 GB/s, from what ranks share: let fewer bytes"
+    how: Any
+    for begin, advised, how in (
+        (2, late, {}),
+        (2, "prefetch it (backward_prefetch, or", {"kind": ("gather", "backward")}),
+        (-20, "though that was prefetched: at 0.0294 GB/s it takes longer", {}),
+        (2, shared, {"way": "shared memory"}),
+        (2, "let fewer bytes travel (a reduce dtype of 16 bits, no_sync)", {"kind": ("reduce", "backward")}),
+    ):
+        records = [_record(rank, begin, [(2, 14)], **how) for rank in range(2)]
+        assert advised in Timeline(records).report()
+        short = [_record(rank, begin, [(2, 2.04)], **how) for rank in range(2)]
+        assert "`" not in Timeline(short).report()  # nothing is due
+    bounds = [_record(rank, 2, [(12, 12.01)], known="at most") for rank in range(2)]
+    assert _row(Timeline(bounds))[7].startswith(">=")
 
 
 # pictures
@@ -553,15 +489,12 @@ def test_a_picture_of_a_pass(tmp_path):
     whole = Timeline([_record(1, 12, [(12, 14)]), _record(0, 2, [(2, 14)])])
     whole.plot(tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
-    assert all(
-        f">{label}<" in text for label in ("rank 0", "rank 1", "forward", "wait for a late rank", "gather")
-    )
+    labels = ("rank 0", "rank 1", "forward", "wait for a late rank", "gather")
+    assert all(f">{label}<" in text for label in labels)
     assert ">backward<" not in text
     whole.plot(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == text  # to be kept under version control
 
-
-def test_without_matplotlib(tmp_path):
     with mock.patch.dict(sys.modules, {"matplotlib": None}), pytest.raises(ImportError) as caught:
-        Timeline([_record(0, 2, [(2, 14)], size=1)]).plot(tmp_path / "step.svg")
+        whole.plot(tmp_path / "step.svg")
     assert str(caught.value) == "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from bed import ranks
 from fsdp_wrap import iter_full_params, plan, record_events
 from fsdp_wrap.tools import shard_as, step_of
+from nets import WIDTH, Block, Net
 
 COMBINATIONS = [
     {"front_end": "fully_shard", "strategy": "full", "checkpointing": "blocks"},
@@ -20,23 +23,14 @@ COMBINATIONS = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + torch.tanh(self.inner(x))
-
-
 def net() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(Block(), Block(), nn.Linear(4, 2)).double()
+    return Net().double()
 
 
 def batches(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def trained(rank: int, words: dict[str, str], sync: str) -> dict[str, torch.Tensor]:
@@ -85,8 +79,8 @@ def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size
 def test_precision_and_meta_models_are_as_the_words_say(front_end):
     def setup():
         with torch.device("meta"):
-            model: nn.Module = nn.Sequential(Block(), Block())
-        model = shard_as(model, Block, precision="bf16", front_end=front_end)
+            model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = shard_as(model, nn.Linear, precision="bf16", front_end=front_end)
         dtypes.extend(param.dtype for param in model.parameters())
         return model, torch.optim.SGD(model.parameters()), lambda: seen.append(model(torch.ones(2, 4)).dtype)
 
@@ -98,24 +92,18 @@ def test_precision_and_meta_models_are_as_the_words_say(front_end):
         assert unit.gathered_bytes == 2 * unit.parameters, "computed with in 16 bits"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"strategy": "fast"}, "strategy must be one of full, grad_op, hybrid, not 'fast'"),
-        ({"offload": True}, "offload must be one of none, optimizer, all, not True"),
-        ({"blocks": nn.Conv2d}, "the model has no module of Conv2d"),
-    ],
-)
-def test_words_that_mean_nothing_are_refused(words, message):
-    blocks = words.pop("blocks", Block)
-    with pytest.raises(ValueError, match=message):
-        shard_as(net(), blocks, **words)
-
-
-def test_steps_that_make_no_sense_are_refused():
+def test_words_that_mean_nothing_are_refused():
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="accumulation must be at least 1, not 0"):
-        step_of(model, optimizer, lambda: torch.zeros(()), 0)
-    with pytest.raises(ValueError, match="sync must be 'last' or 'every', not 'never'"):
-        step_of(model, optimizer, lambda: torch.zeros(()), sync="never")
+    make: Any
+    words: dict[str, Any]
+    for make, words, message in (
+        (shard_as, {"strategy": "fast"}, "strategy must be one of full, grad_op, hybrid, not 'fast'"),
+        (shard_as, {"offload": True}, "offload must be one of none, optimizer, all, not True"),
+        (shard_as, {"blocks": nn.Conv2d}, "the model has no module of Conv2d"),
+        (step_of, {"accumulation": 0}, "accumulation must be at least 1, not 0"),
+        (step_of, {"sync": "never"}, "sync must be 'last' or 'every', not 'never'"),
+    ):
+        usual: Any = {"blocks": Block} if make is shard_as else {"optimizer": optimizer, "loss": torch.Tensor}
+        with pytest.raises(ValueError, match=message):
+            make(model, **{**usual, **words})

@@ -121,11 +121,10 @@ def serving() -> Iterator[Server]:
             thread.join()
 
 
-@pytest.mark.parametrize("front", ["flat", "composable"])
 @ranks(2)
-def test_workers_have_the_bits_of_the_trainers(rank, world_size, front):
+def test_workers_have_the_bits_of_the_trainers(rank, world_size):
     """Twice, with a step between; a buffer that ends between tensors; names and dtype of the engine."""
-    model = shard(front, net(), POLICY)
+    model = shard("composable", net(), POLICY)
     source = weight_source(model, lambda name: f"model.{name}", dtype=torch.bfloat16)
     with serving() as there:
         server = VLLMServer(f"http://localhost:{there.server_port}", NEVER) if rank == 0 else None

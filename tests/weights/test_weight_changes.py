@@ -14,28 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import moe_nets
 from bed import ranks
-from fronts import each_front, full_state, shard
+from fronts import full_state, shard
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_changes
 from fsdp_wrap.weights import Change, Changes, apply_changes, checksum
-from fsdp_wrap.wrap import ModuleWrapPolicy
-
-WIDTH = 10
-
-
-def net(hidden: int = 7) -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)]
-    return nn.Sequential(*layers)
-
-
-POLICY = ModuleWrapPolicy({nn.Linear})
-
-
-def step(model: nn.Module, lr: float = 1e-2) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    model(torch.randn(4, WIDTH)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+from sent_weights import POLICY, WIDTH, net, step
 
 
 def add_to_some(model: nn.Module) -> None:
@@ -73,25 +55,18 @@ def follows(model: nn.Module, dtype: torch.dtype | None = None, steps: int = 3, 
             assert found.checksums[name] == checksum(value)
 
 
-@each_front
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
-@ranks(2)
-def test_a_receiver_follows(rank, world_size, front, dtype):
-    follows(shard(front, net(), POLICY), dtype)
-
-
-@each_front
+@pytest.mark.parametrize("policy", [POLICY, None], ids=["layers", "whole"])
+@pytest.mark.parametrize(("front", "dtype"), [("orig", None), ("composable", torch.bfloat16)])
 @ranks(3)
-def test_uneven_shards(rank, world_size, front):
-    follows(shard(front, net()))
+def test_a_receiver_follows(rank, world_size, front, dtype, policy):
+    follows(shard(front, net(), policy), dtype)
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 @ranks(4)
-def test_replicas_tell_once(rank, world_size, strategy):
-    mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
-    options = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
-    follows(shard("orig", net(), POLICY, **options))
+def test_replicas_tell_once(rank, world_size):
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD):
+        mesh = init_device_mesh("cpu", (2, 2)) if strategy is ShardingStrategy.HYBRID_SHARD else None
+        follows(shard("orig", net(), POLICY, sharding_strategy=strategy, device_mesh=mesh))
 
 
 @ranks(4)
@@ -130,15 +105,14 @@ def test_small_steps_change_few_elements_in_low_precision(rank, world_size):
         found = changes.collect(checksums=False)
         shares.append(sum(len(change.index) for change in found))
         assert found.checksums == {} and found.nbytes == shares[-1] * (8 + 2)
-    if dist.get_rank() == 0:
+    if rank == 0:
         assert 0 <= shares[1] < shares[0] / 10
 
 
-@each_front
 @ranks(2)
-def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, world_size, front):
+def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, world_size):
     """They are kept up to date by what changed, also in rounds in which nobody wants them."""
-    model = shard(front, net(), POLICY)
+    model = shard("orig", net(), POLICY)
     changes = weight_changes(model, torch.bfloat16)
     for few, wanted in ((False, True), (True, True), (True, False), (False, False), (True, True)):
         if few:
@@ -152,48 +126,33 @@ def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, wor
 
 
 @ranks(2)
-def test_nothing_changed(rank, world_size):
+def test_what_did_not_change_is_not_told(rank, world_size):
     model = shard("composable", net(), POLICY)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(float("nan"))  # which does not equal itself
     changes = weight_changes(model)
     found = changes.collect()
-    assert len(found) == 0 and len(found.checksums) == (6 if dist.get_rank() == 0 else 0)
+    assert len(found) == 0 and len(found.checksums) == (6 if rank == 0 else 0)
 
-
-@ranks(2)
-def test_what_is_no_floating_number_and_what_is_outside_of_units(rank, world_size):
-    model = net()
+    model = net()  # what is no floating number, and outside of units
     model.count = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     fully_shard(model[0])
     changes = weight_changes(model, torch.bfloat16)
     with torch.no_grad():
         model.count[1] = 5
     found = changes.collect()
-    if dist.get_rank() == 0:
+    if rank == 0:
         ((name, index, value),) = found
         assert (name, index.tolist(), value.tolist()) == ("count", [1], [5])
 
 
-class Counting(nn.Module):
-    """Has statistics, and a count, beside its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x))
-
-
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_buffers_go_along(rank, world_size, front):
-    torch.manual_seed(0)
-    model = shard(front, Counting(), POLICY)
+    model = shard(front, nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)), POLICY)
     changes, without = weight_changes(model, torch.bfloat16), weight_changes(model, buffers=False)
-    receiver = Counting().to(torch.bfloat16)
+    receiver = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)).to(torch.bfloat16)
     receiver.load_state_dict(full_state(model))
     torch.manual_seed(rank)  # statistics differ between ranks
     step(model)
@@ -201,7 +160,7 @@ def test_buffers_go_along(rank, world_size, front):
     expected = full_state(model)
     if rank == 0:
         apply_changes(receiver.state_dict(), found)
-        assert receiver.norm.num_batches_tracked == 1
+        assert receiver[1].num_batches_tracked == 1
         for name, value in receiver.state_dict().items():
             assert torch.equal(value, expected[name].to(value.dtype)), name
         assert not [change.name for change in few if "running" in change.name]
@@ -224,11 +183,14 @@ def test_a_receiver_that_missed_something_is_told_and_keeps_what_it_has():
         with pytest.raises(RuntimeError, match="would not be what the trainer has"):
             apply_changes(state, wrong)
         assert torch.equal(state["w"], after)
+    state = {"w": torch.zeros(2, 3).t()}  # is not contiguous
+    apply_changes(state, Changes([change(5.0, index=2)]))
+    assert state["w"].reshape(-1).tolist() == [0, 0, 5, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_changes_that_do_not_fit_are_refused():
+    state = {"w": torch.zeros(4), "other": torch.zeros(4)}
+    for wrong, words in [
         (change(dtype=torch.bfloat16), "is of torch.float32, and its changes of torch.bfloat16"),
         (change(index=4), "has 4 elements, have indices from 4 to 4"),
         (change(index=-1), "indices from -1 to -1"),
@@ -237,19 +199,10 @@ def test_a_receiver_that_missed_something_is_told_and_keeps_what_it_has():
         (change()._replace(index=torch.tensor([True])), "torch.bool indices"),
         (change()._replace(name="other"), "'other' comes twice"),
         (change()._replace(name="v"), "there is no 'v'"),
-    ],
-)
-def test_changes_that_do_not_fit_are_refused(wrong, words):
-    state = {"w": torch.zeros(4), "other": torch.zeros(4)}
-    with pytest.raises(ValueError, match=words):
-        apply_changes(state, Changes([change()._replace(name="other"), wrong]))
+    ]:
+        with pytest.raises(ValueError, match=words):
+            apply_changes(state, Changes([change()._replace(name="other"), wrong]))
     assert not state["w"].any() and not state["other"].any()
-
-
-def test_tensors_that_are_not_contiguous_are_written():
-    state = {"w": torch.zeros(2, 3).t()}
-    apply_changes(state, Changes([change(5.0, index=2)]))
-    assert state["w"].reshape(-1).tolist() == [0, 0, 5, 0, 0, 0]
 
 
 def test_checksums_tell_places_and_bits():

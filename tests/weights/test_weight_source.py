@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import FRONTS, each_front, full_state, shard
+from fronts import full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
 from fsdp_wrap._state.full_values import FullValue
@@ -64,6 +64,7 @@ class Net(nn.Module):
 POLICY = ModuleWrapPolicy({Block})
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 STACK = {"w1": "experts.*"}
+each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def trained(front: str, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -90,33 +91,34 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert torch.equal(found[name], value.detach()), name
 
 
-@each_front
+@each_kind
 @ranks(2)
 def test_full_tensors_under_plain_names(rank, world_size, front):
     model, plain = trained(front)
     source = weight_source(model)
     same(dict(source), {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
     assert "blocks.0.norm.running_mean" in dict(source)
+    for name, _ in source:
+        if rank == 0 and "k_proj" in name:
+            break  # which leaves a usable model
     step(model)
     now = full_state(model)
     assert all(torch.equal(value, now[name]) for name, value in source), "it gives the values of now"
     same(dict(source), dict(source))
 
+    joined = weight_source(model, "model.{}".format, fuse=QKV | STACK, dtype=torch.bfloat16, buffers=True)
+    found = [(name, value.dtype, tuple(value.shape)) for name, value in joined]
+    assert [tuple(each) for each in joined.metadata()] == found
+    assert len(joined) == len(found) and found[0][0] == "model.embed.weight"
+    kept = dict(weight_source(model, fuse=QKV, rank0_only=True))
+    assert kept["blocks.0.attn.qkv_proj.weight"].shape == (WIDTH + 4, WIDTH)
+    if rank == 0:
+        assert torch.equal(kept["embed.weight"], now["embed.weight"])
+    else:
+        assert all(value.is_meta for value in kept.values())
 
-@each_front
-@ranks(2)
-def test_metadata_tells_what_comes(rank, world_size, front):
-    model, _ = trained(front)
-    source = weight_source(
-        model, rename="model.{}".format, fuse=QKV | STACK, dtype=torch.bfloat16, buffers=True
-    )
-    found = [(name, value.dtype, tuple(value.shape)) for name, value in source]
-    assert [tuple(each) for each in source.metadata()] == found
-    assert len(source) == len(found) and found[0][0] == "model.embed.weight"
 
-
-@each_front
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
+@pytest.mark.parametrize(("front", "dtype"), [("orig", None), ("composable", torch.bfloat16)])
 @ranks(2)
 def test_joined_tensors(rank, world_size, front, dtype):
     model, plain = trained(front)
@@ -133,14 +135,14 @@ def test_joined_tensors(rank, world_size, front, dtype):
     same(found, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
 
 
-@pytest.mark.parametrize("adapters", ["merge", "apart"])
 @ranks(2)
-def test_all_that_is_floating_comes_in_the_dtype_that_is_asked_for(rank, world_size, adapters):
+def test_all_that_is_floating_comes_in_the_dtype_that_is_asked_for(rank, world_size):
     """As `module.to(dtype)` casts it: buffers too."""
     model, plain = trained("orig")
     plain = plain.to(torch.bfloat16)
-    found = dict(weight_source(model, dtype=torch.bfloat16, adapters=adapters))
-    same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
+    for adapters in ("merge", "apart"):
+        found = dict(weight_source(model, dtype=torch.bfloat16, adapters=adapters))
+        same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
 
 
 @ranks(2)
@@ -156,12 +158,12 @@ def test_what_is_joined_may_be_stacked(rank, world_size):
     assert torch.equal(found["experts.w13.weight"], torch.stack(pairs))
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 @ranks(2)
-def test_replicas(rank, world_size, strategy):
-    mesh = init_device_mesh("cpu", (2, 1)) if strategy == "HYBRID_SHARD" else None
-    model, plain = trained("orig", sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)
-    same(dict(weight_source(model, buffers=False)), dict(plain.named_parameters()))
+def test_replicas(rank, world_size):
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD):
+        mesh = init_device_mesh("cpu", (2, 1)) if strategy is ShardingStrategy.HYBRID_SHARD else None
+        model, plain = trained("orig", sharding_strategy=strategy, device_mesh=mesh)
+        same(dict(weight_source(model, buffers=False)), dict(plain.named_parameters()))
 
 
 @ranks(4)
@@ -179,34 +181,11 @@ def test_over_tensor_parallelism(rank, world_size):
     assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
 
 
-@ranks(2)
-def test_only_the_first_rank_keeps_them(rank, world_size):
-    model, plain = trained("orig")
-    found = dict(weight_source(model, fuse=QKV, rank0_only=True))
-    if rank == 0:
-        assert torch.equal(found["embed.weight"], plain.embed.weight)
-    else:
-        assert all(value.is_meta for value in found.values())
-        assert found["blocks.0.attn.qkv_proj.weight"].shape == (WIDTH + 4, WIDTH)
-
-
-@each_front
-@ranks(2)
-def test_breaking_off_leaves_a_usable_model(rank, world_size, front):
-    model, _ = trained(front)
-    source = weight_source(model, fuse=QKV)
-    for name, _ in source:
-        if rank == 0 and "qkv" in name:
-            break
-    step(model)
-    assert len(dict(source)) == len(source)
-
-
 SIDE = 512
 SQUARE = SIDE * SIDE * 4
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@each_kind
 @ranks(2)
 def test_memory_stays_within_the_budget(rank, world_size, front):
     net = nn.Sequential(*(nn.Sequential() for _ in range(6)))
@@ -244,26 +223,16 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
     for options in ({"rename": 3}, {"budget": 1.5}, {"fuse": ["q"]}, {"rename": lambda name: None}):
         with pytest.raises(TypeError):
             weight_source(model, **options)
+    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="weight_source"):
+        weight_source(model)
     step(model)
-
-
-@ranks(2)
-def test_parts_that_do_not_fit_together_are_named(rank, world_size):
-    net = nn.Module()
+    net, numbered = nn.Module(), nn.Module()
     net.up, net.down = nn.Linear(4, 3), nn.Linear(5, 3)
     with pytest.raises(ValueError, match=r"'down.weight' \(torch.float32, \(3, 5\)\) does not fit"):
         weight_source(fully_shard(net), fuse={"both": ("up", "down")})
-    numbered = nn.Module()
     numbered.experts = nn.ModuleDict({"0": nn.Linear(2, 2), "2": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="the numbers must be 0 to 1, and are 0, 2"):
         weight_source(fully_shard(numbered), fuse={"w": "experts.*"})
-
-
-@ranks(2)
-def test_not_while_the_model_is_in_use(rank, world_size):
-    model, _ = trained("orig")
-    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="weight_source"):
-        weight_source(model)
 
 
 @ranks(2)
