@@ -426,17 +426,12 @@ def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
 
 
 @ranks(2)
-def test_what_needs_numpy_says_so_and_nothing_else_needs_it(rank, world_size, tmp_path):
-    missing = RuntimeError("Numpy is not available")
-    with mock.patch.object(torch.Tensor, "numpy", side_effect=missing):
+def test_training_and_states_do_not_need_numpy(rank, world_size):
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
         model = FSDP(net(), sync_module_states=True)
         optimizer = stepped(model, rank, world_size)
         assert FSDP.optim_state_dict(model, optimizer)["state"]
         assert list(model.state_dict()) == list(net().state_dict())
-    with mock.patch("fsdp_wrap.checkpoint._team.find_spec", return_value=None):
-        with pytest.raises(ImportError, match=r'numpy package.*"fsdp-wrap\[checkpoint\]"'):
-            checkpoint.save(tmp_path, model, optimizer)
-    assert not list(tmp_path.iterdir())
 
 
 # together or not at all

@@ -137,8 +137,8 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {file}:setup --fit --device-memory 1GB --vary depth=1", "takes no argument 'depth'"),
         ("plan {file}:setup --fit --device-memory 1GB --vary batch", "names no values: write NAME=A,B"),
         ("plan {file}:setup --fit --device-memory 1GB --plot x.svg", "--plot draws one plan"),
-        ("plan {file}:setup --ranks 2,x", "are no numbers of ranks"),
-        ("plan {file}:setup --ranks 0", "are no numbers of ranks"),
+        ("plan {file}:setup --ranks 2,x", "is not a list of ranks"),
+        ("plan {file}:setup --ranks 0", "is not a list of ranks"),
         ("timeline report {tmp}/none", "no file or folder of a timeline is at"),
         ("timeline merge {tmp}", "no rank has left a trace"),
         ("timeline merge {tmp} --out {tmp}/trace.txt", "a trace is named .json or .json.gz"),
@@ -156,6 +156,8 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         assert "Traceback" not in err and (err.startswith("usage: ") or err.count("\n") == 1), err
     code, _, err = run(capsys, "--traceback", "plan", f"{file}:fails")
     assert code == 2 and "Traceback" in err and 'raise KeyError("depth")' in err
+    with mock.patch("fsdp_wrap.tools.command.plans._plan", side_effect=KeyboardInterrupt):
+        assert run(capsys, "plan", f"{file}:setup") == (130, "", "interrupted\n")
 
 
 # timeline, checkpoint

@@ -497,4 +497,4 @@ def test_a_picture_of_a_pass(tmp_path):
 
     with mock.patch.dict(sys.modules, {"matplotlib": None}), pytest.raises(ImportError) as caught:
         whole.plot(tmp_path / "step.svg")
-    assert str(caught.value) == "a picture needs matplotlib: pip install 'fsdp-wrap[tools]'"
+    assert str(caught.value) == "a picture needs matplotlib: pip install matplotlib"

@@ -35,7 +35,8 @@ def batches(rank: int, step: int) -> torch.Tensor:
 
 def trained(rank: int, words: dict[str, str], sync: str) -> dict[str, torch.Tensor]:
     """Full parameters after two steps of two batches each."""
-    model = shard_as(net(), Block, **words, ranks_per_host=1)
+    blocks: Any = "Block" if sync == "last" else [Block]
+    model = shard_as(net(), blocks, **words, ranks_per_host=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     turn = iter(range(4))
 
@@ -100,7 +101,11 @@ def test_words_that_mean_nothing_are_refused():
     for make, words, message in (
         (shard_as, {"strategy": "fast"}, "strategy must be one of full, grad_op, hybrid, not 'fast'"),
         (shard_as, {"offload": True}, "offload must be one of none, optimizer, all, not True"),
-        (shard_as, {"blocks": nn.Conv2d}, "the model has no module of Conv2d"),
+        (
+            shard_as,
+            {"blocks": ["Bloc", nn.Conv2d]},
+            "no module of Bloc, Conv2d; its classes are Net, Linear, ModuleList, Block",
+        ),
         (step_of, {"accumulation": 0}, "accumulation must be at least 1, not 0"),
         (step_of, {"sync": "never"}, "sync must be 'last' or 'every', not 'never'"),
     ):

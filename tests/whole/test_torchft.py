@@ -1,6 +1,6 @@
 """Replica groups by torchft itself: one is killed, the other goes on, and the killed one heals.
 
-Slow, and needs `pip install "fsdp-wrap[elastic]"`; test_replica_groups.py has what needs neither.
+Slow, and needs the extra `elastic`; test_replica_groups.py has what needs neither.
 """
 
 from __future__ import annotations
