@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import multiprocessing
 import multiprocessing.util
 import os
-import random
 import resource
 import signal
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +24,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks, run_isolated
-from bed.patience import NEVER, until
 from bed.references import count_collectives
 from fronts import assert_same_values, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -545,133 +539,8 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
         assert abs(float(text.split()[3]) - warns_at) <= 1
 
 
-# Ranks that die or stop.
-
-TIME_LIMIT = 3.0
-"""Seconds after which a rank that stopped is given up, by this package: gloo's limit comes long after."""
-
-
-def patient_group():
-    """A group whose own limit ends nothing."""
-    return dist.new_group(timeout=timedelta(seconds=NEVER))
-
-
-@dataclass(frozen=True)
-class End:
-    """How a rank ends, killed or stopped, in a unit's forward or backward of an iteration."""
-
-    act: Callable[[], None]
-    victim: int
-    phase: str
-    unit: str
-    iteration: int = 2
-
-
-def act_in(model, end):
-    """Ends a rank as planned."""
-    calls: list[None] = []
-
-    def hook(*_):
-        calls.append(None)
-        if len(calls) == end.iteration:
-            end.act()
-
-    inner = getattr(model.module, end.unit).module
-    if end.phase == "forward":
-        inner[0].register_forward_hook(hook)
-    else:
-        inner[0].register_full_backward_hook(hook)
-
-
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(told):
-    until(told.exists)
-    os._exit(0)
-
-
-def run_until(rank, world_size, folder, end, strategy, way, width):
-    """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1" if way == "shared" else "0"
-    if way in ("plain", "exchange"):  # small tensors go at once by themselves
-        os.environ["FSDP_WRAP_GLOO"] = way
-    if end.act is not kill:
-        _watch.time_limit = lambda *_: timedelta(seconds=TIME_LIMIT)
-    sharding_strategy = ShardingStrategy[strategy]
-    model = wrapped(3 * (width,), process_group=patient_group(), sharding_strategy=sharding_strategy)
-    if rank == end.victim:
-        act_in(model, end)
-    with collected_warnings() as texts:
-        try:
-            for _ in range(end.iteration + 1):
-                step(model)
-        except RuntimeError as error:
-            caught = error
-    report = {"error": str(caught), "cause": str(caught.__cause__), "warned": texts}
-    (Path(folder) / f"{rank}").write_text(json.dumps(report))
-    os._exit(0)
-
-
-def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain", width=8):
-    """The reports of the ranks that neither were killed nor stopped."""
-    outcomes = run_isolated(run_until, str(folder), end, strategy, way, width, world_size=world_size)
-    for rank, outcome in enumerate(outcomes):
-        expected = -signal.SIGKILL if end.act is kill and rank == end.victim else 0
-        assert (outcome.kind, outcome.exitcode) == ("died", expected), outcome
-    survivors = [rank for rank in range(world_size) if rank != end.victim]
-    return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
-
-
-@pytest.mark.parametrize(
-    ("way", "phase", "unit", "iteration"),
-    [
-        ("plain", "forward", "a", 1),  # before its peers have looked
-        ("plain", "forward", "b", 2),
-        ("exchange", "backward", "c", 2),
-        ("at once", "backward", "a", 2),
-        ("shared", "forward", "b", 2),
-        ("shared", "backward", "c", 2),
-    ],
-)
-def test_killed_rank(phase, unit, iteration, way, tmp_path):
-    report = reports_of(tmp_path, 2, End(kill, 1, phase, unit, iteration), way=way)[0]
-    assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration {iteration})" in report["error"]
-    assert "rank 0 (this one): in or after unit" in report["error"]
-    if report["error"].startswith("a collective failed: "):
-        assert report["cause"] in report["error"]
-    else:
-        assert report["error"].startswith("a collective cannot complete without rank 1\n")
-
-
-@pytest.mark.parametrize(
-    ("way", "phase"),
-    [("plain", "forward"), ("exchange", "backward"), ("at once", "forward"), ("shared", "backward")],
-)
-def test_stopped_rank(phase, way, tmp_path):
-    act = partial(stop, tmp_path / "0")
-    report = reports_of(tmp_path, 2, End(act, 1, phase, "b"), way=way)[0]
-    for text in (report["error"], report["warned"][0]):
-        assert f"the group's time limit is {TIME_LIMIT} s" in text
-        assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
-    assert len(report["warned"]) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
-def test_random_kills(seed, tmp_path):
-    """Half of them amid large messages."""
-    draw = random.Random(seed)
-    world_size = draw.choice([2, 3, 4])
-    victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
-    unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
-    strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    way = draw.choice(["plain", "exchange", "at once", "shared"])
-    end, width = End(kill, victim, phase, unit, iteration), 100_000 if seed % 2 else 8
-    for report in reports_of(tmp_path, world_size, end, strategy, way, width).values():
-        expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
-        assert expected in report["error"]
 
 
 class Words:

@@ -151,16 +151,11 @@ def train_twins(choose: Choose, size: int = 2, late: bool = False, **options: An
     run_simulated(size, program, records=True, seeds=1)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("choose", [by_group, symmetric, apart])
-def test_choices_change_no_numbers(choose, late):
+def test_choices_change_no_numbers(choose):
     with pools(Backend()):
-        train_twins(choose, late=late)
-
-
-@pytest.mark.parametrize("choose", [by_group, symmetric, apart])
-def test_choices_change_no_numbers_in_low_precision_or_hybrid(choose):
-    with pools(Backend()):
+        train_twins(choose, late=False)
+        train_twins(choose, late=True)
         train_twins(choose, mp_policy=BF16)
         train_twins(choose, size=4)
 
@@ -184,13 +179,22 @@ def run_steps(choose: Choose, backend: Backend, make: Callable[..., Any] = alone
     return found[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
-def test_all_that_travels_lies_in_the_groups_memory(options):
-    backend = Backend()
-    seen = run_steps(by_group, backend, **options)
-    assert not seen.outside and not seen.met and len(seen.groups) >= 8
-    assert backend.pools == 2 * [("pool", backend.mem_allocator)], "one for each rank, whatever the units"
-    assert run_steps(lambda model: None, Backend(), **options).outside
+def test_all_that_travels_lies_in_the_groups_memory():
+    """Unless the backend has no allocator, or it is ordinary memory again."""
+    for options in ({}, {"mp_policy": BF16}):
+        backend = Backend()
+        seen = run_steps(by_group, backend, **options)
+        assert not seen.outside and not seen.met and len(seen.groups) >= 8
+        assert backend.pools == 2 * [("pool", backend.mem_allocator)], "one for each rank, whatever the units"
+        assert run_steps(lambda model: None, Backend(), **options).outside
+    assert len(run_steps(by_group, Backend(allocates=False)).outside) >= 8
+
+    def by_group_and_back(model: Any) -> None:
+        by_group(model)
+        for unit in units(model):
+            unit.set_allocate_memory_from_process_group_for_comm(False)
+
+    assert len(run_steps(by_group_and_back, Backend()).outside) >= 8
 
 
 def test_units_travel_together_where_they_choose_alike():
@@ -209,19 +213,6 @@ def test_units_travel_together_where_they_choose_alike():
     assert len(run_steps(the_last_by_group, Backend(), sharded).outside) == 3
 
 
-def test_memory_is_ordinary_again():
-    def choose(model: Any) -> None:
-        by_group(model)
-        for unit in units(model):
-            unit.set_allocate_memory_from_process_group_for_comm(False)
-
-    assert len(run_steps(choose, Backend()).outside) >= 8
-
-
-def test_a_backend_without_an_allocator_changes_nothing():
-    assert len(run_steps(by_group, Backend(allocates=False)).outside) >= 8
-
-
 def test_ranks_meet_in_symmetric_memory_before_each_collective():
     seen = run_steps(symmetric, Backend())
     gathers = sum(what == "all_gather" for what, _ in seen.groups)
@@ -232,11 +223,11 @@ def test_ranks_meet_in_symmetric_memory_before_each_collective():
 
 
 def test_reductions_in_a_group_of_their_own():
-    groups: dict[str, set[str]] = {kind: set() for kind in ("all_gather", "reduce_scatter")}
-    for what, group in run_steps(apart, Backend()).groups:
-        groups.setdefault(what, set()).add(group)
-    assert len(groups["reduce_scatter"]) == 1 and len(groups["all_gather"]) == 1
-    assert groups["reduce_scatter"] != groups["all_gather"]
+    def groups(choose: Choose, kind: str) -> list[str]:
+        return [group for what, group in run_steps(choose, Backend()).groups if what == kind]
+
+    gathering, reducing = ({*groups(apart, kind)} for kind in ("all_gather", "reduce_scatter"))
+    assert len(gathering) == len(reducing) == 1 and gathering != reducing
 
     def back(model: Any) -> None:
         apart(model)
@@ -247,10 +238,8 @@ def test_reductions_in_a_group_of_their_own():
         model.set_separate_reduce_scatter_group(False, recurse=False)  # it owns no parameters
 
     assert len({group for _, group in run_steps(back, Backend()).groups}) == 1
-    reducing = [
-        group for what, group in run_steps(only_the_last, Backend()).groups if what == "reduce_scatter"
-    ]
-    assert len(reducing) == 4 and len({*reducing}) == 2 and len({*reducing[1:]}) == 1
+    of_units = groups(only_the_last, "reduce_scatter")
+    assert len(of_units) == 4 and len({*of_units}) == 2 and len({*of_units[1:]}) == 1
 
 
 def test_choices_that_do_not_go_together():

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule as ImportedBefore
 from torch.distributed.fsdp import _fully_shard as package
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_init, _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard import _fully_shard as private
+from torch.distributed.pipelining import stage as pipeline_stage
 
 import fsdp_wrap
 from bed import ranks
@@ -115,6 +116,7 @@ def test_programs_that_name_torchs_replicate_get_ours(rank, world_size):
         replicating.replicate(model[0])
         replicating.replicate(model)
         assert isinstance(model, fsdp_wrap.ReplicateModule) and type(model[:1]) is nn.Sequential
+        assert issubclass(replicating.ReplicateModule, pipeline_stage.FSDPModule), "which pipelines ask for"
         for kind in (HELD_OF_REPLICATE[1], replicating.ReplicateModule, HELD[1], torch_fsdp.FSDPModule):
             assert isinstance(model, kind), kind
         assert not isinstance(torch_fsdp.fully_shard(nn.Linear(2, 2)), HELD_OF_REPLICATE[1])
@@ -292,38 +294,3 @@ def test_a_program_from_the_command_line(tmp_path, monkeypatch, capsys, clean):
         compat.uninstall()
         compat.main([*options, str(script)])
         assert capsys.readouterr().out.split() == [module]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ours", [False, True], ids=["torch's", "ours"])
-@ranks(4)
-def test_torchs_pipelines_over_sharded_stages(rank, world_size, ours):
-    """Two stages on each rank, each sharded over two ranks: unsharded, resharded and reduced by hand."""
-    with compat.install(fully_shard=ours):
-        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-        from torch.distributed.pipelining import stage as imported_later
-
-        assert issubclass(ReplicateModule, imported_later.FSDPModule), "which it looks for as well"
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-        place, shard = mesh.get_coordinate() or ()
-        torch.manual_seed(0)
-        plain = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
-        own = {number: copy.deepcopy(plain[number]) for number in (place, place + 2)}
-        for stage in own.values():
-            for linear in (stage[0], stage[2]):
-                torch_fsdp.fully_shard(linear, mesh=mesh["data"])
-            torch_fsdp.fully_shard(stage, mesh=mesh["data"])
-        inputs, targets = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
-        device, group = torch.device("cpu"), mesh.get_group("pipeline")
-        stages = [PipelineStage(stage, number, 4, device, group=group) for number, stage in own.items()]
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
-        for one, target in zip(inputs, targets):
-            (nn.functional.mse_loss(nn.Sequential(*plain)(one), target) / 2).backward()
-        for _ in range(2):
-            schedule.step(*([] if place else [inputs[shard]]), target=targets[shard] if place else None)
-            for number, stage in own.items():
-                for param, expected in zip(stage.parameters(), plain[number].parameters()):
-                    torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
-                    param.grad = None
