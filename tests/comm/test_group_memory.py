@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,7 @@ class Backend:
         self.pools.append(pool)
 
 
+@dataclass
 class Seen:
     """What collectives were given, on one rank.
 
@@ -64,10 +66,9 @@ class Seen:
         met: The addresses of tensors that the ranks met in, with the group.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[tuple[str, str]] = []
-        self.outside: list[str] = []
-        self.met: list[tuple[int, str]] = []
+    groups: list[tuple[str, str]] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    met: list[tuple[int, str]] = field(default_factory=list)
 
 
 @contextmanager
@@ -256,21 +257,16 @@ def test_choices_that_do_not_go_together():
         one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 16)).sum().backward()
-        with pytest.raises(RuntimeError, match="between steps"):
-            symmetric(model)
-        with pytest.raises(RuntimeError, match="between steps"):
-            by_group(model)
+        for choose in (symmetric, by_group):
+            with pytest.raises(RuntimeError, match="between steps"):
+                choose(model)
 
-    with pools(Backend()):
-        run_simulated(2, program)
-
-
-def test_symmetric_memory_is_nccls():
-    def program(rank: int, device: Simulation) -> None:
+    def by_another_backend(rank: int, device: Simulation) -> None:
         model = sharded()
         with pytest.raises(ValueError, match=f"on rank {rank}: symmetric memory.*communicates by mpi on cpu"):
             model[0].set_symm_mem_for_comm()
         one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
 
-    with pools(Backend("mpi")):
-        run_simulated(2, program)
+    for backend, refused in (("nccl", program), ("mpi", by_another_backend)):
+        with pools(Backend(backend)):
+            run_simulated(2, refused)

@@ -187,17 +187,9 @@ def test_random_kills(seed, tmp_path):
 
 # Within what shared memory does.
 
-PHASES = {
-    "post": Channel.post,
-    "arrived": Channel.arrived,
-    "read": Channel.read,
-    "release": Channel.release,
-}
-
-
+PHASES = {name: getattr(Channel, name) for name in ("post", "arrived", "read", "release")}
 COLLECTIVES = ("COMMON_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
 """In the last of these all ranks wait for all: it is the barrier of a step."""
-
 
 FIRST = [(rank, phase) for rank in range(3) for phase in (*COLLECTIVES, "between steps")]
 """Each rank in each phase of a step; what comes after these trials is drawn."""
@@ -276,14 +268,14 @@ def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
         left[0] -= kind is None or kind in args
         if not left[0]:
             kill()
-        return PHASES[phase](*args, **kwargs)  # type: ignore[operator]
+        return PHASES[phase](*args, **kwargs)
 
-    setattr(Channel, PHASES[phase].__name__, deadly)
+    setattr(Channel, phase, deadly)
 
 
 def train(steps: int, plan: tuple[str, int]) -> None:
     """Trains, and dies between steps or at any time if that is the plan."""
-    model = wrapped(128, patient_group())
+    model = wrapped(1024, patient_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
@@ -303,8 +295,6 @@ def train(steps: int, plan: tuple[str, int]) -> None:
 # Before a state dict or a checkpoint.
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 

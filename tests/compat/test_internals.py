@@ -576,14 +576,9 @@ def test_attributes_of_a_copy_and_of_one_that_is_pickled(rank, world_size, use_o
 @pytest.mark.parametrize(("use_orig_params", "offload"), [(False, True), (True, False)])
 @ranks(2)
 def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_params, offload):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    model = wrapped(
-        fsdp_wrap,
-        net(),
-        use_orig_params,
-        mixed_precision=policy,
-        cpu_offload=CPUOffload(offload_params=offload),
-    )
+    options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=offload)}
+    options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrapped(fsdp_wrap, net(), use_orig_params, **options)
     handle = model._handle
     assert handle is model._handle and handle is model._all_handles[0]
     assert handle._fully_sharded_module is model.module
@@ -608,24 +603,23 @@ def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_
 @ranks(2)
 def test_what_is_not_there_says_what_to_use(rank, world_size):
     model = wrapped(fsdp_wrap, net(), False)
-    with pytest.raises(AttributeError, match="'unshard' of a handle.*use summon_full_params"):
-        model._handle.unshard()
-    with pytest.raises(AttributeError, match="'_unshard_stream' of a wrapper"):
-        model._unshard_stream  # noqa: B018
+    whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
+    refused = [
+        (lambda: model._handle.unshard, "'unshard' of a handle.*use summon_full_params"),
+        (lambda: model._unshard_stream, "'_unshard_stream' of a wrapper"),
+        (lambda: model[1]._comm_hook, "'_comm_hook' of a wrapper.*register_comm_hook"),
+        (lambda: model[1]._comm_hook_state, "'_comm_hook_state' of a wrapper.*register_comm_hook"),
+        (lambda: model._exec_order_data.handles_post_forward_order, "handles_post_forward_order"),
+        (lambda: model._handle.anything, "no attribute 'anything'"),
+        (lambda: model._flat_param._cpu_grad, "'_cpu_grad' of a FlatParameter.*`.grad`"),
+        (whole._handle._get_padded_unsharded_flat_param, "only where it is sharded"),
+    ]
+    for look, said in refused:
+        with pytest.raises(AttributeError, match=said):
+            look()
     for name in ("_comm_hook", "_comm_hook_state"):  # set by programs that go past the method
         with pytest.raises(RuntimeError, match=rf"'{name}' of unit '1' .* register_comm_hook"):
             setattr(model[1], name, print)
-        with pytest.raises(AttributeError, match=f"'{name}' of a wrapper.*register_comm_hook"):
-            getattr(model[1], name)
-    with pytest.raises(AttributeError, match="handles_post_forward_order"):
-        model._exec_order_data.handles_post_forward_order  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'anything'"):
-        model._handle.anything  # noqa: B018
-    with pytest.raises(AttributeError, match="'_cpu_grad' of a FlatParameter.*`.grad`"):
-        model._flat_param._cpu_grad  # noqa: B018
-    whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(AttributeError, match="only where it is sharded"):
-        whole._handle._get_padded_unsharded_flat_param()
     with FSDP.summon_full_params(model):
         with pytest.raises(RuntimeError, match="must not run inside summon_full_params"):
             model._handle.flat_param_to("cpu")
