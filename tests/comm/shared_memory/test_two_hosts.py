@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import random
 import time
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
-from fronts import assert_same_grads, twins
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.messages import ExchangeCommunicator
 from fsdp_wrap._comm.shared_memory import memory as _shared_memory
@@ -67,11 +67,20 @@ def on_host(rank, world_size, hosts, store, body, args):
         dist.destroy_process_group()
 
 
-def test_two_levels_need_blocks_of_several_ranks():
-    for by_rank in ("aa", "aabb", "bbbaaa"):
-        assert ranks_on_each(by_rank), by_rank
-    for by_rank in ("ab", "abab", "abba", "aaab"):
-        assert not ranks_on_each(by_rank), by_rank
+@pytest.mark.parametrize(
+    ("by_rank", "are_blocks"),
+    [
+        ("aa", True),
+        ("aabb", True),
+        ("bbbaaa", True),
+        ("ab", False),
+        ("abab", False),
+        ("abba", False),
+        ("aaab", False),
+    ],
+)
+def test_two_levels_need_blocks_of_several_ranks(by_rank, are_blocks):
+    assert bool(ranks_on_each(by_rank)) is are_blocks
 
 
 def two_levels():
@@ -115,6 +124,10 @@ def gathers_and_sums(rank):
         assert all(torch.equal(*pair) for pair in zip(shards, expected))
 
 
+def test_gathers_and_sums(hosts, tmp_path):
+    run_on(hosts, tmp_path, gathers_and_sums)
+
+
 def waits_in_other_orders(rank):
     """What is issued alike completes alike, whatever a rank waits for first."""
     ours = two_levels()
@@ -133,9 +146,8 @@ def waits_in_other_orders(rank):
             assert (shard == 6 * number).all()
 
 
-@pytest.mark.parametrize("body", [gathers_and_sums, waits_in_other_orders])
-def test_gathers_and_sums(hosts, tmp_path, body):
-    run_on(hosts, tmp_path, body)
+def test_waits_in_other_orders(hosts, tmp_path):
+    run_on(hosts, tmp_path, waits_in_other_orders)
 
 
 def refused_on_one_host(rank):
@@ -178,30 +190,84 @@ def test_nothing_crosses_the_link_twice(hosts, tmp_path):
         assert needed <= reduced < 1.02 * needed < 0.4 * reduced_plain
 
 
-def training(rank, front, hybrid):
-    """Returns the ways of travelling, and a step's bytes over the link with the numbers of the model."""
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"
-    options = {"shared_memory": True, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
-    if hybrid:
-        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    layers = [nn.Linear(160, 160), nn.Tanh()] * 4
-    plain, model = twins(front, lambda: nn.Sequential(*copy.deepcopy(layers)), torch.float64, **options)
-    crossed = []
-    for step in range(3):
-        batches = torch.randn(WORLD_SIZE, 5, 160, generator=torch.Generator().manual_seed(step)).double()
+WIDTH, STEPS = 160, 3
+
+
+def make_net():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3)).double()
+
+
+def batch(step, rank):
+    torch.manual_seed(10 * step + rank)
+    return torch.randn(5, WIDTH, dtype=torch.float64)
+
+
+def expected_losses():
+    """Those of a plain model that sees the batches of all ranks, by step and rank."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        of_ranks = [net(batch(step, rank)).square().mean() for rank in range(WORLD_SIZE)]
+        optimizer.zero_grad()
+        torch.stack(of_ranks).mean().backward()
+        optimizer.step()
+        losses.append([loss.item() for loss in of_ranks])
+    return losses
+
+
+def by_wrapper(net, hybrid, shared_memory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+    strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FSDP(net, None, strategy, None, policy, device_mesh=mesh, shared_memory=shared_memory)
+
+
+def by_fully_shard(net, hybrid, shared_memory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, shared_memory=shared_memory)
+    return net
+
+
+def training(rank, wrap, hybrid):
+    """Returns the losses, the ways of travelling, and a step's bytes over the link: ours and plain gloo's."""
+    os.environ.update(FSDP_WRAP_GLOO="plain", FSDP_WRAP_SHARED_MEMORY="1")
+    *_, plain = trained(DistributedDataParallel(make_net()) if hybrid else wrap(make_net(), False, False))
+    return *trained(wrap(make_net(), hybrid, True)), plain
+
+
+def trained(model):
+    """Returns the losses, the ways of travelling, and how many bytes this host sends in the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, crossed = [], 0
+
+    def run(step):
+        loss = model(batch(step, dist.get_rank())).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+
+    for step in range(STEPS):
         with record_events() as events:
-            crossed.append(crossing_once(lambda x=batches[rank]: model(x).square().mean().backward()))
-        torch.stack([plain(x).square().mean() for x in batches]).mean().backward()  # on, as does the model's
-        assert_same_grads(model, plain, rtol=1e-10, atol=1e-13)
-    return {event.way for event in events} - {""}, crossed[-1], sum(map(torch.numel, plain.parameters()))
+            crossed = crossing_once(partial(run, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {event.way for event in events} - {""}, crossed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("front", "hybrid"), [("orig", True), ("composable", False), ("flat", False)])
-def test_training_equals_plain_and_crosses_the_link_with_less(hosts, tmp_path, front, hybrid):
+@pytest.mark.parametrize("hybrid", [False, True], ids=["full", "hybrid"])
+@pytest.mark.parametrize("wrap", [by_wrapper, by_fully_shard], ids=["wrapper", "fully_shard"])
+def test_training_equals_plain_and_crosses_the_link_with_less(hosts, tmp_path, wrap, hybrid):
+    expected = torch.tensor(expected_losses(), dtype=torch.float64)
+    numbers = sum(param.numel() for param in make_net().parameters())
     # A host gets half of the numbers twice and gives half of the sums, or sums its halves with the other's.
+    needed = 8 * numbers * (1 if hybrid else 3 / 2)
     way = "shared memory" if hybrid else "shared memory within hosts, messages between them"
-    for ways, crossed, numbers in run_on(hosts, tmp_path, training, front, hybrid):
+    for rank, (losses, ways, ours, plain) in enumerate(run_on(hosts, tmp_path, training, wrap, hybrid)):
+        torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), expected[:, rank])
         assert ways == {way}
-        assert crossed < 1.1 * 8 * numbers * (1 if hybrid else 3 / 2)
+        assert ours < 1.1 * needed
+        assert ours < 0.7 * plain
