@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import json
 import multiprocessing
 import multiprocessing.util
 import os
-import random
 import resource
 import signal
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,9 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks, run_isolated
-from bed.patience import NEVER, until
 from bed.references import count_collectives
-from fronts import each_form, each_front, shard
+from fronts import assert_same_values, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
@@ -43,10 +35,8 @@ from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
-each_size = pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
-
 DIFFERS = "^Forward order differs across ranks"
-CHANGED = "^Forward order differs from that of the first iteration"
+CHANGED = "Forward order differs from that of the first iteration"
 MIXED_UP = "^ranks communicate for different units"
 
 
@@ -62,8 +52,7 @@ class Skips(nn.Module):
         return x * 2 if self.skips else self.linear(x)
 
 
-@each_front
-@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize(("front", "shared"), [("orig", "0"), ("composable", "1")])
 @ranks(2)
 def test_a_unit_that_has_no_gradient_on_one_rank_is_told(rank, world_size, front, shared, monkeypatch):
     """The rank that has none reduces nothing there; it is the last reduction of the backward."""
@@ -103,7 +92,8 @@ class Ordered(nn.Module):
 def wrapped(widths=(8, 8, 8), order="abc", kind="none", **kwargs):
     torch.manual_seed(0)
     model = Ordered(widths, order, kind)
-    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FSDP(model, auto_wrap_policy=policy, **{"use_orig_params": True, **kwargs})
 
 
 def step(model, order=None, heads=None):
@@ -149,60 +139,40 @@ def silence():
 # Debug level DETAIL.
 
 
-@each_size
-@each_form
-@ranks(2)
-def test_detail_finds_a_difference_before_the_gather(rank, world_size, use_orig_params, widths):
-    model = wrapped(widths, use_orig_params=use_orig_params)
+@ranks(4)
+def test_detail_finds_a_difference_between_any_ranks_before_the_gather(rank, world_size):
+    """Also between replicas, which gather nothing together."""
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     with detail():
         with record_events() as events, pytest.raises(RuntimeError, match=DIFFERS) as caught:
-            step(model, "abc" if rank == 0 else "acb")
-        assert "rank 0 runs unit 'b', rank 1 runs unit 'c'" in str(caught.value)
+            step(model, "abc" if rank < 3 else "acb")
+        expected = [f"rank {other} runs unit '{'b' if other < 3 else 'c'}'" for other in range(4)]
+        assert ", ".join(expected) in str(caught.value)
         assert [event.unit for event in events if event.kind.value == "unshard"] == ["a"]
         with silence():  # the model can go on
             for _ in range(2):
                 step(model, "abc")
 
 
-@ranks(4)
-def test_detail_compares_all_ranks_of_a_hybrid_mesh(rank, world_size):
-    with collected_warnings():
-        mesh = dist.init_device_mesh("cpu", (2, 2))
-    model = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    with detail(), pytest.raises(RuntimeError, match=DIFFERS) as caught:
-        step(model, "abc" if rank < 3 else "bac")
-    expected = [f"rank {other} runs unit '{'a' if other < 3 else 'b'}'" for other in range(4)]
-    assert ", ".join(expected) in str(caught.value)
-
-
-@each_form
 @ranks(2)
-def test_detail_warns_once_of_a_later_change(rank, world_size, use_orig_params):
-    model = wrapped(use_orig_params=use_orig_params)
-    with detail():
-        with silence():
-            for _ in range(3):
-                step(model, "abc")
-        with collected_warnings() as texts:
-            for order in ("acb", "cba", "abc"):
-                step(model, order)
-    (text,) = texts
-    assert text.startswith(CHANGED.removeprefix("^"))
-    assert "expected unit 'b', got unit 'c'" in text
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "said"),
-    [("abc", "ab", "expected unit 'c', got its end"), ("ab", "abc", "expected its end, got unit 'c'")],
-)
-@ranks(2)
-def test_detail_warns_of_units_left_out_or_added(rank, world_size, first, later, said):
-    model = wrapped()
-    with detail():
-        step(model, first)
-        with collected_warnings() as texts:
-            step(model, later)
-    assert len(texts) == 1 and said in texts[0]
+def test_detail_warns_once_of_a_later_change(rank, world_size):
+    """Also of units that are left out or added."""
+    for first, later, said in (
+        ("abc", ["acb", "cba", "abc"], "expected unit 'b', got unit 'c'"),
+        ("abc", ["ab"], "expected unit 'c', got its end"),
+        ("ab", ["abc"], "expected its end, got unit 'c'"),
+    ):
+        model = wrapped()
+        with detail():
+            with silence():
+                for _ in range(3):
+                    step(model, first)
+            with collected_warnings() as texts:
+                for order in later:
+                    step(model, order)
+        (text,) = texts
+        assert text.startswith(CHANGED) and said in text
 
 
 @ranks(2)
@@ -229,50 +199,45 @@ def test_detail_is_silent_in_eval_and_without_gradients(rank, world_size):
             look("cab")
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not"])
 @ranks(2)
-def test_detail_does_not_count_recomputations_and_failed_forwards(rank, world_size, kind):
-    model = wrapped(kind=kind)
-    with detail(), silence():
-        with pytest.raises(TypeError):
-            model(torch.ones(2, 8), "too many")
-        hook = model.module.b.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(model)
-        hook.remove()
-        counts = []
-        for _ in range(3):
-            with comparisons() as compare:
+def test_recomputations_failed_forwards_and_other_levels_are_not_compared(rank, world_size):
+    for kind in ("reentrant", "not"):
+        model = wrapped(kind=kind)
+        with detail(), silence():
+            with pytest.raises(TypeError):
+                model(torch.ones(2, 8), "too many")
+            hook = model.module.b.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
                 step(model)
-            counts.append(compare.call_count)
-    assert counts == [3, 0, 0]
-
-
-@ranks(2)
-def test_other_levels_compare_nothing(rank, world_size):
+            hook.remove()
+            counts = []
+            for _ in range(3):
+                with comparisons() as compare:
+                    step(model)
+                counts.append(compare.call_count)
+        assert counts == [3, 0, 0]
     model = wrapped(travel_together_bytes=0)
-    with silence(), count_collectives() as traffic:
+    with silence(), count_collectives() as traffic, comparisons() as compare:
         step(model, "abc")
         step(model, "cba")
-    assert traffic["all_gather_into_tensor"].calls == 2 * (3 + 3)
+    assert traffic["all_gather_into_tensor"].calls == 2 * (3 + 3) and not compare.called
 
 
-@pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@each_form
+@pytest.mark.parametrize(
+    ("strategy", "forward_prefetch"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)]
+)
 @ranks(2)
 def test_an_order_that_changes_on_all_ranks_trains_as_the_plain_model(
-    rank, world_size, use_orig_params, strategy, forward_prefetch
+    rank, world_size, strategy, forward_prefetch
 ):
     """Whatever was prefetched by the order before; units may be left out, come back and run twice."""
-    torch.manual_seed(0)
-    plain = Ordered().double()
-    model = FSDP(
-        copy.deepcopy(plain),
+    plain, model = twins(
+        "orig",
+        Ordered,
+        torch.float64,
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         sharding_strategy=ShardingStrategy[strategy],
         forward_prefetch=forward_prefetch,
-        use_orig_params=use_orig_params,
     )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     with silence():
@@ -286,9 +251,7 @@ def test_an_order_that_changes_on_all_ranks_trains_as_the_plain_model(
             _loss(model(inputs[rank])).backward()
             for optimizer in optimizers:
                 optimizer.step()
-    with FSDP.summon_full_params(model):
-        for (name, param), whole in zip(model.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(param, whole, rtol=1e-12, atol=1e-14, msg=name)
+    assert_same_values(model, plain, rtol=1e-12, atol=1e-14)
 
 
 def _loss(output):
@@ -298,11 +261,10 @@ def _loss(output):
 # Mix-ups, by default.
 
 
-@each_size
-@each_form
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
 @ranks(2)
-def test_mix_up_in_forward(rank, world_size, use_orig_params, widths):
-    model = wrapped(widths, use_orig_params=use_orig_params, travel_together_bytes=0)
+def test_mix_up_in_forward(rank, world_size, widths):
+    model = wrapped(widths, travel_together_bytes=0)
     step(model, "abc")
     with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
         step(model, "abc" if rank == 0 else "acb")
@@ -312,7 +274,7 @@ def test_mix_up_in_forward(rank, world_size, use_orig_params, widths):
     ) in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @ranks(2)
 def test_mix_up_in_backward(rank, world_size, strategy):
     model = wrapped(order="a:bc", sharding_strategy=ShardingStrategy[strategy])
@@ -382,9 +344,9 @@ def train_variously(make):
         models[0].clip_grad_norm_(1.0)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("kind", ["none", "reentrant", "not"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("FULL_SHARD", "not"), ("SHARD_GRAD_OP", "reentrant"), ("NO_SHARD", "none")]
+)
 @ranks(2)
 def test_right_runs_are_silent(rank, world_size, strategy, kind):
     with silence():
@@ -415,24 +377,14 @@ def test_right_runs_in_subgroups_are_silent(rank, world_size):
 
 
 @ranks(2)
-def test_groups_made_anew(rank, world_size, tmp_path):
-    """Each in the same store as the group before it."""
+def test_groups_made_anew_and_forks_leave_the_positions_alone(rank, world_size, tmp_path):
+    """Each group in the same store as the one before it."""
     store = dist.FileStore(str(tmp_path / "store"), world_size)
     for number in range(3):
         step(wrapped())
         dist.destroy_process_group()
         prefixed = dist.PrefixStore(f"{number}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
-    with pytest.raises(RuntimeError, match=MIXED_UP):
-        step(wrapped(), "abc" if rank == 0 else "bac")
-
-
-def nothing() -> None:
-    pass
-
-
-@ranks(2)
-def test_a_fork_leaves_the_positions_alone(rank, world_size):
     model = wrapped()
     step(model)
     child = multiprocessing.get_context("fork").Process(target=nothing)
@@ -446,32 +398,29 @@ def test_a_fork_leaves_the_positions_alone(rank, world_size):
     assert f"rank {1 - rank} (alive)" in _positions.positions_of(dist.group.WORLD).table()
     dist.barrier()
     with pytest.raises(RuntimeError, match=MIXED_UP):
-        step(model, "abc" if rank == 0 else "acb")
+        step(model, "abc" if rank == 0 else "bac")
 
 
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("lacking", ["place", "room"])
 @ranks(2)
-def test_no_place_for_files(rank, world_size, tmp_path):
-    with mock.patch.object(_positions, "_directory", lambda: tmp_path / "none"):
-        with collected_warnings() as texts:
-            model = wrapped()
-        with silence():
-            step(model)
-            step(wrapped(process_group=dist.new_group()))
-    assert len(texts) == 1 and "ranks cannot show each other where they stand" in texts[0]
-
-
-@each_form
-@ranks(2)
-def test_too_little_room_for_a_file(rank, world_size, use_orig_params):
-    """One that is written short, as on a full file system, is none: training goes on without."""
+def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tmp_path, lacking):
+    """Or too little room: a file that is written short, as on a full file system, is none."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with collected_warnings() as texts:
-            model = wrapped(use_orig_params=use_orig_params)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert len(texts) == 1 and "ranks cannot show each other where they stand (cannot write" in texts[0]
+    with contextlib.ExitStack() as stack, collected_warnings() as texts:
+        if lacking == "room":
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        else:
+            stack.enter_context(mock.patch.object(_positions, "_directory", lambda: tmp_path / "none"))
+        model = wrapped()
+        if lacking == "place":
+            step(wrapped(process_group=dist.new_group()))
+    said = "ranks cannot show each other where they stand"
+    assert len(texts) == 1 and said + " (cannot write" * (lacking == "room") in texts[0]
     with silence():
         for _ in range(12):
             step(model)
@@ -565,35 +514,21 @@ class Clock:
         raise RuntimeError("Operation timed out!")
 
 
-class Nobody:
+def nobody(limit: float) -> Any:
     """A group, and its positions, of which nothing is known but the time limit."""
-
-    issued = 0
-
-    def __init__(self, limit: float) -> None:
-        self.options = mock.Mock(_timeout=timedelta(seconds=limit))
-
-    def _get_backend(self, device):
-        return self
-
-    def compare_all(self):
-        pass
-
-    def dead_before(self, number):
-        return []
-
-    def table(self):
-        return "the table"
+    made = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))
+    made._get_backend.return_value, made.dead_before.return_value = made, []
+    made.table.return_value = "the table"
+    return made
 
 
 @pytest.mark.parametrize(
     ("limit", "warns_at", "ends_at"), [(0.2, 0.25, 0.25), (10, 2.5, 8), (61.7, 16, 49.36), (1800, 301, 1770)]
 )
 def test_looks_during_a_wait(limit, warns_at, ends_at):
-    clock = Clock()
-    nobody: Any = Nobody(limit)
+    clock, group = Clock(), nobody(limit)
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
-        pending = _watch.Works(_watch.Watch(nobody, torch.device("cpu"), nobody), [clock])
+        pending = _watch.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -604,152 +539,8 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
         assert abs(float(text.split()[3]) - warns_at) <= 1
 
 
-# Ranks that die or stop.
-
-TIME_LIMIT = 3.0
-"""Seconds after which a rank that stopped is given up, by this package: gloo's limit comes long after."""
-
-
-def patient_group():
-    """A group whose own limit ends nothing."""
-    return dist.new_group(timeout=timedelta(seconds=NEVER))
-
-
-@dataclass(frozen=True)
-class End:
-    """How a rank ends, killed or stopped, in a unit's forward or backward of an iteration."""
-
-    act: Callable[[], None]
-    victim: int
-    phase: str
-    unit: str
-    iteration: int
-
-
-def act_in(model, end):
-    """Ends a rank as planned."""
-    calls: list[None] = []
-
-    def hook(*_):
-        calls.append(None)
-        if len(calls) == end.iteration:
-            end.act()
-
-    inner = getattr(model.module, end.unit).module
-    if end.phase == "forward":
-        inner[0].register_forward_hook(hook)
-    else:
-        inner[0].register_full_backward_hook(hook)
-
-
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(told):
-    until(told.exists)
-    os._exit(0)
-
-
-def run_until(rank, world_size, folder, end, strategy, way):
-    """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
-    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1" if way == "shared" else "0"
-    if way in ("plain", "exchange"):  # small tensors go at once by themselves
-        os.environ["FSDP_WRAP_GLOO"] = way
-    if end.act is not kill:
-        _watch.time_limit = lambda *_: timedelta(seconds=TIME_LIMIT)
-    model = wrapped(process_group=patient_group(), sharding_strategy=ShardingStrategy[strategy])
-    if rank == end.victim:
-        act_in(model, end)
-    with collected_warnings() as texts:
-        try:
-            for _ in range(end.iteration + 1):
-                step(model)
-        except RuntimeError as error:
-            caught = error
-    report = {"error": str(caught), "cause": str(caught.__cause__), "warned": texts}
-    (Path(folder) / f"{rank}").write_text(json.dumps(report))
-    os._exit(0)
-
-
-def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain"):
-    """The reports of the ranks that neither were killed nor stopped."""
-    outcomes = run_isolated(run_until, str(folder), end, strategy, way, world_size=world_size)
-    for rank, outcome in enumerate(outcomes):
-        expected = -signal.SIGKILL if end.act is kill and rank == end.victim else 0
-        assert (outcome.kind, outcome.exitcode) == ("died", expected), outcome
-    survivors = [rank for rank in range(world_size) if rank != end.victim]
-    return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("way", ["plain", "exchange", "at once", "shared"])
-@pytest.mark.parametrize(("phase", "unit"), [("forward", "b"), ("backward", "c"), ("backward", "a")])
-def test_killed_rank(phase, unit, way, tmp_path):
-    report = reports_of(tmp_path, 2, End(kill, 1, phase, unit, 2), way=way)[0]
-    assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration 2)" in report["error"]
-    assert "rank 0 (this one): in or after unit" in report["error"]
-    if report["error"].startswith("a collective failed: "):
-        assert report["cause"] in report["error"]
-    else:
-        assert report["error"].startswith("a collective cannot complete without rank 1\n")
-
-
-def test_killed_rank_before_its_peers_have_looked(tmp_path):
-    report = reports_of(tmp_path, 2, End(kill, 1, "forward", "a", 1))[0]
-    assert "rank 1 (dead): in or after unit 'a' (forward of iteration 1)" in report["error"]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("way", ["plain", "exchange", "at once", "shared"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_stopped_rank(phase, way, tmp_path):
-    act = partial(stop, tmp_path / "0")
-    report = reports_of(tmp_path, 2, End(act, 1, phase, "b", 2), way=way)[0]
-    for text in (report["error"], report["warned"][0]):
-        assert f"the group's time limit is {TIME_LIMIT} s" in text
-        assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
-    assert len(report["warned"]) == 1
-
-
-def die_in_exchange(rank, world_size, folder, seconds):
-    """The last rank dies while many large messages are on their way, after it has issued them."""
-    model = FSDP(nn.Linear(1024, 4096), process_group=patient_group())
-    if rank == world_size - 1:
-        threading.Timer(seconds, kill).start()
-    try:
-        while True:
-            model(torch.ones(1, 1024)).sum().backward()
-    except RuntimeError as error:
-        report = {"error": str(error)}
-    (Path(folder) / f"{rank}").write_text(json.dumps(report))
-    os._exit(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_killed_amid_large_messages(seed, tmp_path):
-    draw = random.Random(seed)
-    world_size = draw.choice([2, 3])
-    run_isolated(die_in_exchange, str(tmp_path), draw.uniform(0.5, 2), world_size=world_size)
-    for rank in range(world_size - 1):
-        report = json.loads((tmp_path / f"{rank}").read_text())
-        assert f"rank {world_size - 1} (dead): in or after" in report["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_random_kills(seed, tmp_path):
-    draw = random.Random(seed)
-    world_size = draw.choice([2, 3, 4])
-    victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
-    unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
-    strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    way = draw.choice(["plain", "exchange", "at once", "shared"])
-    reports = reports_of(tmp_path, world_size, End(kill, victim, phase, unit, iteration), strategy, way)
-    for report in reports.values():
-        expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
-        assert expected in report["error"]
 
 
 class Words:
@@ -785,42 +576,44 @@ def test_a_word_is_written_once_its_entry_is_complete(rank, world_size):
 class Late:
     """A work that ends between the end of a limited wait for it and the question whether it has."""
 
-    def __init__(self, error: RuntimeError | None) -> None:
-        self.error = error
+    def __init__(self, fails: bool = True) -> None:
+        self.fails = fails
 
     def wait(self, limit: timedelta | None = None) -> None:
         if limit is not None:
             raise RuntimeError("Operation timed out!")
-        if self.error is not None:
-            raise self.error
+        if self.fails:
+            raise RuntimeError("connection closed by peer")
 
     def is_completed(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("connection closed by peer")], ids=["done", "failed"])
-@ranks(1)
-def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size, error):
+def works(*pending: Any) -> _watch.Works:
+    """What waits for them, of the default group."""
     positions = _positions.positions_of(dist.group.WORLD)
-    pending = _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [Late(error)])
-    if error is None:
-        pending.wait()
-    else:
+    return _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
+
+
+@ranks(1)
+def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
+    """Has arrived, or has failed, which is not waited for again whatever peers did."""
+    works(Late(fails=False)).wait()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        works(Late()).wait()
+    pending = works(Late())
+    with mock.patch.object(pending._watch.positions, "compare_all", side_effect=RuntimeError("other units")):
+        with pytest.raises(RuntimeError, match="other units"):
+            pending.wait()
+    with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
         with pytest.raises(RuntimeError, match="closed by peer"):
             pending.wait()
-
-
-class Broken:
-    def wait(self) -> None:
-        raise RuntimeError("connection closed by peer")
 
 
 @ranks(1)
 def test_what_has_failed_does_not_hold_the_frames_of_those_who_waited(rank, world_size):
     """A unit keeps what has failed, and there may be much in the frames: activations, process groups."""
-    positions = _positions.positions_of(dist.group.WORLD)
-    watch = _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions)
-    pending = _watch.Works(watch, [Messages([(1, Broken())], lambda rank: True)])
+    pending = works(Messages([(1, Late())], lambda rank: True))
 
     def forward(activations: torch.Tensor) -> str:
         try:
@@ -838,19 +631,6 @@ def test_what_has_failed_does_not_hold_the_frames_of_those_who_waited(rank, worl
         gc.collect()
         assert reference() is None
     assert "closed by peer" in told[0] and told[0] == told[1]
-
-
-@ranks(1)
-def test_what_has_failed_is_not_waited_for_again_where_peers_did_something_else(rank, world_size):
-    positions = _positions.positions_of(dist.group.WORLD)
-    watch = _watch.Watch(dist.group.WORLD, torch.device("cpu"), positions)
-    pending = _watch.Works(watch, [Late(RuntimeError("connection closed by peer"))])
-    with mock.patch.object(watch.positions, "compare_all", side_effect=RuntimeError("different units")):
-        with pytest.raises(RuntimeError, match="different units"):
-            pending.wait()
-    with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            pending.wait()
 
 
 def test_a_peer_that_comes_between_two_looks_is_compared():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,7 @@ class Backend:
         self.pools.append(pool)
 
 
+@dataclass
 class Seen:
     """What collectives were given, on one rank.
 
@@ -64,10 +66,9 @@ class Seen:
         met: The addresses of tensors that the ranks met in, with the group.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[tuple[str, str]] = []
-        self.outside: list[str] = []
-        self.met: list[tuple[int, str]] = []
+    groups: list[tuple[str, str]] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    met: list[tuple[int, str]] = field(default_factory=list)
 
 
 @contextmanager
@@ -151,16 +152,11 @@ def train_twins(choose: Choose, size: int = 2, late: bool = False, **options: An
     run_simulated(size, program, records=True, seeds=1)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("choose", [by_group, symmetric, apart])
-def test_choices_change_no_numbers(choose, late):
+def test_choices_change_no_numbers(choose):
     with pools(Backend()):
-        train_twins(choose, late=late)
-
-
-@pytest.mark.parametrize("choose", [by_group, symmetric, apart])
-def test_choices_change_no_numbers_in_low_precision_or_hybrid(choose):
-    with pools(Backend()):
+        train_twins(choose, late=False)
+        train_twins(choose, late=True)
         train_twins(choose, mp_policy=BF16)
         train_twins(choose, size=4)
 
@@ -184,13 +180,22 @@ def run_steps(choose: Choose, backend: Backend, make: Callable[..., Any] = alone
     return found[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
-def test_all_that_travels_lies_in_the_groups_memory(options):
-    backend = Backend()
-    seen = run_steps(by_group, backend, **options)
-    assert not seen.outside and not seen.met and len(seen.groups) >= 8
-    assert backend.pools == 2 * [("pool", backend.mem_allocator)], "one for each rank, whatever the units"
-    assert run_steps(lambda model: None, Backend(), **options).outside
+def test_all_that_travels_lies_in_the_groups_memory():
+    """Unless the backend has no allocator, or it is ordinary memory again."""
+    for options in ({}, {"mp_policy": BF16}):
+        backend = Backend()
+        seen = run_steps(by_group, backend, **options)
+        assert not seen.outside and not seen.met and len(seen.groups) >= 8
+        assert backend.pools == 2 * [("pool", backend.mem_allocator)], "one for each rank, whatever the units"
+        assert run_steps(lambda model: None, Backend(), **options).outside
+    assert len(run_steps(by_group, Backend(allocates=False)).outside) >= 8
+
+    def by_group_and_back(model: Any) -> None:
+        by_group(model)
+        for unit in units(model):
+            unit.set_allocate_memory_from_process_group_for_comm(False)
+
+    assert len(run_steps(by_group_and_back, Backend()).outside) >= 8
 
 
 def test_units_travel_together_where_they_choose_alike():
@@ -209,19 +214,6 @@ def test_units_travel_together_where_they_choose_alike():
     assert len(run_steps(the_last_by_group, Backend(), sharded).outside) == 3
 
 
-def test_memory_is_ordinary_again():
-    def choose(model: Any) -> None:
-        by_group(model)
-        for unit in units(model):
-            unit.set_allocate_memory_from_process_group_for_comm(False)
-
-    assert len(run_steps(choose, Backend()).outside) >= 8
-
-
-def test_a_backend_without_an_allocator_changes_nothing():
-    assert len(run_steps(by_group, Backend(allocates=False)).outside) >= 8
-
-
 def test_ranks_meet_in_symmetric_memory_before_each_collective():
     seen = run_steps(symmetric, Backend())
     gathers = sum(what == "all_gather" for what, _ in seen.groups)
@@ -232,11 +224,11 @@ def test_ranks_meet_in_symmetric_memory_before_each_collective():
 
 
 def test_reductions_in_a_group_of_their_own():
-    groups: dict[str, set[str]] = {kind: set() for kind in ("all_gather", "reduce_scatter")}
-    for what, group in run_steps(apart, Backend()).groups:
-        groups.setdefault(what, set()).add(group)
-    assert len(groups["reduce_scatter"]) == 1 and len(groups["all_gather"]) == 1
-    assert groups["reduce_scatter"] != groups["all_gather"]
+    def groups(choose: Choose, kind: str) -> list[str]:
+        return [group for what, group in run_steps(choose, Backend()).groups if what == kind]
+
+    gathering, reducing = ({*groups(apart, kind)} for kind in ("all_gather", "reduce_scatter"))
+    assert len(gathering) == len(reducing) == 1 and gathering != reducing
 
     def back(model: Any) -> None:
         apart(model)
@@ -247,10 +239,8 @@ def test_reductions_in_a_group_of_their_own():
         model.set_separate_reduce_scatter_group(False, recurse=False)  # it owns no parameters
 
     assert len({group for _, group in run_steps(back, Backend()).groups}) == 1
-    reducing = [
-        group for what, group in run_steps(only_the_last, Backend()).groups if what == "reduce_scatter"
-    ]
-    assert len(reducing) == 4 and len({*reducing}) == 2 and len({*reducing[1:]}) == 1
+    of_units = groups(only_the_last, "reduce_scatter")
+    assert len(of_units) == 4 and len({*of_units}) == 2 and len({*of_units[1:]}) == 1
 
 
 def test_choices_that_do_not_go_together():
@@ -267,21 +257,16 @@ def test_choices_that_do_not_go_together():
         one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 16)).sum().backward()
-        with pytest.raises(RuntimeError, match="between steps"):
-            symmetric(model)
-        with pytest.raises(RuntimeError, match="between steps"):
-            by_group(model)
+        for choose in (symmetric, by_group):
+            with pytest.raises(RuntimeError, match="between steps"):
+                choose(model)
 
-    with pools(Backend()):
-        run_simulated(2, program)
-
-
-def test_symmetric_memory_is_nccls():
-    def program(rank: int, device: Simulation) -> None:
+    def by_another_backend(rank: int, device: Simulation) -> None:
         model = sharded()
         with pytest.raises(ValueError, match=f"on rank {rank}: symmetric memory.*communicates by mpi on cpu"):
             model[0].set_symm_mem_for_comm()
         one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0)
 
-    with pools(Backend("mpi")):
-        run_simulated(2, program)
+    for backend, refused in (("nccl", program), ("mpi", by_another_backend)):
+        with pools(Backend(backend)):
+            run_simulated(2, refused)

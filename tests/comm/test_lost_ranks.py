@@ -1,21 +1,35 @@
-"""A rank that was killed before a state dict or a checkpoint: the others name it, and where all stood."""
+"""Ranks that are killed, or stop, wherever they are: the others name them, and nothing is left."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import random
 import signal
+import tempfile
+import threading
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bed import run_isolated
+from bed.patience import NEVER, until
 from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import StateDictType, checkpoint, iter_full_params
+from fsdp_wrap import ShardingStrategy, StateDictType, checkpoint, iter_full_params
+from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
+from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap.distributed_state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,6 +37,262 @@ from fsdp_wrap.distributed_state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def patient_group():
+    """A group whose own limit ends nothing."""
+    return dist.new_group(timeout=timedelta(seconds=NEVER))
+
+
+# In a forward or backward.
+
+TIME_LIMIT = 3.0
+"""Seconds after which a rank that stopped is given up, by this package: gloo's limit comes long after."""
+
+
+class Chain(nn.Module):
+    """Units a, b and c."""
+
+    def __init__(self, width):
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8), nn.Tanh()))
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+def wrapped(width, group, **options):
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FSDP(Chain(width), process_group=group, auto_wrap_policy=policy, use_orig_params=True, **options)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ends, killed or stopped, in a unit's forward or backward of an iteration."""
+
+    act: Callable[[], None]
+    victim: int
+    phase: str
+    unit: str
+    iteration: int = 2
+
+
+def act_in(model, end):
+    """Ends a rank as planned."""
+    calls: list[None] = []
+
+    def hook(*_):
+        calls.append(None)
+        if len(calls) == end.iteration:
+            end.act()
+
+    inner = getattr(model.module, end.unit).module
+    if end.phase == "forward":
+        inner[0].register_forward_hook(hook)
+    else:
+        inner[0].register_full_backward_hook(hook)
+
+
+def stop(told):
+    until(told.exists)
+    os._exit(0)
+
+
+def run_until(rank, world_size, folder, end, strategy, way, width):
+    """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1" if way == "shared" else "0"
+    if way in ("plain", "exchange"):  # small tensors go at once by themselves
+        os.environ["FSDP_WRAP_GLOO"] = way
+    if end.act is not kill:
+        _watch.time_limit = lambda *_: timedelta(seconds=TIME_LIMIT)
+    model = wrapped(width, patient_group(), sharding_strategy=ShardingStrategy[strategy])
+    if rank == end.victim:
+        act_in(model, end)
+    with warnings.catch_warnings(record=True) as told, pytest.raises(RuntimeError) as caught:
+        warnings.simplefilter("always")
+        for _ in range(end.iteration + 1):
+            model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+    texts = [str(each.message) for each in told]
+    report = {"error": str(caught.value), "cause": str(caught.value.__cause__), "warned": texts}
+    (Path(folder) / f"{rank}").write_text(json.dumps(report))
+    os._exit(0)
+
+
+def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain", width=8):
+    """The reports of the ranks that neither were killed nor stopped."""
+    outcomes = run_isolated(run_until, str(folder), end, strategy, way, width, world_size=world_size)
+    for rank, outcome in enumerate(outcomes):
+        expected = -signal.SIGKILL if end.act is kill and rank == end.victim else 0
+        assert (outcome.kind, outcome.exitcode) == ("died", expected), outcome
+    survivors = [rank for rank in range(world_size) if rank != end.victim]
+    return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
+
+
+@pytest.mark.parametrize(
+    ("way", "phase", "unit", "iteration"),
+    [
+        ("plain", "forward", "a", 1),  # before its peers have looked
+        ("plain", "forward", "b", 2),
+        ("exchange", "backward", "c", 2),
+        ("at once", "backward", "a", 2),
+        ("shared", "forward", "b", 2),
+        ("shared", "backward", "c", 2),
+    ],
+)
+def test_killed_rank(phase, unit, iteration, way, tmp_path):
+    report = reports_of(tmp_path, 2, End(kill, 1, phase, unit, iteration), way=way)[0]
+    assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration {iteration})" in report["error"]
+    assert "rank 0 (this one): in or after unit" in report["error"]
+    if report["error"].startswith("a collective failed: "):
+        assert report["cause"] in report["error"]
+    else:
+        assert report["error"].startswith("a collective cannot complete without rank 1\n")
+
+
+@pytest.mark.parametrize(
+    ("way", "phase"),
+    [("plain", "forward"), ("exchange", "backward"), ("at once", "forward"), ("shared", "backward")],
+)
+def test_stopped_rank(phase, way, tmp_path):
+    act = partial(stop, tmp_path / "0")
+    report = reports_of(tmp_path, 2, End(act, 1, phase, "b"), way=way)[0]
+    for text in (report["error"], report["warned"][0]):
+        assert f"the group's time limit is {TIME_LIMIT} s" in text
+        assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
+    assert len(report["warned"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16))
+def test_random_kills(seed, tmp_path):
+    """Half of them amid large messages."""
+    draw = random.Random(seed)
+    world_size = draw.choice([2, 3, 4])
+    victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
+    unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
+    strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+    way = draw.choice(["plain", "exchange", "at once", "shared"])
+    end, width = End(kill, victim, phase, unit, iteration), 100_000 if seed % 2 else 8
+    for report in reports_of(tmp_path, world_size, end, strategy, way, width).values():
+        expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
+        assert expected in report["error"]
+
+
+# Within what shared memory does.
+
+PHASES = {name: getattr(Channel, name) for name in ("post", "arrived", "read", "release")}
+COLLECTIVES = ("COMMON_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
+"""In the last of these all ranks wait for all: it is the barrier of a step."""
+
+FIRST = [(rank, phase) for rank in range(3) for phase in (*COLLECTIVES, "between steps")]
+"""Each rank in each phase of a step; what comes after these trials is drawn."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trials", [range(first, first + 24) for first in (0, 24, 48)], ids=str)
+def test_a_killed_rank_is_noticed_and_no_file_or_process_is_left(tmp_path, trials):
+    """Each rank in each phase of a step, and any at any time; without a kill all train on."""
+    for trial in trials:
+        folder = tmp_path / str(trial)
+        for name in ("positions", "temporary"):
+            (folder / name).mkdir(parents=True)
+        run(trial, folder)
+
+
+def run(trial: int, folder: Path) -> None:
+    """One trial: of every few, one is without a kill."""
+    draw = random.Random(trial)
+    victims = draw.sample(range(3), draw.choice([1, 1, 1, 2])) if trial % 6 else []
+    plan = draw.choice([*PHASES, "between steps", "at any time"]), draw.randrange(1, 60)
+    if trial < len(FIRST):
+        victims, plan = [FIRST[trial][0]], (FIRST[trial][1], 4)
+    outcomes = run_isolated(survive, victims, plan, folder, world_size=3)
+    told = (trial, plan, victims, outcomes)
+    if plan[0] in PHASES:  # ranks call as often or not: of two, either may notice first
+        victims = [victim for victim in victims if outcomes[victim].exitcode == -signal.SIGKILL] or victims
+    for rank, outcome in enumerate(outcomes):
+        if rank in victims:
+            assert outcome.exitcode == -signal.SIGKILL, told
+        else:
+            assert outcome.kind == "passed" and ("rank" in outcome.value) == bool(victims), told
+        with pytest.raises(ProcessLookupError):  # neither it nor what it has started
+            os.killpg(outcome.pid, 0)
+    names = sorted(path.name for path in (folder / "temporary").iterdir())
+    assert not [name for name in names if not name.startswith("torchinductor_")], (names, told)
+
+
+def survive(rank: int, world_size: int, victims: list[int], plan: tuple[str, int], folder: Path) -> str:
+    """Trains until it dies or somebody has died, and returns what it was told then."""
+    os.setpgid(0, 0)
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"  # also where all other tests run over gloo
+    tempfile.tempdir = str(folder / "temporary")
+    _positions._directory = lambda: folder / "positions"  # whose files a later job removes
+    phase, number = plan
+    dies = rank in victims
+    if dies and phase in PHASES:
+        die_in(phase, number)
+    elif dies and phase in COLLECTIVES:
+        die_in("post", number, Kind[phase])
+    told = ""
+    try:
+        train(10**9 if victims else 5, plan if dies else ("never", 0))
+    except RuntimeError as error:
+        told = str(error)
+    assert not named_files()
+    return told
+
+
+def named_files() -> list[str]:
+    """Files in shared memory that this process has open or mapped and that have a name."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    links += [line[5] for line in lines if len(line) > 5]
+    return [link for link in links if link.startswith("/dev/shm/") and not link.endswith("(deleted)")]
+
+
+def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
+    """Lets this process end in some call of a method of the channel, perhaps for one kind of collective."""
+    left = [calls]
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= kind is None or kind in args
+        if not left[0]:
+            kill()
+        return PHASES[phase](*args, **kwargs)
+
+    setattr(Channel, phase, deadly)
+
+
+def train(steps: int, plan: tuple[str, int]) -> None:
+    """Trains, and dies between steps or at any time if that is the plan."""
+    model = wrapped(1024, patient_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        if plan[0] == "between steps" and step == 1 + plan[1] // 6:
+            kill()
+        if plan[0] == "at any time" and step == 1:
+            threading.Timer(plan[1] / 60, kill).start()
+        loss = (model(torch.ones(4, 8)) - 1).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+# Before a state dict or a checkpoint.
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -64,41 +334,30 @@ def die_before(rank: int, world_size: int, front: str, call: str, path: Path) ->
     elif call == "set_optimizer":
         state = get_optimizer_state_dict(model, optim, options=FULL)
     if rank == world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     with pytest.raises(RuntimeError) as failed:
         CALLS[call](model, optim, state)
     return str(failed.value)
 
 
-def survivor_of(front: str, call: str, path: Path) -> str:
-    survivor, killed = run_isolated(die_before, front, call, path, world_size=2)
+CASES = [
+    *(("orig", "0", call) for call in ("load", "get_optimizer", "set_model")),
+    *(pytest.param("flat", "1", call, marks=pytest.mark.slow) for call in CALLS),
+    *(
+        pytest.param("composable", "1", call, marks=pytest.mark.slow)
+        for call in ("save", "load", "get_model")
+    ),
+]
+
+
+@pytest.mark.parametrize(("front", "shared", "call"), CASES)
+def test_a_rank_that_died_is_named(tmp_path, monkeypatch, front, shared, call):
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
+    survivor, killed = run_isolated(die_before, front, call, tmp_path, world_size=2)
     assert killed.kind == "died" and survivor.kind == "passed", survivor
-    return str(survivor.value)
-
-
-def check(front: str, call: str, path: Path) -> None:
-    told = survivor_of(front, call, path).splitlines()
+    told = survivor.value.splitlines()
     assert "a collective failed: " in told[0]
     if call in ("save", "async_save", "load"):
         assert told[0].startswith(f"checkpoint.{call} failed, since rank 1 died: ")
     assert told[1] == "Where the ranks stand:"
     assert told[3].startswith("  rank 1 (dead): in or after the root unit ("), told
-
-
-OVER_GLOO = ["load", "get_optimizer", "set_model"]  # beside those of the slow tier
-
-
-@pytest.mark.parametrize("call", OVER_GLOO)
-def test_a_rank_that_died_is_named(tmp_path, monkeypatch, call):
-    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")
-    check("orig", call, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("front", "shared"), [("orig", "0"), ("flat", "1"), ("composable", "1")])
-def test_a_rank_that_died_is_named_whatever_is_called(tmp_path, monkeypatch, front, shared, call):
-    if (front, call) == ("composable", "full_tensor"):  # torch's own, of a DTensor
-        return
-    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
-    check(front, call, tmp_path)

@@ -6,6 +6,7 @@ import copy
 import functools
 import threading
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,24 +17,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import FRONTS, full_grads, full_state, no_sync, shard
+from fronts import assert_same_values, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy
 from fsdp_wrap._comm import messages as _exchange
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.messages import (
-    ExchangeCommunicator,
     Messages,
     all_reduce_at_once,
     exchange_gather,
     exchange_reduce,
     reduce_at_once,
 )
-from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap._comm.select import make_communicator
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import Block, Transformer, gather_objects, loss_of, named_state, tokens
+from models import Block, Transformer, gather_objects, loss_of, tokens
 
 SETTING = "FSDP_WRAP_GLOO"
 CPU = torch.device("cpu")
@@ -85,11 +84,11 @@ def train(model, rank, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize(("front", "dtype"), [("orig", torch.bfloat16), ("composable", torch.float32)])
 @ranks(2)
-def test_training_is_bit_equal_to_ddp(rank, world_size, front):
+def test_training_is_bit_equal_to_ddp(rank, world_size, front, dtype):
     torch.manual_seed(0)
-    plain = Transformer().to(torch.bfloat16 if front == "orig" else torch.float32)
+    plain = Transformer().to(dtype)
     models, traffics, exchanged, at_once = {}, {}, {}, {}
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
@@ -105,31 +104,30 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front):
     losses = train(ddp, rank)
     for way, model in models.items():
         assert traffics[way] == (traffics["plain"][0], losses)
-        state = full_state(model)
-        for name, param in named_state(ddp):
-            assert torch.equal(state[name], param.detach()), (way, name)
+        assert_same_values(model, ddp)
     assert exchanged == {"plain": 0, "by size": 3 * 3, "exchange": 3 * (3 + 1)}
     assert at_once == {"plain": 0, "by size": 3, "exchange": 0}
 
 
-@ranks(3, 4)
+@ranks(3)
 def test_sums_are_the_same_every_time_and_close(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, "exchange")
-        runs = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            model = FSDP(Transformer(), auto_wrap_policy=BLOCKS)
-            runs.append((train(model, rank), full_state(model)))
+        runs = [trained(rank), trained(rank)]
         choose(patch, "plain")
-        torch.manual_seed(0)
-        reference = FSDP(Transformer().double(), auto_wrap_policy=BLOCKS)
-    losses = train(reference, rank)
+        losses, _ = trained(rank, torch.float64)
     assert runs[0][0] == runs[1][0] == pytest.approx(losses, rel=1e-4)
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
 
 
-@ranks(2, 3, 4)
+def trained(rank, dtype=torch.float32, **options):
+    """The losses and the parameters of a training."""
+    torch.manual_seed(0)
+    model = FSDP(Transformer().to(dtype), auto_wrap_policy=BLOCKS, use_orig_params=True, **options)
+    return train(model, rank), full_state(model)
+
+
+@ranks(2, 3)
 def test_all_dtypes_and_several_at_once(rank, world_size):
     """They are issued together, waited for in another order, and small ones go with large ones."""
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +163,7 @@ def test_all_dtypes_and_several_at_once(rank, world_size):
         assert torch.all((result.double() - wanted).abs() <= 2 * bound)
 
 
-@ranks(2, 3, 4)
+@ranks(3)
 def test_small_tensors_are_reduced_at_once(rank, world_size):
     """By every operation, in the order of the ranks: all have the same bits, and zeros keep their sign."""
     ours = over_gloo()
@@ -200,45 +198,43 @@ def test_small_tensors_are_reduced_at_once(rank, world_size):
     assert torch.signbit(zeros).all() and torch.signbit(shard).all()
 
 
-@ranks(2)
-def test_who_has_issued_at_once_need_not_wait_for_others(rank, world_size):
-    """What the first rank gathers and reduces comes while the other one is elsewhere, and only once."""
+@ranks(3)
+def test_who_has_issued_need_not_wait_for_others(rank, world_size):
+    """What the first rank gathers and reduces comes while others are elsewhere, and only once."""
     ours = over_gloo()
-    full, shard, total = torch.full((4,), float(rank)), torch.empty(2), torch.ones(3)
+    full, shard, total = torch.full((6,), float(rank)), torch.empty(2), torch.ones(3)
+    parts = dict(enumerate(torch.full((3 << 16,), float(rank)).chunk(world_size)))
+    large = torch.empty_like(parts[0])
+    gathered = {peer: torch.full((1 << 16,), float(rank)) for peer in range(world_size)}
     works = [
         ours.all_gather([full], lambda: None),
-        ours.reduce_scatter([shard], [torch.full((4,), rank + 1.0)]),
+        ours.reduce_scatter([shard], [torch.full((6,), rank + 1.0)]),
         ours.all_reduce([total]),
+        exchange_reduce(dist.group.WORLD, rank, large, parts),
+        exchange_gather(dist.group.WORLD, rank, gathered),
     ]
     if rank == 0:
-        dist.barrier()
+        dist.barrier()  # the others are done before it waits
     for work in works:
         work.wait()
         work.wait()  # without effect
     if rank != 0:
         dist.barrier()
-    assert full.tolist() == [0, 0, 1, 1]
-    assert shard.tolist() == [3, 3] and total.tolist() == [2, 2, 2]
+    assert full.tolist() == [0, 0, 1, 1, 2, 2]
+    assert shard.tolist() == [6, 6] and total.tolist() == [3, 3, 3]
+    assert [part[-1].item() for part in gathered.values()] == list(range(world_size))
+    assert torch.all(large == sum(range(world_size)))
 
 
 @ranks(4)
 def test_subgroups(rank, world_size):
     """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
     found = []
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, way)
-            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-            strategy = ShardingStrategy.HYBRID_SHARD
-            torch.manual_seed(0)
-            model = FSDP(
-                Transformer(),
-                auto_wrap_policy=BLOCKS,
-                device_mesh=mesh,
-                sharding_strategy=strategy,
-                use_orig_params=True,
-            )
-        found.append((train(model, rank), full_state(model)))
+            found.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
     for losses, state in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(value, state[name]) for name, value in found[0][1].items())
@@ -268,73 +264,37 @@ def test_messages_of_the_user_are_not_taken(rank, world_size):
     assert received.tolist() == [1.0] * 4
 
 
-@ranks(2, 4)
-def test_everything_is_on_its_way_at_once(rank, world_size):
-    """A rank that has issued need not wait for others to get what they wait for."""
-    parts = dict(enumerate(torch.full((1 << 18,), float(rank)).chunk(world_size)))
-    shard = torch.empty_like(parts[0])
-    gathered = {peer: torch.full((1 << 16,), float(rank)) for peer in range(world_size)}
-    works = [
-        exchange_reduce(dist.group.WORLD, rank, shard, parts),
-        exchange_gather(dist.group.WORLD, rank, gathered),
-    ]
-    if rank == 0:
-        dist.barrier()  # the others are done before it waits
-    for work in works:
-        work.wait()
-        work.wait()  # without effect
-    if rank != 0:
-        dist.barrier()
-    assert [part[-1].item() for part in gathered.values()] == list(range(world_size))
-    assert torch.all(shard == sum(range(world_size)))
+class Message:
+    """One that must not be waited for twice, as it would never end; or whose connection was closed."""
 
-
-class Broken:
-    """A message whose connection was closed."""
+    def __init__(self, closed: bool = False):
+        self.closed, self.waited = closed, False
 
     def wait(self):
-        raise RuntimeError("closed by peer")
-
-
-class Once:
-    """A message that must not be waited for twice, as it would never end."""
-
-    def __init__(self):
-        self.waited = False
-
-    def wait(self):
+        if self.closed:
+            raise RuntimeError("closed by peer")
         assert not self.waited
         self.waited = True
 
 
-class FailingGroup:
-    def recv(self, tensors, peer, tag):
-        return Once() if peer == 2 else Broken()
-
-    def send(self, tensors, peer, tag):
-        return Once()
-
-
 def test_a_failed_exchange_stays_failed():
     """Nobody may take the rest of it for complete, or free what messages may still be written to."""
+
+    def add():
+        raise RuntimeError("no memory for the sum")
+
+    group: Any = mock.Mock()
+    group.recv.side_effect = lambda tensors, peer, tag: Message(closed=peer != 2)
+    group.send.side_effect = lambda *_: Message()
     parts = dict(enumerate(torch.zeros(6).chunk(3)))
-    for messages in (
-        exchange_gather(FailingGroup(), 0, parts),  # type: ignore[arg-type]
-        exchange_reduce(FailingGroup(), 0, torch.zeros(2), parts),  # type: ignore[arg-type]
+    for messages, said in (
+        (exchange_gather(group, 0, parts), "closed by peer"),
+        (exchange_reduce(group, 0, torch.zeros(2), parts), "closed by peer"),
+        (Messages([(1, Message())], lambda rank: True, add), "no memory for the sum"),
     ):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="closed by peer"):
+            with pytest.raises(RuntimeError, match=said):
                 messages.wait()
-
-
-def test_an_exchange_whose_parts_cannot_be_summed_stays_failed():
-    def add():
-        raise RuntimeError("no memory for it")
-
-    messages = Messages([(1, Once())], lambda rank: True, add)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no memory for it"):
-            messages.wait()
 
 
 class Stuck:
@@ -359,22 +319,6 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
         messages.wait()
 
 
-@ranks(2)
-def test_the_choice(rank, world_size):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_communicators._SHARED_MEMORY, "0")
-        for value, kind in [("plain", GroupCommunicator), ("exchange", ExchangeCommunicator)]:
-            patch.setenv(SETTING, value)
-            assert type(communicator()) is kind
-        patch.setenv(SETTING, "fast")
-        with pytest.raises(ValueError, match=f'^{SETTING} must be "plain" or "exchange"'):
-            FSDP(nn.Linear(2, 2))
-        patch.delenv(SETTING)
-        assert type(communicator()) is ExchangeCommunicator
-        patch.setattr(_communicators, "_MOST_RANKS", 1)
-        assert type(communicator()) is GroupCommunicator
-
-
 class Branches(nn.Module):
     """Two units, which run on all ranks, and of which the loss takes what it is told."""
 
@@ -387,8 +331,7 @@ class Branches(nn.Module):
         return sum(outputs[index] for index in used)
 
 
-@pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("way", ["plain", "exchange"])
+@pytest.mark.parametrize(("way", "failing"), [("plain", True), ("exchange", False)])
 @ranks(2)
 def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_size, way, failing):
     """Gradients travel narrow if nothing is accumulated: not what a rank, but what all ranks did decides."""
@@ -396,11 +339,10 @@ def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_siz
     plain = Branches()
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = FSDP(
             copy.deepcopy(plain),
             auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-            mixed_precision=precision,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,  # else backward would gather what it uses
             use_orig_params=True,
         )

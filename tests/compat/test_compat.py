@@ -50,59 +50,43 @@ def test_every_name_of_torchs_wrapper_is_ours():
     assert set(torch_fsdp.__all__) - compat.replacements().keys() == set(torch_fsdp._fully_shard.__all__)
 
 
+def _is_ours() -> bool:
+    return torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel
+
+
 def test_names_resolve_to_ours_and_back(clean):
+    """Those of fsdp2, and of torch's runtime but for the helpers, stay torch's."""
     before = _names("torch.distributed")
     compat.install()
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, api
     from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as ByItsPath
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    assert FullyShardedDataParallel is ByItsPath is fsdp_wrap.FullyShardedDataParallel
+    assert FullyShardedDataParallel is ByItsPath is ImportedBefore is fsdp_wrap.FullyShardedDataParallel
     assert ShardingStrategy is api.ShardingStrategy is fsdp_wrap.ShardingStrategy
     assert ModuleWrapPolicy is fsdp_wrap.wrap.ModuleWrapPolicy
     hybrid = getattr(torch_state_dict, "HYBRID_SHARDING_STRATEGIES", None)  # torch 2.11 has it not there
     assert hybrid is None or fsdp_wrap.ShardingStrategy.HYBRID_SHARD in hybrid
     assert torch_state_dict.FSDP is fsdp_wrap.FullyShardedDataParallel
     assert torch_state_dict.get_state_dict is distributed_state_dict.get_state_dict
+    installed = _names("torch.distributed")
+    changed = {key for key in before if installed[key] is not before[key]}
+    inside = {key[1] for key in changed if key[0].startswith("torch.distributed.fsdp._")}
+    assert inside == {helper.__name__ for _, helper in compat.HELPERS}
+    assert not {name for module, name in changed if module == "torch.distributed.fsdp"} & {
+        *torch_fsdp._fully_shard.__all__
+    }
+    with compat.install():
+        assert _names("torch.distributed.fsdp").items() <= installed.items(), "twice changes nothing more"
+    assert _is_ours(), "the first one holds"
     compat.uninstall()
+    compat.uninstall()
+    with pytest.raises(KeyError), compat.install():
+        assert _is_ours()
+        raise KeyError
+    assert not _is_ours()
     after = _names("torch.distributed")
     assert {key for key in before if after[key] is not before[key]} == set()
-
-
-def test_what_was_imported_before_is_rebound_too(clean):
-    before = ImportedBefore
-    compat.install()
-    assert ImportedBefore is fsdp_wrap.FullyShardedDataParallel
-    compat.uninstall()
-    assert ImportedBefore is before
-
-
-def test_fsdp2_and_torchs_runtime_stay(clean):
-    before = _names("torch.distributed.fsdp._")
-    public = {name: getattr(torch_fsdp, name) for name in torch_fsdp._fully_shard.__all__}
-    compat.install()
-    after = _names("torch.distributed.fsdp._")
-    changed = {key[1] for key in before if after[key] is not before[key]}
-    assert before and changed == {helper.__name__ for _, helper in compat.HELPERS}
-    assert public == {name: getattr(torch_fsdp, name) for name in public}
-
-
-def test_installing_twice_changes_nothing_more(clean):
-    compat.install()
-    first = _names("torch.distributed.fsdp")
-    with compat.install():
-        assert _names("torch.distributed.fsdp") == first
-    assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel, "the first one holds"
-    compat.uninstall()
-    compat.uninstall()
-    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
-
-
-def test_as_a_context_manager_it_ends_after_an_error_too():
-    with pytest.raises(KeyError), compat.install():
-        assert torch_fsdp.FullyShardedDataParallel is fsdp_wrap.FullyShardedDataParallel
-        raise KeyError
-    assert torch_fsdp.FullyShardedDataParallel is not fsdp_wrap.FullyShardedDataParallel
 
 
 def test_clients_are_adapted_once_they_are_imported(tmp_path, monkeypatch):
@@ -175,8 +159,10 @@ SCRIPT = """
     import sys
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+    from torch.distributed.tensor import DTensor
     import helper  # next to the script
 
     if not dist.is_torchelastic_launched():
@@ -186,56 +172,61 @@ SCRIPT = """
     model = FSDP(helper.model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     model(torch.ones(2, 8)).sum().backward()
     norm = model.clip_grad_norm_(1.0).item()
+    other = fully_shard(helper.model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    assert isinstance(other, FSDPModule) and isinstance(other.weight, DTensor)
+    other(torch.ones(2, 8)).sum().backward()
+    assert f"{torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).full_tensor():.3f}" == f"{norm:.3f}"
     if dist.get_rank() == 0:
-        print(__name__, sys.argv[1:], type(model).__module__, f"{norm:.3f}")
+        print(__name__, sys.argv[1:], type(model).__module__, fully_shard.__module__, f"{norm:.3f}")
     dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_script_from_the_command_line(tmp_path, ranks):
+    """Launched with an option on two ranks."""
     (tmp_path / "helper.py").write_text("import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n")
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if ranks == 2 else []
+    option = ["--fully-shard"] if ranks == 2 else []
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "fsdp_wrap.compat", str(script), "--cpu", "x"],
+        [sys.executable, *launcher, "-m", "fsdp_wrap.compat", *option, str(script), "--cpu", "x"],
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == (
-        f"__main__ ['--cpu', 'x'] fsdp_wrap.fully_sharded_data_parallel {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
-    )
+    modules = "fsdp_wrap.fully_sharded_data_parallel", fsdp_wrap.fully_shard.__module__
+    told = f"__main__ ['--cpu', 'x'] {modules[0]} {modules[1] if option else 'torch.distributed.fsdp'}"
+    assert done.stdout == f"{told} {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @ranks(2)
-def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size, use_orig_params):
+def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size):
     """By this attribute Lightning knows whether an optimizer was made of a wrapped module's parameters."""
-    model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
-    assert all(param._fsdp_flattened for param in model.parameters())
+    for use_orig_params in (False, True):
+        model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
+        assert all(param._fsdp_flattened for param in model.parameters())
     assert not any(hasattr(param, "_fsdp_flattened") for param in Transformer().parameters())
 
 
-@pytest.mark.parametrize("how", ["clean_names", "summon_full_params"])
 @ranks(2)
-def test_names_without_prefixes(rank, world_size, how):
+def test_names_without_prefixes(rank, world_size):
     """Of modules as well: peft looks for adapters by the names of modules, in state dicts."""
     model = fsdp_wrap.FullyShardedDataParallel(
         Transformer(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
     )
     outside = [name for name, _ in model.named_modules()]
-    opened = clean_names() if how == "clean_names" else model.summon_full_params(model, writeback=False)
-    with opened:
-        modules = dict(model.named_modules())
-        params = [name for name, _ in model.named_parameters()]
-        within = [name for name, _ in model.module.named_modules()]
-    assert params == [name for name, _ in Transformer().named_parameters()]
-    assert set(modules) == set(within) == {name for name, _ in Transformer().named_modules()}
-    assert isinstance(modules["blocks.1"], Block), "what is wrapped goes by the name that it had"
+    for opened in (clean_names(), model.summon_full_params(model, writeback=False)):
+        with opened:
+            modules = dict(model.named_modules())
+            params = [name for name, _ in model.named_parameters()]
+            within = [name for name, _ in model.module.named_modules()]
+        assert params == [name for name, _ in Transformer().named_parameters()]
+        assert set(modules) == set(within) == {name for name, _ in Transformer().named_modules()}
+        assert isinstance(modules["blocks.1"], Block), "what is wrapped goes by the name that it had"
     assert [name for name, _ in model.named_modules()] == outside
     assert sum("_fsdp_wrapped_module" in name for name in outside) > 4
 

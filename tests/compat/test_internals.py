@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,8 @@ from bed import ranks
 from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, compat
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from nets import WIDTH, Block
 
-WIDTH = 6
 HELPERS = [
     (_common_utils, "_get_module_fsdp_state"),
     (_runtime_utils, "_lazy_init"),
@@ -37,15 +37,6 @@ HELPERS = [
     (_unshard_utils, "_unshard_params"),
     (_unshard_utils, "_unshard_params_for_summon"),
 ]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -98,18 +89,6 @@ def installed(library: Any) -> Iterator[None]:
             yield
 
 
-def same_with_both(flow: Callable[[Any], dict[str, torch.Tensor]]) -> None:
-    """Runs a flow with either library; the values that it returns are equal."""
-    results = []
-    for library in LIBRARIES:
-        with installed(library):
-            results.append(flow(library))
-    ours, theirs = results
-    assert ours.keys() == theirs.keys() and ours
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, msg=f"{name}: {{}}".format)
-
-
 # helpers
 
 
@@ -124,27 +103,24 @@ def test_helpers_are_given_back():
     assert imported_before is known
 
 
-@each_form
 @ranks(2)
-def test_walks_find_our_wrappers_and_torchs(rank, world_size, use_orig_params):
-    ours = wrapped(fsdp_wrap, net(), use_orig_params)
-    theirs = wrapped(torch_fsdp, net(), use_orig_params)
+def test_walks_find_our_wrappers_and_torchs(rank, world_size):
+    ours, theirs = (wrapped(library, net(), True) for library in LIBRARIES)
     both = nn.ModuleList([ours, theirs])
+    of_torch = [theirs, *theirs.module[1:3]]
     with compat.install():
-        assert _traversal_utils._get_fsdp_states(both) == [
-            *FSDP.fsdp_modules(both),
-            theirs,
-            *theirs.module[1:3],
-        ]
+        assert _traversal_utils._get_fsdp_states(both) == [*FSDP.fsdp_modules(both), *of_torch]
         states, modules = _traversal_utils._get_fsdp_states_with_modules(ours)
         assert states == modules == FSDP.fsdp_modules(ours) and len(states) == 3
         handles = _traversal_utils._get_fsdp_handles(both)
         assert [handle.flat_param for handle in handles[:3]] == [each.params[0] for each in states]
-        assert handles[3:] == [each._handle for each in (theirs, *theirs.module[1:3])]
+        assert handles[3:] == [each._handle for each in of_torch]
         assert imported_before(ours[1]) is ours[1] and imported_before(ours[1].module) is None
         assert imported_before(theirs) is theirs
         assert _runtime_utils._get_fsdp_root_states(both) == [ours, theirs]
         assert [each._is_root for each in states] == [True, False, False]
+        with pytest.raises(TypeError, match="takes the _handle of a wrapper"):
+            _runtime_utils._reshard(ours, ours._unit.handle, True)
 
 
 @each_form
@@ -161,139 +137,93 @@ def test_a_unit_of_several_flat_parameters_has_as_many_handles(rank, world_size,
     assert model._handle in handles and model._flat_param is model._handle.flat_param
 
 
-@each_form
-@ranks(2)
-def test_offload_between_phases(rank, world_size, use_orig_params):
+def offloads_between_phases(library: Any, rank: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
     """As verl does it: shards leave, and come back, by their handles."""
-
-    def move(model: Any) -> None:
+    model = wrapped(library, net(), use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
         _runtime_utils._lazy_init(model, model)
         assert model._is_root
         for handle in model._all_handles:
-            flat = handle.flat_param
+            flat, before = handle.flat_param, handle.flat_param.data_ptr()
             assert not handle._offload_params
             assert flat.data.data_ptr() == flat._local_shard.data_ptr()
             assert id(flat.data) != id(flat._local_shard) and flat.data.size() == flat._local_shard.size()
             handle.flat_param_to(torch.device("cpu"), non_blocking=True, copy=True)
             flat._local_shard = flat.data
-            assert id(flat._local_shard) != id(flat.data)
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        model = wrapped(library, net(), use_orig_params)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        _runtime_utils._lazy_init(model, model)
-        for _ in range(2):
-            before = [handle.flat_param.data_ptr() for handle in model._all_handles]
-            move(model)
-            assert all(
-                handle.flat_param.data_ptr() != pointer for handle, pointer in zip(model._all_handles, before)
-            )
-            train(model, rank, optimizer)
-        return full(model)
-
-    same_with_both(flow)
+            assert id(flat._local_shard) != id(flat.data) and handle.flat_param.data_ptr() != before
+        train(model, rank, optimizer)
+    return full(model)
 
 
-@each_form
-@ranks(2)
-def test_average_by_handles(rank, world_size, use_orig_params):
+def averages_by_handles(library: Any, rank: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
     """As Bagel and LLaMA2-Accessory do it: two models' handles side by side."""
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        model = trained(library, rank, use_orig_params)
-        average = wrapped(library, net(1), use_orig_params)
-        pairs = [_traversal_utils._get_fsdp_handles(each) for each in (average, model)]
-        assert len(pairs[0]) == len(pairs[1]) == 3
-        for old, new in zip(*pairs):
-            assert old.flat_param.shape == new.flat_param.shape
-            if new.flat_param.requires_grad:
-                old.flat_param.data.lerp_(new.flat_param.data, 0.25)
-        batch = torch.ones(2, WIDTH)
-        return full(average) | {"output": average(batch).detach()}
-
-    same_with_both(flow)
+    model = trained(library, rank, use_orig_params)
+    average = wrapped(library, net(1), use_orig_params)
+    pairs = [_traversal_utils._get_fsdp_handles(each) for each in (average, model)]
+    assert len(pairs[0]) == len(pairs[1]) == 3
+    for old, new in zip(*pairs):
+        assert old.flat_param.shape == new.flat_param.shape
+        if new.flat_param.requires_grad:
+            old.flat_param.data.lerp_(new.flat_param.data, 0.25)
+    return full(average) | {"output": average(torch.ones(2, WIDTH)).detach()}
 
 
-@each_form
-@ranks(2)
-def test_clipping_by_handles(rank, world_size, use_orig_params):
+def clips_by_handles(library: Any, rank: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
     """As programs clip that have a loop of their own over the handles: by slices, and by the shard."""
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        model = wrapped(library, net(), use_orig_params)
-        model(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
-        handles = _traversal_utils._get_fsdp_handles(model)
-        assert all(handle.uses_sharded_strategy for handle in handles)
-        grads = [handle.sharded_grad for handle in handles]
-        square = sum(grad.square().sum() for grad in grads)
-        dist.all_reduce(square)
-        for handle in handles:
-            assert handle._use_orig_params is use_orig_params
-            held = handle.flat_param._params if use_orig_params else [handle.flat_param]
-            for param in held:
-                if param.grad is not None:
-                    param.grad.mul_(1 / square.sqrt())
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return full(model) | {"norm": square.sqrt()}
-
-    same_with_both(flow)
+    model = wrapped(library, net(), use_orig_params)
+    model(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
+    handles = _traversal_utils._get_fsdp_handles(model)
+    assert all(handle.uses_sharded_strategy for handle in handles)
+    square = sum(handle.sharded_grad.square().sum() for handle in handles)
+    dist.all_reduce(square)
+    for handle in handles:
+        assert handle._use_orig_params is use_orig_params
+        held = handle.flat_param._params if use_orig_params else [handle.flat_param]
+        for param in held:
+            if param.grad is not None:
+                param.grad.mul_(1 / square.sqrt())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return full(model) | {"norm": square.sqrt()}
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@each_form
-@ranks(2)
-def test_resharding_by_hand(rank, world_size, use_orig_params, strategy):
+def reshards_by_hand(library: Any, rank: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
     """As torchtnt does it after averaging, and audiocraft after loading: what is full is freed."""
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        model = trained(library, rank, use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-        kept = model(torch.ones(2, WIDTH))  # no backward follows
-        for module in type(model).fsdp_modules(model):
-            module._flat_param.data.mul_(0.5)
-            handle = module._handle
-            if handle._get_padded_unsharded_flat_param().untyped_storage().size():
-                _runtime_utils._reshard(module, handle, True)
-            assert handle._get_padded_unsharded_flat_param().untyped_storage().size() == 0
-            assert handle.needs_unshard() and module._state_dict_type.name == "FULL_STATE_DICT"
-        return full(model) | {"before": kept.detach(), "after": model(torch.ones(2, WIDTH)).detach()}
-
-    same_with_both(flow)
+    strategy = ShardingStrategy.SHARD_GRAD_OP if use_orig_params else ShardingStrategy.FULL_SHARD
+    model = trained(library, rank, use_orig_params, sharding_strategy=strategy)
+    kept = model(torch.ones(2, WIDTH))  # no backward follows
+    for module in type(model).fsdp_modules(model):
+        module._flat_param.data.mul_(0.5)
+        handle = module._handle
+        if handle._get_padded_unsharded_flat_param().untyped_storage().size():
+            _runtime_utils._reshard(module, handle, True)
+        assert handle._get_padded_unsharded_flat_param().untyped_storage().size() == 0
+        assert handle.needs_unshard() and module._state_dict_type.name == "FULL_STATE_DICT"
+    return full(model) | {"before": kept.detach(), "after": model(torch.ones(2, WIDTH)).detach()}
 
 
-@ranks(2)
-def test_resharding_does_not_take_another_handle(rank, world_size):
-    model = wrapped(fsdp_wrap, net(), False)
-    with compat.install(), pytest.raises(TypeError, match="takes the _handle of a wrapper"):
-        _runtime_utils._reshard(model, model._unit.handle, True)
-
-
-@each_form
-@ranks(2)
-def test_roots_are_made_before_the_first_forward(rank, world_size, use_orig_params):
+def makes_roots_before_the_first_forward(
+    library: Any, rank: int, use_orig_params: bool
+) -> dict[str, torch.Tensor]:
     """As OLMo and litgpt do it, before tracing or saving."""
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        policy = library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-        model = wrapped(library, net(), use_orig_params, mixed_precision=policy)
-        assert model._is_root is None
-        _runtime_utils._lazy_init(model, model)
-        _runtime_utils._lazy_init(model, model)
-        assert [each._is_root for each in type(model).fsdp_modules(model)] == [True, False, False]
-        assert _runtime_utils._root_pre_forward(model, model, [], {}) in ([], ([], {}), ((), {}))
-        (batch,), _ = _runtime_utils._root_pre_forward(model, model, (torch.ones(2, WIDTH),), {})
-        (same,), _ = _runtime_utils._root_pre_forward(model[1], model[1], (torch.ones(2),), {})
-        assert same.dtype == torch.float32
-        return {"batch": batch, "output": model(batch).detach()}
-
-    same_with_both(flow)
+    policy = library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = wrapped(library, net(), use_orig_params, mixed_precision=policy)
+    assert model._is_root is None
+    _runtime_utils._lazy_init(model, model)
+    _runtime_utils._lazy_init(model, model)
+    assert [each._is_root for each in type(model).fsdp_modules(model)] == [True, False, False]
+    assert _runtime_utils._root_pre_forward(model, model, [], {}) in ([], ([], {}), ((), {}))
+    (batch,), _ = _runtime_utils._root_pre_forward(model, model, (torch.ones(2, WIDTH),), {})
+    (same,), _ = _runtime_utils._root_pre_forward(model[1], model[1], (torch.ones(2),), {})
+    assert same.dtype == torch.float32
+    return {"batch": batch, "output": model(batch).detach()}
 
 
 class OutOfMemory(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@each_form
+@pytest.mark.parametrize(("use_orig_params", "where"), [(True, "forward"), (False, "backward")])
 @ranks(2)
 def test_cleaning_up_after_running_out_of_memory(rank, world_size, use_orig_params, where):
     """As composer does it, before it tries again with a smaller batch."""
@@ -324,35 +254,46 @@ def test_cleaning_up_after_running_out_of_memory(rank, world_size, use_orig_para
     torch.testing.assert_close(full(model), full(reference), rtol=0, atol=0)
 
 
+def summons_one_wrapper(library: Any, rank: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
+    """As verl does it for a rollout: what the root owns is full, what is nested is not."""
+    model = trained(library, rank, use_orig_params)
+    state: Any = _common_utils._get_module_fsdp_state(model)
+    args = (False, False, False)  # rank0_only, offload_to_cpu, with_grads
+    context = _unshard_utils._unshard_params_for_summon(model, state, True, *args)
+    states = _common_utils.TrainingState
+    assert model.training_state is states.IDLE
+    with context:
+        assert model.training_state is states.SUMMON_FULL_PARAMS
+        assert model.module[0].weight.shape == (WIDTH, WIDTH)
+        assert model[1].training_state is states.IDLE
+        model.module[0].weight.data.mul_(2)
+    with _unshard_utils._unshard_params(model, True, False, *args):
+        assert model.module[1].module.up.weight.shape == (5, WIDTH)
+    return full(model)
+
+
+FLOWS = [
+    offloads_between_phases,
+    averages_by_handles,
+    clips_by_handles,
+    reshards_by_hand,
+    makes_roots_before_the_first_forward,
+    summons_one_wrapper,
+]
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
 @each_form
 @ranks(2)
-def test_full_parameters_of_one_wrapper(rank, world_size, use_orig_params):
-    """As verl does it for a rollout: what the root owns is full, what is nested is not."""
-
-    def flow(library: Any) -> dict[str, torch.Tensor]:
-        model = trained(library, rank, use_orig_params)
-        state = _common_utils._get_module_fsdp_state(model)
-        context = _unshard_utils._unshard_params_for_summon(
-            module=model,
-            state=state,  # type: ignore[arg-type]
-            writeback=True,
-            rank0_only=False,
-            offload_to_cpu=False,
-            with_grads=False,
-        )
-        states = _common_utils.TrainingState
-        assert model.training_state is states.IDLE
-        with context:
-            assert model.training_state is states.SUMMON_FULL_PARAMS
-            assert model.module[0].weight.shape == (WIDTH, WIDTH)
-            assert model[1].training_state is states.IDLE
-            model.module[0].weight.data.mul_(2)
-        args = (False, False, False, False)  # writeback, rank0_only, offload_to_cpu, with_grads
-        with _unshard_utils._unshard_params(model, True, *args):
-            assert model.module[1].module.up.weight.shape == (5, WIDTH)
-        return full(model)
-
-    same_with_both(flow)
+def test_flows_give_the_same_with_both_libraries(rank, world_size, use_orig_params, flow):
+    results = []
+    for library in LIBRARIES:
+        with installed(library):
+            results.append(flow(library, rank, use_orig_params))
+    ours, theirs = results
+    assert ours.keys() == theirs.keys() and ours
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, msg=f"{name}: {{}}".format)
 
 
 @ranks(2)
@@ -393,9 +334,10 @@ def _pieces(flat: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@each_form
-@ranks(2, 3)
+@pytest.mark.parametrize(
+    ("use_orig_params", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")]
+)
+@ranks(3)
 def test_where_parameters_lie_in_the_shard(rank, world_size, use_orig_params, strategy):
     plain = net()
     model = wrapped(
@@ -489,9 +431,16 @@ class Spy(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["master", "bf16"])
-@each_form
+@pytest.mark.parametrize(
+    ("use_orig_params", "dtype", "strategy"),
+    [
+        (False, torch.bfloat16, "FULL_SHARD"),
+        (True, None, "FULL_SHARD"),
+        (True, torch.bfloat16, "SHARD_GRAD_OP"),
+        (False, None, "NO_SHARD"),
+        (True, torch.bfloat16, "NO_SHARD"),
+    ],
+)
 @ranks(2)
 def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_params, dtype, strategy):
     """The full values in the dtype of the computation, as torch has them; the shard before and after."""
@@ -533,11 +482,10 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
     assert ours == theirs
 
 
-@each_form
 @ranks(2)
-def test_what_is_shown_while_a_unit_computes_is_a_copy(rank, world_size, use_orig_params):
+def test_what_is_shown_while_a_unit_computes_is_a_copy(rank, world_size):
     kept = []
-    model = FSDP(Spy(WIDTH, 4), use_orig_params=use_orig_params)
+    model = FSDP(Spy(WIDTH, 4))
     model.module.look_at(model)
     expected = model(torch.ones(2, WIDTH))
 
@@ -625,18 +573,12 @@ def test_attributes_of_a_copy_and_of_one_that_is_pickled(rank, world_size, use_o
         alone._shard_param_infos  # noqa: B018
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
-@each_form
+@pytest.mark.parametrize(("use_orig_params", "offload"), [(False, True), (True, False)])
 @ranks(2)
 def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_params, offload):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    model = wrapped(
-        fsdp_wrap,
-        net(),
-        use_orig_params,
-        mixed_precision=policy,
-        cpu_offload=CPUOffload(offload_params=offload),
-    )
+    options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=offload)}
+    options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrapped(fsdp_wrap, net(), use_orig_params, **options)
     handle = model._handle
     assert handle is model._handle and handle is model._all_handles[0]
     assert handle._fully_sharded_module is model.module
@@ -661,24 +603,23 @@ def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_
 @ranks(2)
 def test_what_is_not_there_says_what_to_use(rank, world_size):
     model = wrapped(fsdp_wrap, net(), False)
-    with pytest.raises(AttributeError, match="'unshard' of a handle.*use summon_full_params"):
-        model._handle.unshard()
-    with pytest.raises(AttributeError, match="'_unshard_stream' of a wrapper"):
-        model._unshard_stream  # noqa: B018
+    whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
+    refused = [
+        (lambda: model._handle.unshard, "'unshard' of a handle.*use summon_full_params"),
+        (lambda: model._unshard_stream, "'_unshard_stream' of a wrapper"),
+        (lambda: model[1]._comm_hook, "'_comm_hook' of a wrapper.*register_comm_hook"),
+        (lambda: model[1]._comm_hook_state, "'_comm_hook_state' of a wrapper.*register_comm_hook"),
+        (lambda: model._exec_order_data.handles_post_forward_order, "handles_post_forward_order"),
+        (lambda: model._handle.anything, "no attribute 'anything'"),
+        (lambda: model._flat_param._cpu_grad, "'_cpu_grad' of a FlatParameter.*`.grad`"),
+        (whole._handle._get_padded_unsharded_flat_param, "only where it is sharded"),
+    ]
+    for look, said in refused:
+        with pytest.raises(AttributeError, match=said):
+            look()
     for name in ("_comm_hook", "_comm_hook_state"):  # set by programs that go past the method
         with pytest.raises(RuntimeError, match=rf"'{name}' of unit '1' .* register_comm_hook"):
             setattr(model[1], name, print)
-        with pytest.raises(AttributeError, match=f"'{name}' of a wrapper.*register_comm_hook"):
-            getattr(model[1], name)
-    with pytest.raises(AttributeError, match="handles_post_forward_order"):
-        model._exec_order_data.handles_post_forward_order  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'anything'"):
-        model._handle.anything  # noqa: B018
-    with pytest.raises(AttributeError, match="'_cpu_grad' of a FlatParameter.*`.grad`"):
-        model._flat_param._cpu_grad  # noqa: B018
-    whole = wrapped(fsdp_wrap, net(), False, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(AttributeError, match="only where it is sharded"):
-        whole._handle._get_padded_unsharded_flat_param()
     with FSDP.summon_full_params(model):
         with pytest.raises(RuntimeError, match="must not run inside summon_full_params"):
             model._handle.flat_param_to("cpu")
