@@ -1,56 +1,61 @@
-"""Tensor and sequence parallelism below `fully_shard`: training as a plain model in float64."""
+"""Tensor and sequence parallelism below both front-ends, beside a plain model in float64.
+
+Training, what a wrapper shows and tells of parts, and norms of gradients that lie on several meshes.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+import fronts
+import fsdp_wrap
 import tp_nets
 from bed import ranks
+from bed.references import NEAR, assert_same_gradients, train_beside
 from bed.sampling import few_fast
-from fronts import full
+from fronts import each_form, full
 from fsdp_wrap import (
+    CPUOffload,
     CPUOffloadPolicy,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardingStrategy,
     fully_shard,
     set_gradients_in_place,
 )
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.clip_grad import clip_grad_norm_
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
 
 SPACE: dict[str, Sequence[Any]] = {
+    "front": fronts.FRONTS,
     "mesh": ["flat", "replicas", "shards", "long", "wide"],
     "plan": tp_nets.PLANS,
-    "accumulation": ["T", "FT", "TT", "CT"],
+    "accumulation": ["F", "TF", "FF", "CF"],
     "precision": ["none", "float32", "reduced"],
     "frozen": ["nothing", "up", "norms", "blocks"],
     "checkpointing": ["none", "reentrant", "early_stop"],
     "reshard": [None, True, False],
     "offload": [False, True],
     "columns": [False, True],
+    "clip": [None, 1.0, 2.0, math.inf],
+    "sync": [False, True],
     "together": [0, None],
     "stays": [0, 1 << 20],
     "reducing": [1, 3],
     "in_place": [False, True],
 }
-""""C" stands for a backward that reduces within each copy, and does not sum over the replicas."""
-
-
-def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
-    wanted = {"nothing": "-", "up": ".up.", "norms": "norm.", "blocks": "blocks."}[which]
-    return [param for name, param in model.named_parameters() if wanted in name]
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy:
-    if precision == "none":
-        return MixedPrecisionPolicy()
-    reduce_dtype = torch.float64 if precision == "reduced" else None
-    return MixedPrecisionPolicy(torch.float32, reduce_dtype)
+"""What one front-end alone has, the other one does without."""
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -63,58 +68,262 @@ def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def check(scenario: Scenario) -> None:
-    _, data, tensor = tp_nets.mesh_of(scenario["mesh"])
-    reference = tp_nets.net_for(scenario["mesh"])
-    model = tp_nets.net_for(scenario["mesh"], scenario["checkpointing"])
-    tp_nets.parallelize(model, tensor, scenario["plan"])
-    for each in (reference, model):  # afterwards: what it distributes needs gradients
-        for param in frozen_of(each, scenario["frozen"]):
-            param.requires_grad_(False)
+def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **options: Any) -> nn.Module:
+    dtype = None if scenario["precision"] == "none" else torch.float32
+    reduced = torch.float64 if scenario["precision"] == "reduced" else None
     tp_nets.shard_blocks(
         model,
         fully_shard,
         mesh=data,
         reshard_after_forward=scenario["reshard"],
-        mp_policy=policy_of(scenario["precision"]),
+        mp_policy=MixedPrecisionPolicy(dtype, reduced),
         offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
         shard_placement_fn=place_over(data.shape[-1]) if scenario["columns"] else None,
-        travel_together_bytes=scenario["together"],
-        keep_unsharded_bytes=scenario["stays"],
+        **options,
     )
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
-    set_gradients_in_place(model, scenario["in_place"])
-    exact = scenario["precision"] == "none"
-    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-    for step in range(2):
-        for number, synced in enumerate(scenario["accumulation"]):
-            tokens = tp_nets.batches(data.size(), 10 * step + number)
-            model.set_requires_gradient_sync(synced != "F")
-            model.set_requires_all_reduce(synced != "C")
-            found = tp_nets.loss_of(model, tp_nets.own_batch(tokens, data), scenario["plan"])
-            losses = [tp_nets.loss_of(reference, each) for each in tokens]
-            assert len(losses) == data.size()
-            own = tp_nets.own_batch(torch.stack(losses), data)
-            torch.testing.assert_close(found.double(), own, **near)
-        for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-            assert (param.grad is None) == (other.grad is None), name
-            if param.grad is not None:
-                torch.testing.assert_close(full(param.grad), other.grad / data.size(), msg=name, **near)
-                other.grad /= data.size()
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
+    return model
+
+
+def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **options: Any) -> nn.Module:
+    dtype = None if scenario["precision"] == "none" else torch.float32
+    reduced = torch.float64 if scenario["precision"] == "reduced" else None
+    kept, hybrid = scenario["reshard"] is False, data.ndim > 1
+    names = ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD") if hybrid else ("SHARD_GRAD_OP", "FULL_SHARD")
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
+        device_mesh=data,
+        sharding_strategy=ShardingStrategy[names[0] if kept else names[1]],
+        use_orig_params=scenario["front"] == "orig",
+        sync_module_states=scenario["sync"],
+        cpu_offload=CPUOffload(offload_params=scenario["offload"]),
+        mixed_precision=dtype and MixedPrecision(dtype, reduced, cast_root_forward_inputs=False),
+        **options,
+    )
+
+
+def check(scenario: Scenario) -> None:
+    _, data, tensor = tp_nets.mesh_of(scenario["mesh"])
+    plain = tp_nets.net_for(scenario["mesh"])
+    model = tp_nets.net_for(scenario["mesh"], scenario["checkpointing"])
+    tp_nets.parallelize(model, tensor, scenario["plan"])
+    for each in (plain, model):  # afterwards: what it distributes needs gradients
+        tp_nets.freeze(each, scenario["frozen"])
+    make = by_function if scenario["front"] == "composable" else by_wrapper
+    told = {"travel_together_bytes": scenario["together"], "keep_unsharded_bytes": scenario["stays"]}
+    shown = make(model, data, scenario, **told)
+    set_gradients_in_place(shown, scenario["in_place"])
+    p = scenario["clip"]
+    train_beside(
+        shown,
+        plain,
+        functools.partial(tp_nets.loss_of, plan=scenario["plan"]),
+        lambda number: tp_nets.batches(data.size(), number),
+        tp_nets.place_in(data),
+        accumulation=scenario["accumulation"],
+        clip=p and (lambda each: clip(each, 0.1, p)),
+        near=NEAR if scenario["precision"] == "none" else {"rtol": 0, "atol": 2e-5},
+    )
+
+
+def clip(model: nn.Module, bound: float, p: float, function: Any = clip_grad_norm_) -> torch.Tensor:
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(bound, p)
+    return full(function(model.parameters(), bound, p))
 
 
 @ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(6), 3))
+@pytest.mark.parametrize("part", few_fast(range(6), 2))
 def test_training_equals_a_plain_model(rank, world_size, part):
     for scenario in pairwise(SPACE, seed=22)[part::6]:
         try:
             check(scenario)
         except Exception as error:
             raise AssertionError(str(scenario)) from error
+
+
+# norms over several meshes
+
+
+def with_gradients(mesh_name: str, plan: str) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and a plain one, with the same gradients."""
+    _, data, tensor = tp_nets.mesh_of(mesh_name)
+    plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
+    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    for each in (plain, model):
+        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
+    return model, plain
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "plan"), [("flat", "columns"), ("replicas", "sequence"), ("shards", "loss")]
+)
+def test_clipping_equals_that_of_a_plain_model(rank, world_size, mesh, plan):
+    several = plan == "columns"  # where torch's own function refuses the meshes
+    for p in (1.0, 3.5, math.inf):
+        for function in (clip_grad_norm_,) if several else (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            model, plain = with_gradients(mesh, plan)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, p)
+            torch.testing.assert_close(clip(model, 0.01, p, function), expected, rtol=1e-12, atol=0)
+            assert_same_gradients(model, plain, {"rtol": 0, "atol": 1e-13})
+    if several:
+        with pytest.raises(RuntimeError):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@ranks(4)
+def test_what_is_not_finite_is_so_on_all_ranks_and_what_cannot_be_clipped_is_refused(rank, world_size):
+    model, _ = with_gradients("flat", "columns")
+    held = model.blocks[0].up.weight.grad.to_local()
+    for value in (math.nan, math.inf):
+        if rank == 2:
+            held.view(-1)[0] = value
+        for p in (2.0, math.inf):
+            with pytest.raises(RuntimeError, match="total norm of order"):
+                clip_grad_norm_(model.parameters(), 1.0, p, error_if_nonfinite=True)
+            with pytest.raises(RuntimeError, match="total norm of order"):
+                fsdp_wrap.clip_grad_norm_(model, 1.0, p, error_if_nonfinite=True)
+    assert not torch.isfinite(clip_grad_norm_(model.parameters(), 1.0))
+    mesh, _, _ = tp_nets.mesh_of("flat")
+    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()]))
+    param.grad = DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()])
+    for args, rule in (
+        ((1.0,), "redistribute it first"),
+        ((1.0, 0), "norm_type must be positive"),
+        ((-1.0,), "max_norm must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            clip_grad_norm_([param], *args)
+    assert clip_grad_norm_([], 1.0) == 0
+
+
+# what a wrapper shows
+
+
+def wrapped(
+    use_orig_params: bool, mesh: str = "flat", plan: str = "sequence", model: tp_nets.Net | None = None
+) -> tuple[tp_nets.Net, FSDP]:
+    """A plain model, and a wrapped one of the same values."""
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    strategy = ShardingStrategy.HYBRID_SHARD if data.ndim > 1 else None
+    shown = FSDP(
+        tp_nets.parallelize(model or tp_nets.net(), tensor, plan),
+        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
+        device_mesh=data,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    return tp_nets.net(), shown
+
+
+def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:
+    """Leaves both with gradients, of the same batches."""
+    data = tp_nets.mesh_of(mesh)[1]
+    tokens = tp_nets.batches(data.size(), 3)
+    tp_nets.loss_of(plain, tokens.flatten(0, 1))
+    tp_nets.loss_of(model, tp_nets.own_batch(tokens, data))
+
+
+@ranks(4)
+@each_form
+@pytest.mark.parametrize("mesh", ["flat", "replicas"])
+def test_values_gradients_and_norms_by_name_are_those_of_a_plain_model(
+    rank, world_size, use_orig_params, mesh
+):
+    plain, model = wrapped(use_orig_params, mesh, "columns" if mesh == "flat" else "sequence")
+    train(plain, model, mesh)
+    for p in (2.0, math.inf):
+        norms = model.grad_norms(p)
+        assert [*norms] == [name for name, _ in plain.named_parameters()]
+        for name, param in plain.named_parameters():
+            expected = torch.linalg.vector_norm(param.grad, p)
+            torch.testing.assert_close(norms[name], expected, rtol=1e-10, atol=1e-14, msg=name)
+    with FSDP.summon_full_params(model, with_grads=True):
+        shown = dict(model.module.named_parameters())
+        assert isinstance(shown["blocks.0.up.weight"], DTensor)
+        assert shown["blocks.0.up.weight"].device_mesh == tp_nets.mesh_of(mesh)[2]
+        for name, param in plain.named_parameters():
+            assert torch.equal(full(shown[name]), param), name
+            torch.testing.assert_close(full(shown[name].grad), param.grad, **NEAR)
+        before = tp_nets.batches(1, 5)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(before), plain(before), **NEAR)
+    train(plain, model, mesh)
+
+
+def edit(weight: Any, layer: nn.Linear, how: str) -> None:
+    """Three times the weight."""
+    if how == "in place":
+        weight.mul_(3)
+    elif how == "data":
+        weight.data.mul_(3)
+    else:
+        layer.weight = nn.Parameter(weight.detach() * 3)
+        layer.weight.grad = weight.grad
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("use_orig_params", "rank0_only", "how"),
+    [
+        (False, False, "in place"),
+        (False, True, "replaced"),
+        (True, True, "in place"),
+        (True, False, "replaced"),
+        (True, True, "data"),
+    ],
+)
+def test_edits_are_kept(rank, world_size, use_orig_params, rank0_only, how):
+    plain, model = wrapped(use_orig_params)
+    train(plain, model)
+    options = {"rank0_only": rank0_only, "offload_to_cpu": rank0_only, "with_grads": True}
+    with torch.no_grad(), FSDP.summon_full_params(model, **options):
+        up = model.module.blocks[0].module.up
+        if tp_nets.mesh_of("flat")[1].get_local_rank() == 0 or not rank0_only:
+            assert isinstance(up.weight, DTensor)
+            edit(up.weight, up, how)
+            up.weight.grad.mul_(2)
+        plain.blocks[0].up.weight.mul_(3)
+        plain.blocks[0].up.weight.grad.mul_(2)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for (name, found), param in zip(model.module.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(full(found), param, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(full(found.grad), param.grad, **NEAR, msg=name)
+    fronts.assert_same_values(model, plain)
+
+
+@ranks(4)
+@each_form
+def test_edits_that_do_not_fit_are_refused_and_none_is_kept(rank, world_size, use_orig_params):
+    plain, model = wrapped(use_orig_params)
+    mesh = tp_nets.mesh_of("flat")[2]
+    for other in (torch.ones(10, 6).double(), distribute_tensor(torch.ones(10, 6).double(), mesh)):
+        placed = "plain tensor" if type(other) is torch.Tensor else r"placements \(Replicate\(\),\)"
+        with pytest.raises(ValueError, match=rf"blocks.0.up.weight' was replaced .*{placed}.*distribute"):
+            with torch.no_grad(), FSDP.summon_full_params(model):
+                model.module.blocks[1].module.down.weight.mul_(2)
+                model.module.blocks[0].module.up.weight = nn.Parameter(other)
+    fronts.assert_same_values(model, plain)
+
+
+class _InItsOwnWay(nn.Linear):
+    """Stores twice what it computes with."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] / 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@ranks(4)
+@each_form
+def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_params):
+    net: Any = tp_nets.net()
+    net.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
+    _, model = wrapped(use_orig_params, model=net)
+    other = tp_nets.net(seed=1)
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        other.blocks[0].up.weight /= 2
+    fronts.assert_same_values(model, other)
