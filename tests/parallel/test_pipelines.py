@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import RankFailure, ranks, run_isolated
-from bed.references import Traffic, count_collectives
+from bed.references import Traffic, count_collectives, train_beside
 from fronts import full
 from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
 from fsdp_wrap._params import HandleState
@@ -426,98 +426,69 @@ def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, 
 
 # by hand
 
-Backward = Callable[[FSDPModule, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forwards = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
+"""Returns inputs of microbatches, and their losses."""
 
 
-def show(stage: nn.Module) -> list[nn.Parameter]:
-    """Unsharded parameters, which graphs lead to."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    return list(stage.parameters())
-
-
-class ByHand:
-    """Four microbatches through two ranks with a stage each, all forwards before the backwards."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.stage, self.pipeline = pipeline.own[pipeline.numbers[0]], pipeline
-        self.first = pipeline.numbers[0] == 0
-        self.other = (dist.get_rank() + pipeline.data.size()) % dist.get_world_size()
-        self.unsplit: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def forward(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        inputs, targets = (
-            each[dist.get_rank() % self.pipeline.data.size()].chunk(MICROBATCHES)
-            for each in batches(step, self.pipeline.data.size())
-        )
-        done = []
-        for x, target in zip(inputs, targets):
-            if not self.first:
-                x = torch.empty_like(x)
-                dist.recv(x, self.other)
-            x = x.detach().requires_grad_()
-            output = self.stage(x)
-            if self.first:
-                dist.send(output.detach(), self.other)
-            else:
-                output = nn.functional.mse_loss(output, target) / MICROBATCHES
-            done.append((x, output))
-        return done
-
-    def gradient_of(self, output: torch.Tensor) -> torch.Tensor:
-        grad = torch.ones_like(output)
-        if self.first:
-            dist.recv(grad, self.other)
-        return grad
-
-    def send_back(self, grad: torch.Tensor) -> None:
-        if not self.first:
-            dist.send(grad, self.other)
-
-
-def last_syncs(hand: ByHand, step: int) -> None:
+def last_syncs(stage: FSDPModule, forwards: Forwards) -> None:
     """Only the last backward reduces, waits and reshards."""
-    hand.stage.set_reshard_after_backward(False)
-    done = hand.forward(step)
-    for number, (x, output) in enumerate(done):
+    stage.set_reshard_after_backward(False)
+    done = forwards()
+    for number, (_, loss) in enumerate(done):
         last = number == len(done) - 1
-        hand.stage.set_is_last_backward(last)
-        hand.stage.set_requires_gradient_sync(last)
-        hand.stage.set_reshard_after_backward(last)
-        output.backward(hand.gradient_of(output))
-        hand.send_back(x.grad)
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last)
+        stage.set_reshard_after_backward(last)
+        loss.backward()
 
 
-def finalized(hand: ByHand, step: int) -> None:
-    with ended_by_the_user(hand.stage, in_background=True):
-        for x, output in hand.forward(step):
-            output.backward(hand.gradient_of(output))
-            hand.send_back(x.grad)
+def finalized(stage: FSDPModule, forwards: Forwards) -> None:
+    with ended_by_the_user(stage, in_background=True):
+        for _, loss in forwards():
+            loss.backward()
 
 
-def split(hand: ByHand, step: int) -> None:
+def split(stage: Any, forwards: Forwards) -> None:
     """Gradients of all inputs first, and then those of parameters."""
-    with ended_by_the_user(hand.stage):
-        later = []
-        for x, output in hand.forward(step):
-            grad = hand.gradient_of(output)
-            hand.send_back(torch.autograd.grad(output, x, grad, retain_graph=True)[0])
-            later.append((output, grad))
-        for output, grad in later:
-            leaves = show(hand.stage)
-            for leaf, found in zip(leaves, torch.autograd.grad(output, leaves, grad)):
+    with ended_by_the_user(stage):
+        done = forwards()
+        for x, loss in done:
+            (x.grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        for module in (stage.first, stage.second, stage):
+            module.unshard()
+        leaves = list(stage.parameters())  # unsharded, which graphs lead to
+        for _, loss in done:
+            for leaf, found in zip(leaves, torch.autograd.grad(loss, leaves)):
                 leaf.grad = found if leaf.grad is None else leaf.grad + found
 
 
-@ranks(4)
+@ranks(2)
 @pytest.mark.parametrize("way", [last_syncs, finalized, split])
-def test_pipelines_by_hand(rank, world_size, way):
-    pipeline = Pipeline("GPipe", 2).shard(reshard_after_forward=False)
-    hand = ByHand(pipeline)
-    for step in range(STEPS):
+def test_microbatches_by_hand(rank, world_size, way):
+    """All forwards come before the backwards."""
+    plain, seen = Stage().double(), list[tuple[int, ...]]()
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(copy.deepcopy(plain), mesh, reshard_after_forward=False)
+
+    def loss_of(stage: Any, batch: torch.Tensor) -> torch.Tensor:
+        """With the gradients of the inputs."""
+        parts = MICROBATCHES if isinstance(stage, FSDPModule) else 1
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def forwards() -> Any:
+            for x, target in zip(*(each.chunk(parts) for each in batch)):
+                x = x.clone().requires_grad_()
+                done.append((x, nn.functional.mse_loss(stage(x), target) / parts))
+            return done
+
         with count_collectives() as counts:
-            way(hand, step)
-        pipeline.compare_and_update(step)
-        together = way is last_syncs and step > 0
-        assert calls(counts) == (1 if step else UNITS, 1 if together else UNITS)
+            if parts == 1:
+                forwards()[0][1].backward()
+            else:
+                way(stage, forwards)
+                seen.append(calls(counts))
+        return torch.cat([sum(loss.detach() for _, loss in done)[None], *(x.grad.flatten() for x, _ in done)])
+
+    train_beside(model, plain, loss_of, lambda at: torch.stack(batches(at, 2), 1), rank, steps=STEPS)
+    together = 1 if way is last_syncs else UNITS
+    assert seen == [(UNITS, UNITS)] + [(1, together)] * (STEPS - 1)

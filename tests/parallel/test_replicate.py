@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +21,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import tp_nets
 from bed import ranks
 from bed.memory import live_bytes
-from bed.references import NEAR, Traffic, count_collectives, train_beside
-from bed.sampling import few_fast
+from bed.references import NEAR, Traffic, count_collectives
 from fronts import full
 from fsdp_wrap import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     ReplicateModule,
     checkpoint,
     fully_shard,
@@ -41,66 +37,6 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import Side, assert_same_sides
-from scenario import Scenario, pairwise
-
-SPACE: dict[str, Sequence[Any]] = {
-    "plan": [None, *tp_nets.PLANS],
-    "accumulation": ["F", "TF", "FF", "CF", "CCF"],
-    "precision": ["none", "float32", "reduced"],
-    "frozen": ["nothing", "up", "norms", "blocks"],
-    "checkpointing": ["none", "reentrant", "early_stop"],
-    "reshard": [True, False],
-    "offload": [False, True],
-    "together": [0, None],
-    "reducing": [1, 3],
-    "shared_memory": [False, True],
-}
-"""With a plan the mesh is (dp=2, tp=2)."""
-
-
-def check(scenario: Scenario) -> None:
-    plain, model = tp_nets.net(), tp_nets.net(scenario["checkpointing"])
-    data = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    if scenario["plan"] is not None:
-        _, data, tensor = tp_nets.mesh_of("flat")
-        tp_nets.parallelize(model, tensor, scenario["plan"])
-    for each in (plain, model):
-        tp_nets.freeze(each, scenario["frozen"])
-    dtype = None if scenario["precision"] == "none" else torch.float32
-    tp_nets.shard_blocks(
-        model,
-        replicate,
-        mesh=data,
-        mp_policy=MixedPrecisionPolicy(dtype, torch.float64 if scenario["precision"] == "reduced" else None),
-        offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
-        travel_together_bytes=scenario["together"],
-        shared_memory=scenario["shared_memory"],
-    )
-    model.set_reshard_after_forward(scenario["reshard"])
-    model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
-    assert all(param.placements[0] == Replicate() for param in model.parameters())
-    train_beside(
-        model,
-        plain,
-        functools.partial(tp_nets.loss_of, plan=scenario["plan"] or "columns"),
-        lambda number: tp_nets.batches(data.size(), number),
-        tp_nets.place_in(data),
-        accumulation=scenario["accumulation"],
-        near=NEAR if dtype is None else {"rtol": 0, "atol": 2e-5},
-    )
-
-
-@ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(12), 12))
-def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=22)[part::12]:
-        try:
-            check(scenario)
-        except Exception as error:
-            raise AssertionError(str(scenario)) from error
-
-
-# beside torch's `replicate`, and DDP
 
 
 class Layer(nn.Module):

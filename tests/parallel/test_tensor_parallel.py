@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism below both front-ends, beside a plain model in float64.
 
-Training, what a wrapper shows and tells of parts, and norms of gradients that lie on several meshes.
+Training, what a wrapper shows and tells of parts, norms of gradients on several meshes, collectives and
+their bytes at 8 ranks beside torch's.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fronts
 import fsdp_wrap
 import tp_nets
 from bed import ranks
-from bed.references import NEAR, assert_same_gradients, train_beside
+from bed.references import NEAR, Traffic, assert_same_gradients, count_collectives, train_beside
 from bed.sampling import few_fast
 from fronts import each_form, full
 from fsdp_wrap import (
@@ -30,6 +35,7 @@ from fsdp_wrap import (
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
+    replicate,
     set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -38,10 +44,10 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
 
 SPACE: dict[str, Sequence[Any]] = {
-    "front": fronts.FRONTS,
+    "front": [*fronts.FRONTS, "replicate"],
     "mesh": ["flat", "replicas", "shards", "long", "wide"],
     "plan": tp_nets.PLANS,
-    "accumulation": ["F", "TF", "FF", "CF"],
+    "accumulation": ["F", "TF", "FF", "CF", "CCF"],
     "precision": ["none", "float32", "reduced"],
     "frozen": ["nothing", "up", "norms", "blocks"],
     "checkpointing": ["none", "reentrant", "early_stop"],
@@ -54,8 +60,17 @@ SPACE: dict[str, Sequence[Any]] = {
     "stays": [0, 1 << 20],
     "reducing": [1, 3],
     "in_place": [False, True],
+    "shared_memory": [False, True],
 }
-"""What one front-end alone has, the other one does without."""
+"""What one front-end alone has, the others do without."""
+
+
+DTYPES: dict[str, tuple[Any, ...]] = {
+    "none": (),
+    "float32": (torch.float32,),
+    "reduced": (torch.float32, torch.float64),
+}
+"""Of parameters, and of what is reduced."""
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -68,28 +83,28 @@ def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **options: Any) -> nn.Module:
-    dtype = None if scenario["precision"] == "none" else torch.float32
-    reduced = torch.float64 if scenario["precision"] == "reduced" else None
-    tp_nets.shard_blocks(
-        model,
-        fully_shard,
-        mesh=data,
-        reshard_after_forward=scenario["reshard"],
-        mp_policy=MixedPrecisionPolicy(dtype, reduced),
-        offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
-        shard_placement_fn=place_over(data.shape[-1]) if scenario["columns"] else None,
-        **options,
-    )
+def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(*DTYPES[scenario["precision"]])
+    offload = CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy()
+    told |= {"mesh": data, "mp_policy": policy, "offload_policy": offload}
+    told |= {"shared_memory": scenario["shared_memory"]}
+    if scenario["front"] == "replicate":
+        tp_nets.shard_blocks(model, replicate, **told)
+        model.set_reshard_after_forward(scenario["reshard"] is not False)
+        assert all(param.placements[0] == Replicate() for param in model.parameters())
+    else:
+        told["keep_unsharded_bytes"] = scenario["stays"]
+        told["reshard_after_forward"] = scenario["reshard"]
+        place = place_over(data.shape[-1]) if scenario["columns"] else None
+        tp_nets.shard_blocks(model, fully_shard, shard_placement_fn=place, **told)
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     return model
 
 
-def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **options: Any) -> nn.Module:
-    dtype = None if scenario["precision"] == "none" else torch.float32
-    reduced = torch.float64 if scenario["precision"] == "reduced" else None
+def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -> nn.Module:
     kept, hybrid = scenario["reshard"] is False, data.ndim > 1
     names = ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD") if hybrid else ("SHARD_GRAD_OP", "FULL_SHARD")
+    dtypes = DTYPES[scenario["precision"]]
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
@@ -98,21 +113,23 @@ def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **options: Any
         use_orig_params=scenario["front"] == "orig",
         sync_module_states=scenario["sync"],
         cpu_offload=CPUOffload(offload_params=scenario["offload"]),
-        mixed_precision=dtype and MixedPrecision(dtype, reduced, cast_root_forward_inputs=False),
-        **options,
+        mixed_precision=MixedPrecision(*dtypes, cast_root_forward_inputs=False) if dtypes else None,
+        keep_unsharded_bytes=scenario["stays"],
+        **told,
     )
 
 
 def check(scenario: Scenario) -> None:
-    _, data, tensor = tp_nets.mesh_of(scenario["mesh"])
-    plain = tp_nets.net_for(scenario["mesh"])
-    model = tp_nets.net_for(scenario["mesh"], scenario["checkpointing"])
+    mesh = scenario["mesh"]
+    if scenario["front"] == "replicate" and mesh in ("replicas", "shards"):  # it takes one dimension
+        mesh = "flat"
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    plain, model = tp_nets.net_for(mesh), tp_nets.net_for(mesh, scenario["checkpointing"])
     tp_nets.parallelize(model, tensor, scenario["plan"])
     for each in (plain, model):  # afterwards: what it distributes needs gradients
         tp_nets.freeze(each, scenario["frozen"])
-    make = by_function if scenario["front"] == "composable" else by_wrapper
-    told = {"travel_together_bytes": scenario["together"], "keep_unsharded_bytes": scenario["stays"]}
-    shown = make(model, data, scenario, **told)
+    make = by_wrapper if scenario["front"] in ("flat", "orig") else by_function
+    shown = make(model, data, scenario, travel_together_bytes=scenario["together"])
     set_gradients_in_place(shown, scenario["in_place"])
     p = scenario["clip"]
     train_beside(
@@ -327,3 +344,76 @@ def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_param
     with torch.no_grad():
         other.blocks[0].up.weight /= 2
     fronts.assert_same_values(model, other)
+
+
+# at eight ranks, each looked at by itself on a group that sends nothing
+
+RANKS = 8
+MESHES = {
+    "hybrid": ((2, 2, 2), ("replicate", "shard", "tp")),
+    "tall": ((4, 2), ("shard", "tp")),
+    "wide": ((2, 4), ("shard", "tp")),
+    "copies": ((4, 1, 2), ("replicate", "shard", "tp")),
+}
+BESIDE = 24
+"""Bytes beside a part: it starts at a multiple of 16 bytes, and a number tells who has a gradient."""
+
+
+def made(way: Any, mesh_name: str, plan: str, **options: Any) -> nn.Module:
+    shape, names = MESHES[mesh_name]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = names[:-1]
+    model = tp_nets.parallelize(tp_nets.net(hidden=12), mesh["tp"], plan)
+    return tp_nets.shard_blocks(model, way, mesh=mesh[data if len(data) > 1 else data[0]], **options)
+
+
+def counted(model: Any, plan: str, letters: str) -> dict[tuple[int, str], Traffic]:
+    """What each backward of the third step takes, forward and all; the first steps compare units."""
+    found: dict[tuple[int, str], Traffic] = {}
+    for _ in range(3):
+        model.zero_grad()
+        found.clear()
+        for number, letter in enumerate(letters):
+            model.set_requires_gradient_sync(letter != "T")
+            model.set_requires_all_reduce(letter != "C")
+            with count_collectives() as counts:
+                tp_nets.loss_of(model, tp_nets.batches(1, 0)[0], plan)
+            counts.pop("_wrap_tensor_autograd", None)  # which sends nothing
+            found.update(((number, kind), traffic) for kind, traffic in counts.items())
+    return found
+
+
+def assert_placed_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, param), other in zip(ours.named_parameters(), theirs.parameters()):
+        for found, expected in ((param, other), (param.grad, other.grad)):
+            if expected is not None:
+                assert found.device_mesh == expected.device_mesh, name
+                assert found.placements == expected.placements, name
+                assert found.to_local().shape == expected.to_local().shape, name
+
+
+CASES = [
+    (mesh, plan, reshard, letters)
+    for number, mesh in enumerate(MESHES)
+    for plan in tp_nets.PLANS
+    for reshard, letters in [(True, "F"), (False, "TF"), (True, "CF"), (None, "F")][number % 2 :: 2]
+]
+
+
+@ranks(1, backend=None)
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("case", few_fast(CASES, 12), ids=lambda case: "-".join(map(str, case)))
+def test_shapes_and_collectives_are_at_most_those_of_upstream(rank, world_size, case, place):
+    mesh, plan, reshard, letters = case
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=RANKS)
+    ours, theirs = (
+        made(way, mesh, plan, reshard_after_forward=reshard) for way in (fully_shard, torch_fully_shard)
+    )
+    assert_placed_alike(ours, theirs)
+    most = 2 if reshard else 1  # each gathers in backward once more
+    beside = most * BESIDE * len(list(ours.parameters())) * MESHES[mesh][0][-2]
+    own, upstream = (counted(each, plan, letters) for each in (ours, theirs))
+    for each in own.keys() | upstream.keys():
+        assert own.get(each, Traffic()).calls <= upstream.get(each, Traffic()).calls, each
+        assert own.get(each, Traffic()).bytes <= upstream.get(each, Traffic()).bytes + beside, each
+    assert_placed_alike(ours, theirs)
