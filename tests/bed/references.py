@@ -1,7 +1,7 @@
 """What tests compare with: what really went over a process group, and a plain model trained beside."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from fronts import accumulating, full_grads, full_state
 
-NEAR: dict[str, float] = {"rtol": 0, "atol": 1e-12}
+NEAR: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
 """How near numbers in float64 are that were computed in another order."""
 
 
@@ -118,14 +118,14 @@ def train_beside(
     model: nn.Module,
     plain: nn.Module,
     loss_of: Callable[[nn.Module, Any], torch.Tensor],
-    batches: Callable[[int], Sequence[Any]],
+    batches: Callable[[int], Any],
     place: int,
     *,
     steps: int = 2,
     accumulation: str = "F",
     optimizers: tuple[Any, Any] | None = None,
     clip: Callable[[nn.Module], torch.Tensor] | None = None,
-    near: dict[str, float] = NEAR,
+    near: dict[str, Any] = NEAR,
 ) -> None:
     """Trains a sharded model beside a plain one that sees the batches of all ranks; what differs fails.
 
@@ -170,7 +170,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, float] = NEAR) -> None:
+def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, Any] = NEAR) -> None:
     """Gradients of a sharded model are those of a plain one, and are placed as the parameters are.
 
     Which parameters have none a wrapper does not tell: a unit's have zeros where others have some.
@@ -184,7 +184,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, fl
     _assert_near(full_grads(model), full_grads(plain), near)
 
 
-def _assert_near(found: Mapping[str, Any], expected: Mapping[str, Any], near: dict[str, float]) -> None:
+def _assert_near(found: Mapping[str, Any], expected: Mapping[str, Any], near: dict[str, Any]) -> None:
     assert expected.keys() <= found.keys()  # which may have tied ones by several names
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, **near)

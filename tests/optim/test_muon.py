@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ def train_alike(
     plain: nn.Module,
     optimizers: tuple[Any, Any] | None = None,
     loss: Any = tp_nets.loss_of,
-    batches: Callable[[int], Sequence[torch.Tensor]] | None = None,
+    batches: Callable[[int], Any] | None = None,
     place: int | None = None,
     atol: float = 1e-10,
     **options: Any,

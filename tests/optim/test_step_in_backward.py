@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fronts
@@ -26,7 +25,6 @@ from fsdp_wrap import (
     CPUOffload,
     ShardingStrategy,
     clip_grad_norm_,
-    fully_shard,
     set_gradients_in_place,
 )
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -224,26 +222,6 @@ def test_options_of_units(rank, world_size, front):
                 for each in models:
                     set_gradients_in_place(each)
             compare(models, told=f"{option}, {kind}", in_thread=option == "in_thread")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("front", "strategy"), [("composable", "HYBRID_SHARD"), ("flat", "_HYBRID_SHARD_ZERO2")]
-)
-@ranks(4)
-def test_replicas(rank, world_size, front, strategy):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for kind in ("plain", "twice"):
-        torch.manual_seed(0)
-        module: Any = KINDS[kind]().double()
-        both: list[Any] = [copy.deepcopy(module) for _ in range(2)]
-        if front == "composable":
-            for part in (part for each in both for part in (*each.layers, each)):
-                fully_shard(part, mesh=mesh)
-        else:
-            options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
-            both = [shard(front, each, POLICY, **options) for each in both]
-        compare((both[0], both[1]), told=kind)
 
 
 class Watching(torch.optim.SGD):

@@ -367,7 +367,7 @@ def test_reductions_waited_for_later(rank, world_size):
 
 
 @contextmanager
-def ended_by_the_user(stage: FSDPModule, in_background: bool = False) -> Iterator[None]:
+def ended_by_the_user(stage: Any, in_background: bool = False) -> Iterator[None]:
     """No backward reduces: the end does."""
     stage.set_reshard_after_backward(False)
     stage.set_manual_backward_finalization(True)

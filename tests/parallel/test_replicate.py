@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import tp_nets
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import NEAR, Traffic, count_collectives
@@ -88,7 +87,7 @@ def assert_same(model: nn.Module, other: nn.Module, **near: Any) -> None:
     assert not wanted
 
 
-def without_notes(found: dict[str, Traffic]) -> dict[str, int]:
+def calls(found: dict[str, Traffic]) -> dict[str, int]:
     return {name: traffic.calls for name, traffic in found.items()}
 
 
@@ -107,7 +106,7 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         for name, model in models.items():
             with count_collectives(objects=False) as found:
                 backward(model, batches(step, world_size)[rank])
-            counts[name] = without_notes(found)
+            counts[name] = calls(found)
         units = LAYERS + 1
         assert counts["apart"] == counts["torch's"] == {"all_reduce": units}
         assert counts["together"] == {"all_reduce": 1 if step else units}
@@ -125,7 +124,7 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         apart.set_is_last_backward(synced)
         with count_collectives() as found:
             backward(apart, batches(step, world_size)[rank])
-        assert without_notes(found) == ({"all_reduce": LAYERS + 1} if synced else {}), "accumulation"
+        assert calls(found) == ({"all_reduce": LAYERS + 1} if synced else {}), "accumulation"
         backward(ddp, batches(step, world_size)[rank])
         if not synced:
             assert not any(full(param.grad).any() for param in apart.parameters())
@@ -387,29 +386,6 @@ def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
             backward(each, batches(step, world_size)[rank])
     dist.all_reduce(model[3].norm.bias.grad.div_(world_size))
     assert_same(model, ddp)
-
-
-# meshes of several dimensions
-
-
-@ranks(4)
-def test_distributed_parameters_lie_as_upstreams(rank, world_size):
-    _, data, tensor = tp_nets.mesh_of("flat")
-    models = []
-    for way in (replicate, torchs.replicate):
-        model = tp_nets.parallelize(tp_nets.net(), tensor, "sequence")
-        models.append(tp_nets.shard_blocks(model, way, mesh=data))
-    for step in range(2):
-        for model in models:
-            tp_nets.loss_of(model, tp_nets.own_batch(tp_nets.batches(2, step), data), "sequence")
-        for (name, param), twin in zip(models[0].named_parameters(), models[1].parameters()):
-            assert param.placements == twin.placements and param.device_mesh == twin.device_mesh, name
-            torch.testing.assert_close(full(param.grad), full(twin.grad), msg=name, **NEAR)
-    norms = [clip_grad_norm_(models[0].parameters(), 0.1)]
-    norms.append(nn.utils.clip_grad_norm_(models[1].parameters(), 0.1))
-    torch.testing.assert_close(full(norms[0]), full(norms[1]), rtol=1e-12, atol=0)
-    for (name, param), twin in zip(models[0].named_parameters(), models[1].parameters()):
-        torch.testing.assert_close(full(param.grad), full(twin.grad), msg=name, **NEAR)
 
 
 # refusals

@@ -65,10 +65,10 @@ SPACE: dict[str, Sequence[Any]] = {
 """What one front-end alone has, the others do without."""
 
 
-DTYPES: dict[str, tuple[Any, ...]] = {
-    "none": (),
-    "float32": (torch.float32,),
-    "reduced": (torch.float32, torch.float64),
+DTYPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "float32": {"param_dtype": torch.float32},
+    "reduced": {"param_dtype": torch.float32, "reduce_dtype": torch.float64},
 }
 """Of parameters, and of what is reduced."""
 
@@ -84,7 +84,7 @@ def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -> nn.Module:
-    policy = MixedPrecisionPolicy(*DTYPES[scenario["precision"]])
+    policy = MixedPrecisionPolicy(**DTYPES[scenario["precision"]])
     offload = CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy()
     told |= {"mesh": data, "mp_policy": policy, "offload_policy": offload}
     told |= {"shared_memory": scenario["shared_memory"]}
@@ -113,7 +113,7 @@ def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -
         use_orig_params=scenario["front"] == "orig",
         sync_module_states=scenario["sync"],
         cpu_offload=CPUOffload(offload_params=scenario["offload"]),
-        mixed_precision=MixedPrecision(*dtypes, cast_root_forward_inputs=False) if dtypes else None,
+        mixed_precision=MixedPrecision(**dtypes, cast_root_forward_inputs=False) if dtypes else None,
         keep_unsharded_bytes=scenario["stays"],
         **told,
     )
@@ -163,11 +163,11 @@ def test_training_equals_a_plain_model(rank, world_size, part):
 # norms over several meshes
 
 
-def with_gradients(mesh_name: str, plan: str) -> tuple[nn.Module, nn.Module]:
+def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:
     """A sharded model and a plain one, with the same gradients."""
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
-    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    tp_nets.shard_blocks(model, way, mesh=data)
     for each in (plain, model):
         tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
     return model, plain
@@ -175,13 +175,19 @@ def with_gradients(mesh_name: str, plan: str) -> tuple[nn.Module, nn.Module]:
 
 @ranks(4)
 @pytest.mark.parametrize(
-    ("mesh", "plan"), [("flat", "columns"), ("replicas", "sequence"), ("shards", "loss")]
+    ("mesh", "plan", "way"),
+    [
+        ("flat", "columns", fully_shard),
+        ("replicas", "sequence", fully_shard),
+        ("shards", "loss", fully_shard),
+        ("flat", "sequence", replicate),
+    ],
 )
-def test_clipping_equals_that_of_a_plain_model(rank, world_size, mesh, plan):
+def test_clipping_equals_that_of_a_plain_model(rank, world_size, mesh, plan, way):
     several = plan == "columns"  # where torch's own function refuses the meshes
     for p in (1.0, 3.5, math.inf):
         for function in (clip_grad_norm_,) if several else (clip_grad_norm_, nn.utils.clip_grad_norm_):
-            model, plain = with_gradients(mesh, plan)
+            model, plain = with_gradients(mesh, plan, way)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, p)
             torch.testing.assert_close(clip(model, 0.01, p, function), expected, rtol=1e-12, atol=0)
             assert_same_gradients(model, plain, {"rtol": 0, "atol": 1e-13})

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import tp_nets
 from bed import ranks
+from bed.references import assert_same_gradients
 from bed.sampling import few_fast, part_of
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy, fully_shard, replicate
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from mesh_nets import Side, assert_same_sides
@@ -33,6 +37,14 @@ EXCHANGES = [
 """Who gives, who takes, and by which way."""
 
 
+FUNCTIONS: dict[str, Any] = {
+    "ours": fully_shard,
+    "torch": torch_fully_shard,
+    "our copies": replicate,
+    "torch copies": torchs.replicate,
+}
+
+
 def side(name: str, seed: int, plan: str = "sequence") -> Side:
     front, _, mesh_name = name.partition("-")
     model = tp_nets.net(seed=seed, hidden=12)  # a matrix product's must divide
@@ -40,9 +52,9 @@ def side(name: str, seed: int, plan: str = "sequence") -> Side:
         return Side(model, torch_functions)
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     tp_nets.parallelize(model, tensor, plan)
-    if front in ("ours", "torch"):
-        tp_nets.shard_blocks(model, fully_shard if front == "ours" else torch_fully_shard, mesh=data)
-        return Side(model, our_functions if front == "ours" else torch_functions)
+    if front in FUNCTIONS:
+        tp_nets.shard_blocks(model, FUNCTIONS[front], mesh=data)
+        return Side(model, torch_functions if "torch" in front else our_functions)
     wrapped = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
@@ -75,13 +87,18 @@ def test_states_go_from_mesh_to_mesh(rank, world_size, tmp_path, exchange):
 
 
 @ranks(4)
-@pytest.mark.parametrize(("mesh", "plan"), [("flat", "columns"), ("replicas", "sequence"), ("wide", "loss")])
-def test_state_dicts_are_those_of_upstream(rank, world_size, mesh, plan):
-    ours, theirs, others = (
-        side(f"ours-{mesh}", 0, plan),
-        side(f"torch-{mesh}", 0, plan),
-        side(f"torch-{mesh}", 1, plan),
-    )
+@pytest.mark.parametrize(
+    ("kind", "mesh", "plan"),
+    [
+        ("", "flat", "columns"),
+        ("", "replicas", "sequence"),
+        ("", "wide", "loss"),
+        (" copies", "flat", "sequence"),
+    ],
+)
+def test_state_dicts_are_those_of_upstream(rank, world_size, kind, mesh, plan):
+    ours = side(f"our{kind or 's'}-{mesh}", 0, plan)
+    theirs, others = (side(f"torch{kind}-{mesh}", seed, plan) for seed in range(2))
     for found, expected in (
         (ours.model.state_dict(), theirs.model.state_dict()),
         (ours.state()["model"], theirs.state()["model"]),
@@ -96,4 +113,7 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, mesh, plan):
     assert not loaded.missing_keys
     for (name, param), other in zip(ours.model.named_parameters(), others.model.parameters()):
         assert torch.equal(param.to_local(), other.to_local()), name
+    for each in (ours, others):
+        tp_nets.loss_of(each.model, tp_nets.batches(1, 0)[0], plan)
+    assert_same_gradients(ours.model, others.model)
     assert all(torch.isfinite(each).all() for each in ours.state(full_state_dict=True)["model"].values())
