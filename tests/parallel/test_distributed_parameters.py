@@ -238,21 +238,22 @@ def test_pieces_of_parts_are_read_from_files_without_trust(rank, world_size, use
 
 
 @ranks(4)
-@pytest.mark.parametrize("apart", [False, True])
-def test_parts_whose_rows_lie_apart_or_that_are_empty(rank, world_size, tmp_path, apart):
-    mesh = init_device_mesh("cpu", (1, *((2, 2) if apart else (1, 4))), mesh_dim_names=("dp", "one", "other"))
-    rows = 8 if apart else 5  # of which the last of four ranks has none
-    whole = torch.arange(4.0 * rows).view(rows, 4)
-    model = nn.Linear(4, rows, bias=False)
-    placements = [StridedShard(0, split_factor=2) if apart else Replicate(), Shard(0)]
-    model.weight = nn.Parameter(distribute_tensor(whole, mesh["one", "other"], placements))
-    fully_shard(model, mesh=mesh["dp"])
-    checkpoint.export_safetensors(model, tmp_path)
-    with torch.no_grad():
-        model.weight.zero_()
-    checkpoint.import_safetensors(model, tmp_path)
-    assert torch.equal(full(model.weight.detach()), whole)
-    assert torch.equal(dict(iter_full_params(model))["weight"], whole)
+def test_parts_whose_rows_lie_apart_or_that_are_empty(rank, world_size, tmp_path):
+    for rows, shape, outer in (
+        (8, (1, 2, 2), StridedShard(0, split_factor=2)),
+        (5, (1, 1, 4), Replicate()),  # of which the last of four ranks has none
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "one", "other"))
+        whole = torch.arange(4.0 * rows).view(rows, 4)
+        model = nn.Linear(4, rows, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh["one", "other"], [outer, Shard(0)]))
+        fully_shard(model, mesh=mesh["dp"])
+        checkpoint.export_safetensors(model, tmp_path / str(rows))
+        with torch.no_grad():
+            model.weight.zero_()
+        checkpoint.import_safetensors(model, tmp_path / str(rows))
+        assert torch.equal(full(model.weight.detach()), whole)
+        assert torch.equal(dict(iter_full_params(model))["weight"], whole)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -250,8 +250,7 @@ def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:
 
 
 @ranks(4)
-@each_form
-@pytest.mark.parametrize("mesh", ["flat", "replicas"])
+@pytest.mark.parametrize(("use_orig_params", "mesh"), [(False, "flat"), (True, "replicas")])
 def test_values_gradients_and_norms_by_name_are_those_of_a_plain_model(
     rank, world_size, use_orig_params, mesh
 ):
@@ -290,13 +289,7 @@ def edit(weight: Any, layer: nn.Linear, how: str) -> None:
 @ranks(4)
 @pytest.mark.parametrize(
     ("use_orig_params", "rank0_only", "how"),
-    [
-        (False, False, "in place"),
-        (False, True, "replaced"),
-        (True, True, "in place"),
-        (True, False, "replaced"),
-        (True, True, "data"),
-    ],
+    [(False, False, "in place"), (False, True, "replaced"), (True, True, "data"), (True, False, "replaced")],
 )
 def test_edits_are_kept(rank, world_size, use_orig_params, rank0_only, how):
     plain, model = wrapped(use_orig_params)
@@ -340,11 +333,10 @@ class _InItsOwnWay(nn.Linear):
 
 
 @ranks(4)
-@each_form
-def test_modules_that_load_in_ways_of_their_own(rank, world_size, use_orig_params):
+def test_modules_that_load_in_ways_of_their_own(rank, world_size):
     net: Any = tp_nets.net()
     net.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
-    _, model = wrapped(use_orig_params, model=net)
+    _, model = wrapped(False, model=net)
     other = tp_nets.net(seed=1)
     model.load_state_dict(other.state_dict())
     with torch.no_grad():
