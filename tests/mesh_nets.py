@@ -1,11 +1,15 @@
-"""One small model on meshes of each kind, by each front-end."""
+"""One small model on meshes of each kind, by each front-end; how models and optimizers save and load."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
@@ -13,8 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import moe_nets
 import tp_nets
+from fronts import full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, api, fully_shard
+from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, VOCABULARY, LENGTH = tp_nets.WIDTH, 13, 4
@@ -123,3 +129,76 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     model(tokens).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+class Side:
+    """A model with its optimizer, and the functions that save and load them.
+
+    Args:
+        model: Sharded in any way, or plain.
+        functions: Ours, or torch's.
+        options: Of these functions.
+    """
+
+    def __init__(self, model: nn.Module, functions: Any = our_functions, **options: Any) -> None:
+        self.model, self.functions, self._options = model, functions, options
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        told = torch_functions.StateDictOptions(**{**self._options, **options})
+        model, optim = self.functions.get_state_dict(self.model, self.optimizer, options=told)
+        return {"model": model, "optim": optim}
+
+    def take(self, state: dict[str, Any], **options: Any) -> None:
+        self.functions.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=torch_functions.StateDictOptions(**{**self._options, **options}),
+        )
+
+    def save(self, way: str, path: Path) -> None:
+        """Saves into a folder of ours, or by DCP."""
+        if way == "folder":
+            from fsdp_wrap import checkpoint  # only here: it can be left out
+
+            checkpoint.save(path, self.model, self.optimizer)
+        else:
+            dcp.save(self.state(), checkpoint_id=path)
+
+    def load(self, way: str, path: Path) -> None:
+        if way == "folder":
+            from fsdp_wrap import checkpoint
+
+            checkpoint.load(path, self.model, self.optimizer)
+            return
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        self.take(state)
+
+    def give(self, taker: Side, way: str, path: Path) -> None:
+        """Lets another one have the state: by what is saved, or by full state dicts."""
+        if way == "full":
+            taker.take(copy.deepcopy(self.state(full_state_dict=True)), full_state_dict=True)
+        else:
+            self.save(way, path)
+            taker.load(way, path)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Parameters and state of the optimizer: whole from wrappers, else as they are sharded."""
+        wraps = isinstance(self.model, FSDP)
+        state = self.state(flatten_optimizer_state_dict=True, full_state_dict=wraps)
+        optim = {name: value for name, value in state["optim"].items() if name.startswith("state.")}
+        assert len(optim) == 3 * len(state["model"])
+        return {**state["model"], **optim}
+
+
+def assert_same_sides(one: Side, other: Side, atol: float = 0) -> None:
+    """Parameters and state of the optimizer have the same values."""
+    found, expected = one.values(), other.values()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            full(found[name]), full(value), rtol=0, atol=atol, msg=f"{name}: {{}}".format
+        )

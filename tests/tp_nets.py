@@ -77,6 +77,12 @@ def net_for(mesh_name: str, checkpointing: str = "none") -> Net:
     return net(checkpointing, hidden=2 * WIDTH if mesh_name == "wide" else HIDDEN)
 
 
+def freeze(model: nn.Module, which: str) -> None:
+    wanted = {"nothing": "-", "up": ".up.", "norms": "norm.", "blocks": "blocks."}[which]
+    for name, param in model.named_parameters():
+        param.requires_grad_(wanted not in name)
+
+
 def mesh_of(name: str) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     """The whole mesh, that of data parallelism, and that of tensor parallelism."""
     shape, names = MESHES[name]
@@ -128,12 +134,17 @@ def batches(copies: int, seed: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (copies, 2, LENGTH), generator=generator)
 
 
-def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
-    """What this rank's copy computes with."""
+def place_in(data: DeviceMesh) -> int:
+    """Which copy of a model this rank has a part of."""
     place = 0
     for size, here in zip(data.shape, data.get_coordinate() or ()):
         place = place * size + here
-    return tokens[place]
+    return place
+
+
+def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
+    """What this rank's copy computes with."""
+    return tokens[place_in(data)]
 
 
 def shard_blocks(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:

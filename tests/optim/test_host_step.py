@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from bed import ranks
 from bed.accelerator import run_simulated
 from bed.patience import until
-from fronts import FRONTS, each_front, full_state, shard
+from fronts import full_state, shard
 from fsdp_wrap import CPUOffload
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -39,33 +39,28 @@ def give_gradients(given: list[nn.Parameter], at: int, but: int = -1) -> None:
         param.grad = None if number == but else grad.to(param.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_bits_of_torchs_fused_adamw(dtype):
-    one, other = params(dtype), params(dtype)
-    own, usual = HostAdamW(one, **NUMBERS), torch.optim.AdamW(other, fused=True, **NUMBERS)
-    for at in range(4):
-        for each in (one, other):
-            give_gradients(each, at, but=1 if at == 2 else -1)
-        own.step()
-        usual.step()
-    for param, same in zip(one, other):
-        assert torch.equal(param, same)
-        assert own.state[param].keys() == usual.state[same].keys()
-        assert all(torch.equal(value, usual.state[same][key]) for key, value in own.state[param].items())
-
-
-def test_a_closure_computes_gradients_first():
-    one, other = params(), params()
-    own, usual = HostAdamW(one, **NUMBERS), torch.optim.AdamW(other, fused=True, **NUMBERS)
+def test_the_bits_of_torchs_fused_adamw():
+    """Also where a closure computes gradients first."""
 
     def closure(given: list[nn.Parameter]) -> float:
         loss = torch.stack([each.square().sum() for each in given]).sum()
         loss.backward()
         return loss.item()
 
-    with torch.no_grad():  # as programs that step so have it
-        assert own.step(partial(closure, one)) == usual.step(partial(closure, other))
-    assert all(map(torch.equal, one, other))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        one, other = params(dtype), params(dtype)
+        own, usual = HostAdamW(one, **NUMBERS), torch.optim.AdamW(other, fused=True, **NUMBERS)
+        for at in range(4):
+            for each in (one, other):
+                give_gradients(each, at, but=1 if at == 2 else -1)
+            own.step()
+            usual.step()
+        with torch.no_grad():  # as programs that step so have it
+            assert own.step(partial(closure, one)) == usual.step(partial(closure, other))
+        for param, same in zip(one, other):
+            assert torch.equal(param, same)
+            assert own.state[param].keys() == usual.state[same].keys()
+            assert all(torch.equal(value, usual.state[same][key]) for key, value in own.state[param].items())
 
 
 @pytest.mark.parametrize("piece", [3, 1 << 19])
@@ -199,12 +194,11 @@ class Awaits(torch.optim.SGD):
         self.steps += 1
 
 
-@each_front
 @ranks(2)
-def test_updates_run_beside_the_backward(rank, world_size, front):
+def test_updates_run_beside_the_backward(rank, world_size):
     """One after the other would wait without an end."""
     net = nn.Sequential(*(Counts() for _ in range(LAYERS)))
-    model = shard(front, net, ModuleWrapPolicy({Counts}), travel_together_bytes=0)
+    model = shard("orig", net, ModuleWrapPolicy({Counts}), travel_together_bytes=0)
     optimizer = step_in_backward(model, Awaits, in_thread=True)
     x = torch.rand(2, 4)
     for number in (1, 2):
@@ -213,9 +207,8 @@ def test_updates_run_beside_the_backward(rank, world_size, front):
         assert optimizer.steps == number * LAYERS
 
 
-@each_front
 @ranks(2)
-def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_size, front):
+def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_size):
     class Once(torch.optim.SGD):
         fails = True
 
@@ -224,7 +217,7 @@ def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_si
                 raise ArithmeticError("on purpose")
             super().step(closure)
 
-    model = shard(front, net(), ModuleWrapPolicy({Layer}))
+    model = shard("composable", net(), ModuleWrapPolicy({Layer}))
     optimizer = step_in_backward(model, lambda given: Once(given, lr=0.1), in_thread=True)
     with pytest.raises(ArithmeticError, match="on purpose"):
         model(batch(rank, 0)).square().sum().backward()
@@ -239,7 +232,7 @@ def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_si
 FULL = StateDictOptions(full_state_dict=True)
 
 
-@each_front
+@pytest.mark.parametrize("front", ["flat", "composable"])
 @ranks(2)
 def test_half_moments_of_sharded_parameters(rank, world_size, front):
     """The state goes into an ordinary optimizer of a model that is cut otherwise, and back."""
@@ -281,20 +274,25 @@ def _offloaded(
 
 
 @pytest.mark.parametrize(
-    "offload", [OFFLOAD, pytest.param(CPUOffload(False), marks=pytest.mark.slow)], ids=["offload", "device"]
+    ("front", "offload"),
+    [
+        ("flat", True),
+        ("composable", True),
+        pytest.param("orig", True, marks=pytest.mark.slow),
+        pytest.param("orig", False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("front", FRONTS)
 def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
     found: dict[int, Any] = {}
     usual: dict[int, Any] = {}
-    run = partial(_offloaded, front=front, cpu_offload=offload)
+    run = partial(_offloaded, front=front, cpu_offload=OFFLOAD if offload else CPUOffload(False))
     run_simulated(2, partial(run, in_backward=True, states=found), records=True, seeds=1)
     run_simulated(2, partial(run, in_backward=False, states=usual))
     for rank, state in usual.items():
         assert all(torch.equal(found[rank][name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["orig", "composable"])
 def test_the_host_steps_beside_products_of_the_device(front):
     """All units' but the last two, beside whose gradients' way to the host nothing is left to run."""
     states: dict[int, Any] = {}
@@ -309,7 +307,7 @@ def test_the_host_steps_beside_products_of_the_device(front):
     assert steps and sum(map(bool, beside)) >= len(steps) // 2, beside
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["flat", "composable"])
 def test_offloaded_state_comes_to_the_device_unit_by_unit(front):
     peaks = []
     for in_backward in (True, False):

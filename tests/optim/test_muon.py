@@ -3,75 +3,48 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import fronts
 import mesh_nets
 import tp_nets
 from bed import ranks, run_ranks
-from bed.references import count_collectives
-from fronts import full
+from bed.references import count_collectives, train_beside
 from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, fully_shard, replicate
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.optim import Muon, batch, per_head, split
+from fsdp_wrap.optim import Muon, batch, per_head, split, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
 
-class Layer(nn.Module):
-    """Matrices of which two ranks cannot have equal parts, and what is no matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6, bias=False), nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """An embedding, two layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(6, 7)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-POLICY = ModuleWrapPolicy({Layer})
+POLICY = ModuleWrapPolicy({tp_nets.Block})
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def backward(model: nn.Module, at: int, rank: int) -> None:
-    generator = torch.Generator().manual_seed(100 * at + rank)
-    tokens = torch.randint(11, (3, 5), generator=generator)
-    model(tokens).square().mean().backward()
+def batch_of(at: int, rank: int) -> torch.Tensor:
+    return tp_nets.batches(4, at)[rank]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
     optimizer.zero_grad()
-    backward(model, at, dist.get_rank())
+    tp_nets.loss_of(model, batch_of(at, dist.get_rank()))
     optimizer.step()
 
 
@@ -86,10 +59,10 @@ def in_float64(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) ->
 
 
 class Plain:
-    """Torch's own Muon and SGD on a plain model, which sees the batches of all ranks."""
+    """Torch's own Muon and SGD on a plain model."""
 
     def __init__(self, model: nn.Module, exact: bool = True, **options: Any) -> None:
-        self.model, self._exact = model, exact
+        self._exact = exact
         embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
         params = [*model.parameters()]
         matrices = [each for each in params if each.dim() == 2 and id(each) not in embeddings]
@@ -97,18 +70,17 @@ class Plain:
         self.muon = torch.optim.Muon(matrices, **{**OPTIONS, **options})
         self.other = sgd([each for each in params if id(each) not in chosen])
 
-    def step(self, at: int) -> None:
+    def average_and_step(self) -> None:
+        for group in (*self.muon.param_groups, *self.other.param_groups):
+            for param in group["params"]:
+                param.grad /= dist.get_world_size()
+        self.step()
+
+    def zero_grad(self) -> None:
         self.muon.zero_grad()
         self.other.zero_grad()
-        size = dist.get_world_size()
-        for rank in range(size):
-            backward(self.model, at, rank)
-        self.average_and_step(size)
 
-    def average_and_step(self, size: int) -> None:
-        for param in self.model.parameters():
-            if param.grad is not None:
-                param.grad /= size
+    def step(self) -> None:
         own = torch.optim._muon._zeropower_via_newtonschulz
         torch.optim._muon._zeropower_via_newtonschulz = in_float64 if self._exact else own  # type: ignore[assignment]
         self.muon.step()
@@ -116,14 +88,33 @@ class Plain:
         self.other.step()
 
 
-def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in fronts.full_state(model).items()}
+def train_alike(
+    model: nn.Module,
+    plain: nn.Module,
+    optimizers: tuple[Any, Any] | None = None,
+    loss: Any = tp_nets.loss_of,
+    batches: Callable[[int], Any] | None = None,
+    place: int | None = None,
+    atol: float = 1e-10,
+    **options: Any,
+) -> None:
+    """Trains both by Muon, ours and torch's, a batch for each rank; compares gradients and values."""
+    size = dist.get_world_size()
+    train_beside(
+        model,
+        plain,
+        loss,
+        batches or partial(tp_nets.batches, size),
+        dist.get_rank() if place is None else place,
+        optimizers=optimizers or (muon(model), Plain(plain)),
+        near={"rtol": 0, "atol": atol},
+        **options,
+    )
 
 
-def assert_equal(model: nn.Module, plain: nn.Module, atol: float = 1e-10) -> None:
-    found = full_values(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=name)
+def twins(front: str) -> tuple[nn.Module, nn.Module]:
+    """A plain model and a sharded one, of whose matrices ranks cannot have equal parts."""
+    return fronts.twins(front, tp_nets.Net, torch.float64, auto_wrap_policy=POLICY)
 
 
 def muon(model: nn.Module, **options: Any) -> Muon:
@@ -131,136 +122,104 @@ def muon(model: nn.Module, **options: Any) -> Muon:
 
 
 @fronts.each_front
-@ranks(1, 2, 3, 4)
+@ranks(1, 3)
 def test_numbers_are_torchs_in_float64(rank, world_size, front):
-    plain, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
-    reference, optimizer = Plain(plain), muon(model)
-    for at in range(3):
-        reference.step(at)
-        step(model, optimizer, at)
-    assert_equal(model, plain)
+    plain, model = twins(front)
+    train_alike(model, plain, steps=3)
 
 
-@fronts.each_front
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("nesterov", "adjust_lr_fn"), [(True, None), (False, "original"), (True, "match_rms_adamw")]
+)
 @ranks(2)
-def test_options_mean_what_torchs_mean_in_bf16(rank, world_size, front, nesterov, adjust_lr_fn):
+def test_options_mean_what_torchs_mean_in_bf16(rank, world_size, nesterov, adjust_lr_fn):
     options = {
         "nesterov": nesterov,
         "adjust_lr_fn": adjust_lr_fn,
         "momentum": 0.8,
         "eps": 1e-3,
         "ns_steps": 3,
+        "ns_coefficients": (3.0, -3.2, 1.2),
+        "weight_decay": 0.3,
     }
-    options |= {"ns_coefficients": (3.0, -3.2, 1.2), "weight_decay": 0.3}
-    plain, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
-    reference, optimizer = (
-        Plain(plain, exact=False, **options),
-        muon(model, ns_dtype=torch.bfloat16, **options),
-    )
-    for at in range(2):
-        reference.step(at)
-        step(model, optimizer, at)
-    assert_equal(model, plain, atol=2e-3)  # where another order of sums rounds the other way
-    found = full_values(model)
-    assert (
-        sum(torch.equal(found[name].bfloat16(), x.bfloat16()) for name, x in plain.state_dict().items()) > 8
-    )
+    plain, model = twins("orig")
+    reference = Plain(plain, exact=False, **options)
+    optimizer = muon(model, ns_dtype=torch.bfloat16, **options)
+    train_alike(model, plain, (optimizer, reference), atol=2e-3)  # where another order rounds otherwise
+    found = fronts.full_state(model)
+    same = [torch.equal(found[name].bfloat16(), x.bfloat16()) for name, x in plain.state_dict().items()]
+    assert sum(same) > 8
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.each_value
+def columns(param: nn.Parameter) -> Any:
+    return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("front", "strategy", "offload"),
+    [
+        ("flat", "NO_SHARD", False),
+        ("orig", "NO_SHARD", True),
+        ("flat", "HYBRID_SHARD", True),
+        ("orig", "_HYBRID_SHARD_ZERO2", False),
+        ("composable", "hybrid", False),
+    ],
+)
 @ranks(4)
-def test_strategies_and_offload(rank, world_size, use_orig_params, strategy, offload):
-    torch.manual_seed(0)
-    plain = Net().double()
-    mesh = init_device_mesh("cpu", (2, 2) if "HYBRID" in strategy else (4,))
-    model = FSDP(
-        copy.deepcopy(plain),
-        device_mesh=mesh,
-        sharding_strategy=ShardingStrategy[strategy],
-        cpu_offload=CPUOffload(offload),
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=POLICY,
-    )
-    reference, optimizer = Plain(plain), muon(model)
+def test_strategies_and_offload(rank, world_size, front, strategy, offload):
+    plain = tp_nets.net()
+    mesh = init_device_mesh("cpu", (4,) if strategy == "NO_SHARD" else (2, 2))
+    model: Any = copy.deepcopy(plain)
+    if front == "composable":
+        for layer in model.blocks:
+            fully_shard(layer, mesh=mesh, shard_placement_fn=columns)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = FSDP(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy[strategy],
+            cpu_offload=CPUOffload(offload),
+            use_orig_params=front == "orig",
+            auto_wrap_policy=POLICY,
+        )
+    optimizer = muon(model)
     owners = {matrix.owner for matrix in optimizer.matrices.matrices}
     assert owners == {0, 1, 2, 3}  # replicas share the work
-    for at in range(2):
-        reference.step(at)
-        step(model, optimizer, at)
-    assert_equal(model, plain)
+    train_alike(model, plain, (optimizer, Plain(plain)))
 
 
-@ranks(4)
-def test_hybrid_meshes_and_dimensions_of_fully_shard(rank, world_size):
-    torch.manual_seed(0)
-    plain = Net().double()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def columns(param: nn.Parameter) -> Any:
-        return torch.distributed.tensor.Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
-
-    model = copy.deepcopy(plain)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, shard_placement_fn=columns)
-    fully_shard(model, mesh=mesh)
-    reference, optimizer = Plain(plain), muon(model)
-    for at in range(2):
-        reference.step(at)
-        step(model, optimizer, at)
-    assert_equal(model, plain)
-
-
-@pytest.mark.parametrize("way", ["replicate", "torch's fully_shard", "plain"])
+@pytest.mark.parametrize("wrap", [replicate, torch_fully_shard, None], ids=["replicate", "torchs", "plain"])
 @ranks(2)
-def test_others_that_shard_or_replicate(rank, world_size, way):
-    torch.manual_seed(0)
-    plain = Net().double()
-    model = copy.deepcopy(plain)
-    wrap: Any = {"replicate": replicate, "torch's fully_shard": torch_fully_shard}.get(way)
-    for each in (*model.layers, model) if wrap else ():
+def test_others_that_shard_or_replicate(rank, world_size, wrap):
+    """Of a plain model no rank knows the others."""
+    plain = tp_nets.net()
+    model: Any = copy.deepcopy(plain)
+    for each in (*model.blocks, model) if wrap else ():
         wrap(each)
-    reference, optimizer = Plain(plain), muon(model)
-    owners = [matrix.owner for matrix in optimizer.matrices.matrices]
-    assert {*owners} == ({0, 1} if wrap else {rank})
-    for at in range(2):
-        if wrap:
-            reference.step(at)
-            step(model, optimizer, at)
-            continue
-        for each in (plain, model):  # of which no rank knows the others
-            each.zero_grad()
-            backward(each, at, rank)
-        reference.average_and_step(1)
-        optimizer.step()
-    assert_equal(model, plain)
+    optimizer = muon(model)
+    owners = {matrix.owner for matrix in optimizer.matrices.matrices}
+    assert owners == ({0, 1} if wrap else {rank})
+    if wrap:
+        train_alike(model, plain, (optimizer, Plain(plain)))
+    else:
+        train_alike(model, plain, batches=lambda number: [batch_of(number, rank)], place=0)
 
 
-MESHES = [(front, kind) for kind in ("hybrid_tp", "pp") for front in mesh_nets.FRONTS]
+def same_tokens(number: int) -> list[torch.Tensor]:
+    """For all ranks."""
+    return [torch.randint(mesh_nets.WIDTH, (2, 4), generator=torch.Generator().manual_seed(number))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("front", "kind"), [each for each in MESHES if mesh_nets.can(*each)])
+@pytest.mark.parametrize(
+    ("front", "kind"), [("ours", "hybrid_tp"), ("flat", "hybrid_tp"), ("orig", "pp"), ("torch", "pp")]
+)
 @ranks(4)
 def test_meshes_of_several_kinds(rank, world_size, front, kind):
     model = mesh_nets.on_mesh(front, kind, seed=0)
     plain = mesh_nets.net(0, rank // 2 if kind == "pp" else None)
-    reference = Plain(plain)
-    optimizer = muon(model)
-    for at in range(2):
-        mesh_nets.train(model, optimizer, at)
-        tokens = torch.randint(mesh_nets.WIDTH, (2, 4), generator=torch.Generator().manual_seed(at))
-        plain.zero_grad()
-        plain(tokens).square().mean().backward()
-        reference.average_and_step(1)
-    found = dict(_whole_parameters(model))
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-10, msg=name)
+    train_alike(model, plain, batches=same_tokens, place=0)
 
 
 @pytest.mark.parametrize("front", ["ours", "torch"])
@@ -268,21 +227,19 @@ def test_meshes_of_several_kinds(rank, world_size, front, kind):
 def test_experts_on_a_mesh_of_their_own_are_matrices(rank, world_size, front):
     plain, model = mesh_nets.net(0), mesh_nets.on_mesh(front, "ep", seed=0)
     view = {"blocks.1.up": batch(), "blocks.1.down": batch()}
-    optimizers = [muon(each, view=view) for each in (plain, model)]
+    optimizers = [muon(each, view=view) for each in (model, plain)]
     assert len(optimizers[1].matrices.matrices) == len(optimizers[0].matrices.matrices) == 12
     for at in range(2):
-        for each, optimizer in zip((plain, model), optimizers):
+        for each, optimizer in zip((model, plain), optimizers):
             mesh_nets.train(each, optimizer, at)
-    found = dict(_whole_parameters(model))
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-10, msg=name)
+    fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
-@fronts.each_front
-@pytest.mark.parametrize("plan", ["columns", "sequence"])
+@pytest.mark.parametrize(
+    ("front", "plan"), [("composable", "columns"), ("flat", "sequence"), ("orig", "columns")]
+)
 @ranks(4)
 def test_tensor_parallelism(rank, world_size, front, plan):
-    plain = tp_nets.net()
     _, data, tensor = tp_nets.mesh_of("flat")
     model: Any = tp_nets.parallelize(tp_nets.net(), tensor, plan)
     if front == "composable":
@@ -290,62 +247,47 @@ def test_tensor_parallelism(rank, world_size, front, plan):
     else:
         policy = ModuleWrapPolicy({tp_nets.Block})
         model = FSDP(model, device_mesh=data, use_orig_params=front == "orig", auto_wrap_policy=policy)
-    reference, optimizer = Plain(plain), muon(model)
-    for at in range(2):
-        batches = tp_nets.batches(2, at)
-        reference.muon.zero_grad()
-        reference.other.zero_grad()
-        for each in batches:
-            tp_nets.loss_of(plain, each)
-        reference.average_and_step(2)
-        optimizer.zero_grad()
-        tp_nets.loss_of(model, tp_nets.own_batch(batches, data), plan)
-        optimizer.step()
-    found = dict(_whole_parameters(model))
-    for name, value in plain.named_parameters():
-        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-10)
+    train_alike(
+        model,
+        tp_nets.net(),
+        loss=partial(tp_nets.loss_of, plan=plan),
+        batches=partial(tp_nets.batches, 2),
+        place=tp_nets.place_in(data),
+    )
 
 
-def _whole_parameters(model: nn.Module) -> Any:
-    with FSDP.summon_full_params(model, writeback=False):
-        for name, param in model.named_parameters():
-            yield name.replace("_fsdp_wrapped_module.", ""), full(param.detach()).clone()
-
-
-class Tied(Net):
+class Tied(tp_nets.Net):
     """Its head has the embedding's weight, and one layer is of no use in every other step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(6, 11)
         self.head.weight = self.embed.weight
         self.at = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](self.embed(tokens))
-        return self.head(self.layers[1](x) if self.at % 2 == 0 else x)
+        x = self.blocks[0](self.embed(tokens))
+        return self.head(self.blocks[1](x) if self.at % 2 == 0 else x)
 
 
-@fronts.each_front
+@pytest.mark.parametrize("front", ["flat", "composable"])
 @ranks(2)
 def test_tied_frozen_and_unused_parameters(rank, world_size, front):
     torch.manual_seed(0)
     plain = Tied().double()
     if front != "flat":  # in which all parameters of a unit are frozen, or none is
-        plain.layers[0].down.weight.requires_grad_(False)
-    plain.layers[1].requires_grad_(False)
+        plain.blocks[0].down.weight.requires_grad_(False)
+    plain.blocks[1].requires_grad_(False)
     model = fronts.shard(front, copy.deepcopy(plain), auto_wrap_policy=POLICY)
-    reference, optimizer = Plain(plain), muon(model)
-    assert "embed.weight" not in optimizer.matrices.names
+    optimizers = muon(model), Plain(plain)
+    assert "embed.weight" not in optimizers[0].matrices.names
     for at in range(4):
         if at == 1:
             for each in (plain, fronts.inner(model)):
-                fronts.inner(each.layers[1]).requires_grad_(True)
+                fronts.inner(each.blocks[1]).requires_grad_(True)
         plain.at = fronts.inner(model).at = at
-        reference.step(at)
-        step(model, optimizer, at)
-    assert_equal(model, plain)
-    assert "momentum_buffer" in optimizer.state[optimizer.matrices.params[-1]] or rank == 1
+        train_alike(model, plain, optimizers, steps=1)
+    last = optimizers[0].matrices.params[-1]
+    assert any(gather_objects("momentum_buffer" in optimizers[0].state[last]))
 
 
 class Experts(nn.Module):
@@ -367,7 +309,7 @@ VIEWS = {"qkv.weight": split([10, 4, 4]), "out.weight": per_head(2, dim=1), "exp
 
 
 @fronts.each_front
-@ranks(1, 3)
+@ranks(3)
 def test_views_are_matrices_of_their_own(rank, world_size, front):
     torch.manual_seed(0)
     plain = Experts().double()
@@ -395,7 +337,7 @@ def test_views_are_matrices_of_their_own(rank, world_size, front):
                 for target, source in zip(parts[name](param), parts[name](momentum[name])):
                     update = in_float64(source, (3.4445, -4.7750, 2.0315), 5, 1e-7)
                     target.sub_(update * 0.05 * 0.2 * max(source.shape) ** 0.5)
-    assert_equal(model, plain)
+    fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
 # what travels, and who computes
@@ -416,8 +358,8 @@ class Wide(nn.Module):
         return x
 
 
-@fronts.each_front
-@ranks(2, 4)
+@pytest.mark.parametrize("front", ["flat", "composable"])
+@ranks(4)
 def test_bytes_and_flops_are_shared(rank, world_size, front):
     torch.manual_seed(0)
     model = fronts.shard(front, Wide(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
@@ -452,138 +394,103 @@ def test_what_lies_on_one_rank_does_not_travel(rank, world_size):
 # a torch.optim.Optimizer
 
 
-def _trained(rank: int, world_size: int, front: str, steps: range, path: Any, resumed: bool) -> None:
-    torch.manual_seed(0)
-    model = fronts.shard(front, Net().double(), auto_wrap_policy=POLICY)
-    optimizer = muon(model)
-    if resumed:
+def in_backward(model: nn.Module) -> torch.optim.Optimizer:
+    return step_in_backward(model, partial(torch.optim.AdamW, lr=0.01), max_norm=1e9)
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "muon": (muon, Plain),
+    "in backward": (in_backward, lambda plain: torch.optim.AdamW(plain.parameters(), lr=0.01)),
+}
+"""Of a sharded model and a plain one."""
+
+
+def _trained(rank: int, world_size: int, kind: str, front: str, steps: range, path: Any) -> None:
+    """Saves a run after its first steps, or ends what was saved there as a plain model would."""
+    plain = tp_nets.net()
+    model = fronts.shard(front, copy.deepcopy(plain), auto_wrap_policy=POLICY)
+    optimizer, reference = (make(each) for make, each in zip(OPTIMIZERS[kind], (model, plain)))
+    if steps.start > 0:
         checkpoint.load(path, model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.07
     for at in steps:
-        optimizer.zero_grad()
-        for each in range(2):  # all ranks see the same
-            backward(model, at, each)
-        optimizer.step()
-    if not resumed:
+        step_alike(model, optimizer, at)
+    if steps.start == 0:
         optimizer.param_groups[0]["lr"] = 0.07
         checkpoint.save(path, model, optimizer, step=1)
         return
-    plain, expected = _trained_plain()
-    assert_equal(model, plain)
-    state = _full_state(model, optimizer)
-    for name, entry in expected.items():
-        assert sorted(state[name]) == sorted(entry), name
-        for key, value in entry.items():
-            torch.testing.assert_close(state[name][key], value, rtol=0, atol=1e-10)
-
-
-def _trained_plain() -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    plain = Net().double()
-    reference = Plain(plain)
     for at in range(4):
         if at == 2:
-            reference.muon.param_groups[0]["lr"] = 0.07
-        plain.zero_grad()
-        backward(plain, at, 0)
-        backward(plain, at, 1)
-        reference.average_and_step(1)
-    names = {param: name for name, param in plain.named_parameters()}
-    states = {**reference.muon.state, **reference.other.state}
-    return plain, {names[param]: dict(entry) for param, entry in states.items()}
+            getattr(reference, "muon", reference).param_groups[0]["lr"] = 0.07
+        step_alike(plain, reference, at)
+    fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
-def _full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    if isinstance(model, FSDP):
-        return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
-    return {name: {key: full(value) for key, value in entry.items()} for name, entry in state.items()}
+def step_alike(model: nn.Module, optimizer: Any, at: int) -> None:
+    """All ranks see the same."""
+    optimizer.zero_grad()
+    tp_nets.loss_of(model, batch_of(at, 0))
+    optimizer.step()
 
 
 RESUMES = [("flat", 2, "composable", 3), ("composable", 3, "orig", 2), ("orig", 4, "flat", 1)]
 
 
-@pytest.mark.parametrize(("giver", "before", "taker", "after"), RESUMES)
-def test_resuming_elsewhere_is_torchs_plain_run(tmp_path, giver, before, taker, after):
-    run_ranks(before, _trained, giver, range(2), tmp_path, False)
-    run_ranks(after, _trained, taker, range(2, 4), tmp_path, True)
+@pytest.mark.parametrize("kind", ["muon", pytest.param("in backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resume", RESUMES, ids=str)
+def test_resuming_elsewhere_is_a_plain_run(tmp_path, kind, resume):
+    giver, before, taker, after = resume
+    run_ranks(before, _trained, kind, giver, range(2), tmp_path)
+    run_ranks(after, _trained, kind, taker, range(2, 4), tmp_path)
 
 
-@fronts.each_front
 @ranks(2)
-def test_state_dicts_of_torch_and_of_the_optimizer(rank, world_size, front):
-    _, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
-    _, other = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
-    _, third = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
-    optimizers = [muon(each) for each in (model, other, third)]
-    for at in range(2):
-        step(model, optimizers[0], at)
-    optimizers[0].param_groups[0]["momentum"] = 0.7
-    taken = copy.deepcopy(get_optimizer_state_dict(model, optimizers[0]))  # torch's are not copies
-    set_optimizer_state_dict(other, optimizers[1], taken)
-    optimizers[2].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for each in (other, third):
-        each.load_state_dict(model.state_dict())
-    for each, optimizer in zip((model, other, third), optimizers):
-        assert optimizer.param_groups[0]["momentum"] == 0.7
-        step(each, optimizer, 5)
-    for each in (other, third):
-        for name, value in full_values(model).items():
-            assert torch.equal(full_values(each)[name], value), name
-
-
-@fronts.each_front
-@ranks(2)
-def test_schedulers_closures_accumulation_and_zeroing(rank, world_size, front):
-    plain, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
+def test_schedulers_closures_accumulation_and_zeroing(rank, world_size):
+    plain, model = twins("orig")
     reference, optimizer = Plain(plain), muon(model)
-    schedules = [
-        torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
-        for each in (reference.muon, reference.other, optimizer)
-    ]
+    of_all = (reference.muon, reference.other, optimizer)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in of_all]
     for at in range(3):
-        reference.muon.zero_grad()
-        reference.other.zero_grad()
-        for part in range(2):
-            for each in range(world_size):
-                backward(plain, 10 * at + part, each)
-        reference.average_and_step(world_size)
+        reference.zero_grad()
+        for tokens in (batch_of(10 * at + part, each) for part in range(2) for each in range(world_size)):
+            tp_nets.loss_of(plain, tokens)
+        reference.average_and_step()
 
         def closure(at: int = at) -> float:
             optimizer.zero_grad(set_to_none=at % 2 == 0)
             for part in range(2):
-                backward(model, 10 * at + part, rank)
+                tp_nets.loss_of(model, batch_of(10 * at + part, rank))
             return 3.0
 
         assert optimizer.step(closure) == 3.0
         for schedule in schedules:
             schedule.step()
-    assert_equal(model, plain)
+    fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8, 0.1 / 8]
 
 
-@fronts.each_front
 @ranks(2)
-def test_scaled_gradients_and_overflows(rank, world_size, front):
-    plain, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
+def test_scaled_gradients_and_overflows(rank, world_size):
+    plain, model = twins("orig")
     reference, optimizer = Plain(plain), muon(model)
     scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
     for at in range(3):
         if at != 1:
-            reference.step(at)
+            reference.zero_grad()
+            for each in range(world_size):
+                plain(batch_of(at, each)).square().mean().backward()
+            reference.average_and_step()
         optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(100 * at + rank)
-        loss = model(torch.randint(11, (3, 5), generator=generator)).square().mean()
+        loss = model(batch_of(at, rank)).square().mean()
         scaler.scale(loss * (torch.inf if at == 1 and rank == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert_equal(model, plain)
+    fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
-@fronts.each_front
 @ranks(2)
-def test_other_optimizers_by_name(rank, world_size, front):
-    _, model = fronts.twins(front, Net, torch.float64, auto_wrap_policy=POLICY)
+def test_other_optimizers_by_name(rank, world_size):
+    _, model = twins("orig")
     default = Muon(model, lr=0.3, weight_decay=0.2)
     assert type(default.others[0]).__name__ == "AdamW"
     assert [(group["lr"], group["weight_decay"]) for group in default.param_groups] == [(0.3, 0.2)] * 2
@@ -597,10 +504,9 @@ def test_other_optimizers_by_name(rank, world_size, front):
     optimizer = Muon(model, select=["*up.weight", "*down.weight"], other=chosen)
     assert [type(each).__name__ for each in optimizer.others] == ["Adagrad", "SGD", "AdamW"]
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5, 0, 0.7, 1e-3]
-    before = full_values(model)
-    before = {name: value.clone() for name, value in before.items()}
+    before = {name: value.clone() for name, value in fronts.full_state(model).items()}
     step(model, optimizer, 0)
-    same = [name for name, value in full_values(model).items() if torch.equal(value, before[name])]
+    same = [name for name, value in fronts.full_state(model).items() if torch.equal(value, before[name])]
     assert same == ["head.weight"]
 
 
@@ -609,7 +515,7 @@ def test_other_optimizers_by_name(rank, world_size, front):
 
 @ranks(2)
 def test_mistakes_are_named(rank, world_size):
-    _, model = fronts.twins("orig", Net, auto_wrap_policy=POLICY)
+    _, model = twins("orig")
     for error, text, options in (
         (ValueError, "lr must not be negative", {"lr": -1}),
         (ValueError, "momentum must not be negative", {"momentum": -0.1}),
@@ -617,11 +523,11 @@ def test_mistakes_are_named(rank, world_size):
         (ValueError, "three numbers", {"ns_coefficients": (1.0, 2.0)}),
         (ValueError, "adjust_lr_fn must be one of 'original'", {"adjust_lr_fn": "other"}),
         (ValueError, "ns_dtype must be a floating dtype", {"ns_dtype": torch.int8}),
-        (ValueError, "parameter 'layers.0.up.bias' of shape .10,. has 1 dimensions", {"select": "*up.*"}),
+        (ValueError, "parameter 'blocks.0.up.bias' of shape .10,. has 1 dimensions", {"select": "*up.*"}),
         (ValueError, "select: 'nothing' names no parameter", {"select": ["nothing"]}),
         (
             ValueError,
-            "parameter 'layers.0.up.bias' .* fits none of 'embed.weight'",
+            "parameter 'blocks.0.norm.weight' .* fits none of 'embed.weight'",
             {"other": {"embed.weight": sgd}},
         ),
         (TypeError, "other must make a torch.optim.Optimizer, not a list", {"other": list}),
@@ -639,27 +545,22 @@ def test_mistakes_are_named(rank, world_size):
 
 
 @ranks(2)
-def test_groups_that_others_have_changed_are_refused(rank, world_size):
-    _, model = fronts.twins("orig", Net, auto_wrap_policy=POLICY)
+def test_groups_that_others_have_changed_and_gradients_that_some_ranks_lack_are_named(rank, world_size):
+    """Before anything changes."""
+    _, model = twins("composable")
     optimizer = muon(model)
-    backward(model, 0, rank)
+    tp_nets.loss_of(model, batch_of(0, rank))
     params = optimizer.param_groups[0]["params"]
     for changed in (params[1:], params[::-1], [params[1], params[0], *params[2:]]):
         optimizer.param_groups[0]["params"] = changed
         with pytest.raises(RuntimeError, match="the parameters of Muon's first group are others"):
             optimizer.step()
-
-
-@ranks(2)
-def test_gradients_that_some_ranks_lack_are_named_before_anything_changes(rank, world_size):
-    _, model = fronts.twins("composable", Net, torch.float64, auto_wrap_policy=POLICY)
-    optimizer = muon(model)
-    backward(model, 0, rank)
+    optimizer.param_groups[0]["params"] = params
     if rank == 1:
-        model.layers[1].up.weight.grad = None
+        model.blocks[1].up.weight.grad = None
     before = [param.to_local().clone() for param in model.parameters()]
     with pytest.raises(
-        RuntimeError, match=r"'layers.1.up.weight' has a gradient on ranks \[0\] and none on .*1"
+        RuntimeError, match=r"'blocks.1.up.weight' has a gradient on ranks \[0\] and none on .*1"
     ):
         optimizer.step()
     assert not optimizer.state

@@ -119,66 +119,69 @@ def assert_alike(one: Any, other: Any) -> None:
         assert one == other
 
 
+class Both:
+    """Two models of the same values: an optimizer's steps on `DTensor`s, and on shards.
+
+    Args:
+        kind: Of the optimizer.
+        given: Further options of the one on shards.
+        sharding: Options of `fully_shard`.
+        options: Of both optimizers.
+    """
+
+    def __init__(
+        self, kind: str = "AdamW", given: dict[str, Any] | None = None, sharding: Any = None, **options: Any
+    ) -> None:
+        self.models = sharded(**(sharding or {})), sharded(**(sharding or {}))
+        self.usual = make(kind, self.models[0], **options)
+        self.converted = on_shards(make(kind, self.models[1], **options, **(given or {})))
+        self.optimizers = self.usual, self.converted
+
+    def step(self, *numbers: int) -> Both:
+        for at in numbers:
+            for model, optimizer in zip(self.models, self.optimizers):
+                step(model, optimizer, at)
+        return self
+
+    def assert_alike(self) -> None:
+        """Parameters and state have the same bits, and the optimizer still has the `DTensor`s."""
+        one, other = ([*model.parameters()] for model in self.models)
+        assert_alike(one, other)
+        assert_alike(self.usual.state_dict(), self.converted.state_dict())
+        assert [*self.converted.param_groups[0]["params"]] == other and {*self.converted.state} <= {*other}
+
+
 @ranks(2)
-def test_numbers_are_those_of_a_plain_model(rank, world_size):
+def test_numbers_are_those_of_a_plain_model_and_bits_those_of_steps_on_dtensors(rank, world_size):
     for kind in KINDS:
         torch.manual_seed(0)
         plain, model = Net().double(), sharded()
         one, other = make(kind, plain), on_shards(make(kind, model))
+        assert type(other).__name__ == kind and isinstance(other, KINDS[kind])  # type: ignore[arg-type]
         for at in range(4):
             plain_step(plain, one, at)
             step(model, other, at)
         for (name, param), same in zip(plain.named_parameters(), model.parameters()):
             message = f"{kind}: {name}"
             torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10, msg=message)
+        if kind != "Rprop":  # which takes no DTensors
+            Both(kind).step(*range(4)).assert_alike()
+    for way in ("foreach", "fused"):
+        both = Both(given={way: True}).step(*range(4))
+        for param, same in zip(*(model.parameters() for model in both.models)):
+            torch.testing.assert_close(param.to_local(), same.to_local(), rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)
-def test_bits_and_states_are_those_of_steps_on_dtensors(rank, world_size):
-    for kind in KINDS.keys() - {"Rprop"}:  # which takes no DTensors
-        sides = []
-        for convert in (lambda optimizer: optimizer, on_shards):
-            model = sharded()
-            optimizer = convert(make(kind, model))
-            assert type(optimizer).__name__ == kind and isinstance(optimizer, KINDS[kind])  # type: ignore[arg-type]
-            for at in range(4):
-                step(model, optimizer, at)
-            sides.append((model, optimizer))
-        (model, optimizer), (other, converted) = sides
-        assert_alike([*model.parameters()], [*other.parameters()])
-        assert_alike(optimizer.state_dict(), converted.state_dict())
-        assert [*converted.param_groups[0]["params"]] == [*other.parameters()]
-        assert {*converted.state} <= {*other.parameters()}
-
-
-@ranks(2)
-@pytest.mark.parametrize("way", ["foreach", "fused"])
-def test_other_ways_of_a_step(rank, world_size, way):
-    model, other = sharded(), sharded()
-    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other, **{way: True}))
-    for at in range(4):
-        step(model, optimizer, at)
-        step(other, converted, at)
-    for one, same in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(one.to_local(), same.to_local(), rtol=1e-12, atol=1e-12)
-
-
-@ranks(2)
-def test_a_step_runs_no_operator_on_dtensors(rank, world_size):
+def test_neighbours_are_updated_as_one_and_by_no_operator_on_dtensors(rank, world_size):
     model = sharded()
-    optimizer = on_shards(make("AdamW", model))
-    step(model, optimizer, 0)
-
     backward(model, 1, rank)
-    for stepping, expected in ((make("AdamW", model), True), (optimizer, False)):
+    for stepping, expected in ((make("AdamW", model), True), (on_shards(make("AdamW", model)), False)):
+        stepping.step()
         with _Operators(DTensor) as found:
             stepping.step()
         assert bool(found.operators) == expected
-
-
-@ranks(2)
-def test_neighbours_are_updated_as_one(rank, world_size):
-    for lrs, expected in (((0.1,), 2), ((0.1, 0.2), 7)):
+    for lrs, count in (((0.1,), 2), ((0.1, 0.2), 7)):
         torch.manual_seed(0)
         plain, model = Net().double(), sharded()
         one, other = (torch.optim.AdamW(_groups(each, lrs)) for each in (plain, model))
@@ -188,7 +191,7 @@ def test_neighbours_are_updated_as_one(rank, world_size):
             with _Operators() as found:
                 step(model, other, at)
             if at == 2 and rank == 0:  # the other has fewer rows, with padding between
-                assert found.operators.count(torch.ops.aten.addcdiv_.default) == expected
+                assert found.operators.count(torch.ops.aten.addcdiv_.default) == count
         for param, same in zip(plain.parameters(), model.parameters()):
             torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10)
         steps = {param: other.state[param]["step"] for param in model.parameters()}
@@ -197,29 +200,30 @@ def test_neighbours_are_updated_as_one(rank, world_size):
         assert len({count.data_ptr() for count in steps.values()}) == 7  # each its own
 
 
+def elsewhere(model: Any) -> None:
+    model.first.weight.grad = model.first.weight.grad.clone()
+
+
+def otherwise(model: Any) -> None:
+    """The same memory, with other strides."""
+    grad = model.first.weight.grad
+    local = grad._local_tensor
+    turned = local.as_strided(local.shape, (1, local.shape[0]))
+    model.first.weight.grad = DTensor.from_local(
+        turned, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride()
+    )
+
+
+def nothing(model: Any) -> None:
+    model.first.bias.grad = None
+
+
 @ranks(2)
 def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size):
     """After steps in which all lay side by side; also clipping takes them as they are. Versions move."""
-    models = [sharded(), sharded()]
-    one, other = make("AdamW", models[0]), on_shards(make("AdamW", models[1]))
-
-    def elsewhere(model: Any) -> None:
-        model.first.weight.grad = model.first.weight.grad.clone()
-
-    def otherwise(model: Any) -> None:
-        """The same memory, with other strides."""
-        grad = model.first.weight.grad
-        local = grad._local_tensor
-        turned = local.as_strided(local.shape, (1, local.shape[0]))
-        model.first.weight.grad = DTensor.from_local(
-            turned, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride()
-        )
-
-    def nothing(model: Any) -> None:
-        model.first.bias.grad = None
-
+    both = Both()
     for change in (None, None, elsewhere, otherwise, None, nothing, None):
-        for model, optimizer in zip(models, (one, other)):
+        for model, optimizer in zip(both.models, both.optimizers):
             optimizer.zero_grad()
             backward(model, 0, rank)
             params = [*model.parameters()]
@@ -230,8 +234,8 @@ def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size):
             optimizer.step()
             after = [param._version for param in params if param.grad is not None]
             assert all(map(operator.lt, versions, after))
-        assert_alike([*models[0].parameters()], [*models[1].parameters()])
-        plain = [param.grad.full_tensor() for param in models[1].parameters() if param.grad is not None]
+        both.assert_alike()
+        plain = [param.grad.full_tensor() for param in params if param.grad is not None]
         assert nn.utils.get_total_norm(plain) <= 0.01
 
 
@@ -243,11 +247,9 @@ def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
 
 @ranks(2)
 def test_state_that_others_put_there_is_taken_over(rank, world_size, tmp_path):
-    model, other = sharded(), sharded()
-    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
-    for at in range(2):
-        step(model, optimizer, at)
-        step(other, converted, at)
+    both = Both().step(0, 1)
+    model, other = both.models
+    converted = both.converted
     saved = copy.deepcopy(get_optimizer_state_dict(other, converted))
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=False)
     for at in range(2, 4):
@@ -255,21 +257,18 @@ def test_state_that_others_put_there_is_taken_over(rank, world_size, tmp_path):
     read = get_optimizer_state_dict(other, converted)
     dcp.load(read, checkpoint_id=tmp_path)
     set_optimizer_state_dict(other, converted, read)
-    assert_alike(converted.state_dict(), optimizer.state_dict())
+    assert_alike(converted.state_dict(), both.usual.state_dict())
     other.load_state_dict(model.state_dict())
-    for state in (optimizer.state, converted.state):  # as users do
-        for values in state.values():
-            values["exp_avg"] = values["exp_avg"] * 2
-            values["exp_avg_sq"].mul_(3)
+    states = [values for each in both.optimizers for values in each.state.values()]
+    for values in states:  # as users do
+        values["exp_avg"] = values["exp_avg"] * 2
+        values["exp_avg_sq"].mul_(3)
     converted.load_state_dict(copy.deepcopy(converted.state_dict()))
     for at in (2, 4):
-        step(model, optimizer, at)
-        step(other, converted, at)
-        for state in (optimizer.state, converted.state):
-            for values in state.values():
-                values["step"].add_(5)
-    assert_alike([*model.parameters()], [*other.parameters()])
-    assert_alike(converted.state_dict(), optimizer.state_dict())
+        both.step(at)
+        for values in (values for each in both.optimizers for values in each.state.values()):
+            values["step"].add_(5)
+    both.assert_alike()
 
 
 @ranks(2)
@@ -321,98 +320,70 @@ def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
 
 @ranks(2)
 def test_an_error_in_a_step_leaves_the_optimizer_usable(rank, world_size, monkeypatch):
-    model, other = sharded(), sharded()
-    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
-    step(model, optimizer, 0)
+    both = Both()
+    step(both.models[0], both.usual, 0)
     with monkeypatch.context() as context:
         context.setattr(sys.modules["torch.optim.adam"], "adam", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            step(other, converted, 0)
-    assert {type(param) for param in converted.param_groups[0]["params"]} == {DTensor}
-    for state in converted.state.values():
+            step(both.models[1], both.converted, 0)
+    for state in both.converted.state.values():
         state["step"].zero_()
-    step(other, converted, 0)
-    assert_alike([*model.parameters()], [*other.parameters()])
-    assert_alike(converted.state_dict(), optimizer.state_dict())
+    step(both.models[1], both.converted, 0)
+    both.assert_alike()
 
 
 @ranks(2)
-def test_memory_goes_when_gradients_and_models_do(rank, world_size):
-    model = sharded()
-    optimizer = on_shards(make("AdamW", model))
-    step(model, optimizer, 0)
-    grads = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
-    assert all(grad() is not None for grad in grads)
-    gc.disable()
-    optimizer.zero_grad()
-    assert all(grad() is None for grad in grads)
-    known = weakref.ref(optimizer)
-    del optimizer
-    assert known() is None
-    gc.enable()
-
-
-@ranks(2)
-def test_state_that_moves_to_the_host_between_steps_is_not_kept(rank, world_size):
+def test_memory_goes_with_gradients_models_and_state_that_moves_to_the_host(rank, world_size):
     policy = CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
-    model, other = sharded(offload_policy=policy), sharded(offload_policy=policy)
-    optimizer, converted = make("AdamW", model), on_shards(make("AdamW", other))
+    both = Both(sharding={"offload_policy": policy})
     gc.disable()
     for at in range(3):
-        step(model, optimizer, at)
-        step(other, converted, at)
-        known = [weakref.ref(state["exp_avg"]._local_tensor) for state in converted.state.values()]
-        for state in converted.state.values():  # as the offload does where there is an accelerator
+        both.step(at)
+        known = [weakref.ref(state["exp_avg"]._local_tensor) for state in both.converted.state.values()]
+        for state in both.converted.state.values():  # as the offload does where there is an accelerator
             state["exp_avg"] = state["exp_avg"].clone()
         assert all(each() is None for each in known)
+    both.assert_alike()
+    model, optimizer = both.models[1], both.converted
+    grads = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
+    assert all(grad() is not None for grad in grads)
+    optimizer.zero_grad()
+    assert all(grad() is None for grad in grads)
+    gone = weakref.ref(optimizer)
+    del optimizer, both, state
+    assert gone() is None
     gc.enable()
-    assert_alike([*model.parameters()], [*other.parameters()])
 
 
 @ranks(2)
 def test_precision_offload_and_conversion(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({"mp_policy": policy}, {"offload_policy": CPUOffloadPolicy()}):
-        model, other = sharded(**options), sharded(**options)
-        optimizer, converted = make("SGD", model, momentum=0), on_shards(make("SGD", other, momentum=0))
-        for at in range(4):
-            if at == 2:  # the parameters' memory is another then
-                model.float()
-                other.float()
-            step(model, optimizer, at)
-            step(other, converted, at)
-        assert_alike([*model.parameters()], [*other.parameters()])
+        both = Both("SGD", sharding=options, momentum=0).step(0, 1)
+        for model in both.models:  # the parameters' memory is another then
+            model.float()
+        both.step(2, 3).assert_alike()
 
 
 @ranks(4)
-def test_parameters_of_several_meshes(rank, world_size):
-    sides = []
-    for convert in (lambda optimizer: optimizer, on_shards):
+def test_parameters_of_several_meshes_and_of_a_wrapper(rank, world_size):
+    def distributed() -> nn.Module:
         _, data, tensor = tp_nets.mesh_of("flat")
         model = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
         fully_shard(model.blocks[0], mesh=data)  # the rest is left to tensor parallelism and to each rank
-        optimizer = convert(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
-        for at in range(3):
-            optimizer.zero_grad()
-            tp_nets.loss_of(model, tp_nets.batches(1, at)[0])
-            optimizer.step()
-        sides.append(([*model.parameters()], optimizer.state_dict()))
-    assert_alike(*sides)
+        return model
 
-
-@ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_wrapper_steps_as_ever(rank, world_size, use_orig_params):
-    sides = []
-    for convert in (lambda optimizer: optimizer, on_shards):
-        torch.manual_seed(0)
-        model = FSDP(Net().double(), use_orig_params=use_orig_params)
-        optimizer = convert(make("AdamW", model))
-        for at in range(3):
-            step(model, optimizer, at)
-        values = [param.detach() for param in model.parameters()]
-        sides.append((values, FSDP.optim_state_dict(model, optimizer)))
-    assert_alike(*sides)
+    for made in (distributed, lambda: FSDP(tp_nets.net(), use_orig_params=True)):
+        sides = []
+        for convert in (lambda optimizer: optimizer, on_shards):
+            model = made()
+            optimizer = convert(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+            for at in range(3):
+                optimizer.zero_grad()
+                tp_nets.loss_of(model, tp_nets.batches(1, at)[0])
+                optimizer.step()
+            sides.append(([*model.parameters()], optimizer.state_dict()))
+        assert_alike(*sides)
 
 
 class Foreign(torch.optim.Optimizer):
@@ -445,15 +416,16 @@ class Foreign(torch.optim.Optimizer):
                 param.sub_(update, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("kind", ["norms", "rows", "later", "all"])
-def test_what_computes_with_wholes_is_found_out_and_refused(kind):
-    params = [nn.Parameter(torch.ones(2, 2))]
-    optimizer, generator = Foreign(params, kind), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"Foreign computes with whole parameters.*owned_matrices"):
-        on_shards(optimizer)
-    assert type(optimizer) is Foreign and not optimizer.state
-    with pytest.raises(ValueError, match="Foreign computes"):  # as a second group
-        on_shards(Foreign([{"params": params}, {"params": [nn.Parameter(torch.ones(2, 2))], "kind": kind}]))
+def test_what_computes_with_wholes_is_found_out_and_refused():
+    params, generator = [nn.Parameter(torch.ones(2, 2))], torch.get_rng_state()
+    for kind in ("norms", "rows", "later", "all"):
+        optimizer = Foreign(params, kind)
+        with pytest.raises(ValueError, match=r"Foreign computes with whole parameters.*owned_matrices"):
+            on_shards(optimizer)
+        assert type(optimizer) is Foreign and not optimizer.state
+        second = {"params": [nn.Parameter(torch.ones(2, 2))], "kind": kind}
+        with pytest.raises(ValueError, match="Foreign computes"):
+            on_shards(Foreign([{"params": params}, second]))
     on_shards(Foreign(params)), on_shards(Foreign(params, "noise"))
     assert torch.equal(torch.get_rng_state(), generator) and bool((params[0] == 1).all())
 
@@ -462,14 +434,17 @@ def test_wrong_uses_are_refused_and_nothing_changes():
     params = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(TypeError, match="takes a torch.optim.Optimizer, not a Linear"):
         on_shards(nn.Linear(1, 1))  # type: ignore[type-var]
-    for name in ("LBFGS", "Adafactor", "Muon"):
-        kind = getattr(torch.optim, name)
-        with pytest.raises(ValueError, match=f"{kind.__name__} computes with whole parameters"):
-            on_shards(kind(params))
-    with pytest.raises(ValueError, match="differentiable=False"):
-        on_shards(torch.optim.SGD(params, lr=1.0, differentiable=True))
-    with pytest.raises(ValueError, match="Muon knows of shards: use it without on_shards"):
-        on_shards(Muon(nn.Linear(2, 2)))
+    whole = "computes with whole parameters"
+    refused: list[tuple[Any, str]] = [
+        (torch.optim.LBFGS(params), f"LBFGS {whole}"),
+        (torch.optim.Adafactor(params), f"Adafactor {whole}"),
+        (torch.optim.Muon(params), f"Muon {whole}"),
+        (torch.optim.SGD(params, lr=1.0, differentiable=True), "differentiable=False"),
+        (Muon(nn.Linear(2, 2)), "Muon knows of shards: use it without on_shards"),
+    ]
+    for each, rule in refused:
+        with pytest.raises(ValueError, match=rule):
+            on_shards(each)
     optimizer = torch.optim.SGD(params, lr=1.0)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with pytest.raises(ValueError, match="make the scheduler afterwards"):

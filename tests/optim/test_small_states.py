@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bed import ranks
-from fronts import FRONTS, full
+from fronts import FRONTS, full, full_state
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
 from fsdp_wrap.optim import on_shards, stochastic_rounding
@@ -67,14 +67,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(value) for name, value in model.state_dict().items()}
-
-
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    found = values(model)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(found[name], value), name
+    """To the bit."""
+    expected = full_state(plain)
+    for name, value in full_state(model).items():
+        assert torch.equal(value, expected[name]), name
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -114,8 +111,7 @@ def test_draws_go_on_where_a_state_dict_is_loaded(rank, world_size):
         state = next(iter(resumed.state.values()))
         assert full(state["exp_avg"]).dtype == torch.float32
         train(again, resumed, range(2, 4))
-        for name, value in values(model).items():
-            assert torch.equal(values(again)[name], value), name
+        assert_same(again, model)
 
 
 def test_a_closure_computes_gradients_first():
@@ -138,19 +134,18 @@ def test_a_closure_computes_gradients_first():
 
 def test_what_cannot_round_is_refused():
     model = net()
-    with pytest.raises(TypeError, match="stochastic_rounding takes a torch.optim.Optimizer"):
-        stochastic_rounding(model, model)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="Adafactor computes with whole parameters"):
-        stochastic_rounding(torch.optim.Adafactor(model.parameters()), model)
-    with pytest.raises(ValueError, match="not one of the model's"):
-        stochastic_rounding(torch.optim.SGD(net().parameters()), model)
-    with pytest.raises(ValueError, match="rounds stochastically already"):
-        adamw_twice = adamw(model)
-        stochastic_rounding(adamw_twice, model)
     itself = torch.optim.SGD(model.parameters())
     itself.bf16_stochastic_round = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="bf16_stochastic_round=False"):
-        stochastic_rounding(itself, model)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (model, TypeError, "stochastic_rounding takes a torch.optim.Optimizer"),
+        (torch.optim.Adafactor(model.parameters()), ValueError, "Adafactor computes with whole parameters"),
+        (torch.optim.SGD(net().parameters()), ValueError, "not one of the model's"),
+        (adamw(model), ValueError, "rounds stochastically already"),
+        (itself, ValueError, "bf16_stochastic_round=False"),
+    ]
+    for optimizer, error, rule in cases:
+        with pytest.raises(error, match=rule):
+            stochastic_rounding(optimizer, model)
 
 
 @ranks(2)

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable import replicate_with_fsdp as torchs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 import tp_nets
 from bed import ranks
-from fronts import full
-from fsdp_wrap import FullyShardedDataParallel as FSDP
+from bed.references import NEAR, train_beside
+from fronts import assert_same_values, each_form, full
 from fsdp_wrap import (
+    DataParallelMeshDims,
     StateDictType,
     checkpoint,
     fully_shard,
     iter_full_params,
+    replicate,
     weight_changes,
     weight_source,
 )
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 
 
-def sharded(mesh: str = "flat", plan: str = "sequence", **options: Any) -> tuple[tp_nets.Net, tp_nets.Net]:
+def sharded(
+    mesh: str = "flat", plan: str = "sequence", seed: int = 0, net: Any = None
+) -> tuple[tp_nets.Net, tp_nets.Net]:
     """A plain model, and one of the same values that is distributed and sharded."""
     _, data, tensor = tp_nets.mesh_of(mesh)
-    model = tp_nets.parallelize(tp_nets.net(), tensor, plan)
-    return tp_nets.net(), tp_nets.shard_blocks(model, fully_shard, mesh=data, **options)
+    model = tp_nets.parallelize(net or tp_nets.net(seed=seed), tensor, plan)
+    return tp_nets.net(seed=seed), tp_nets.shard_blocks(model, fully_shard, mesh=data)
 
 
 @ranks(4)
@@ -81,53 +90,51 @@ def editing(how: str) -> nn.Module:
 
 
 @ranks(4)
-@pytest.mark.parametrize("how", ["whole", "local"])
-def test_edits_in_a_forward_are_refused(rank, world_size, how):
-    with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
-        editing(how)(torch.ones(2, 4, dtype=torch.float64))
-
-
-@ranks(4)
-def test_a_returned_parameter_is_a_copy(rank, world_size):
+def test_edits_in_a_forward_are_refused_and_so_is_what_was_freed(rank, world_size):
+    x, kept = torch.ones(2, 4, dtype=torch.float64), []
+    for how in ("whole", "local"):
+        with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
+            editing(how)(x)
     model = editing("returned")
-    expected = full(model.inner.weight.detach())
-    _, weight = model(torch.ones(2, 4, dtype=torch.float64))
-    assert torch.equal(full(weight.detach()), expected)
-    full(weight).sum().backward()
-    assert torch.equal(full(model.inner.weight.grad), torch.ones_like(expected))
-
-
-@ranks(4)
-def test_a_freed_parameter_is_refused_by_autograd(rank, world_size):
-    model = editing("returned")
-    kept = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         kept.append(module.weight.to_local().square().sum())  # no output: nothing unshards it for a backward
 
     model.inner.register_forward_hook(keep)
-    model(torch.ones(2, 4, dtype=torch.float64))
+    model(x)
     with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
         kept[0].backward()
 
 
 @ranks(4)
-def test_a_forward_may_compute_with_local_parts(rank, world_size):
+def test_a_forward_may_compute_with_local_parts_and_return_a_copy(rank, world_size):
+    x = torch.ones(2, 4, dtype=torch.float64)
     model = editing("to_local")
     whole = full(model.inner.weight.detach()).requires_grad_()
-    x = torch.ones(2, 4, dtype=torch.float64)
     model(x).sum().backward()
     torch.tanh(x @ whole.t()).square().sum().backward()
     torch.testing.assert_close(full(model.inner.weight.grad), whole.grad, rtol=0, atol=1e-12)
+    model = editing("returned")
+    _, weight = model(x)
+    assert torch.equal(full(weight.detach()), whole)
+    full(weight).sum().backward()
+    assert torch.equal(full(model.inner.weight.grad), torch.ones_like(whole))
 
 
 @ranks(4)
 @pytest.mark.parametrize("mesh", ["flat", "replicas"])
-def test_full_parameters_stream(rank, world_size, mesh):
+def test_full_parameters_stream_and_go_into_safetensors_and_back(rank, world_size, mesh, tmp_path):
     plain, model = sharded(mesh)
+    _, another = sharded(mesh, seed=2)
+    checkpoint.export_safetensors(model, tmp_path)
+    loaded = tp_nets.net(seed=1)
+    for each in (loaded, another):
+        checkpoint.import_safetensors(each, tmp_path)
     expected = dict(plain.named_parameters())
     for name, value in iter_full_params(model, budget=1):
         assert torch.equal(value, expected[name]), name
+        assert torch.equal(loaded.get_parameter(name), value), name
+    assert_same_values(another, plain)
     for number, _ in enumerate(iter_full_params(model)):
         if number == rank:  # ranks that break off take part in what the others need
             break
@@ -138,36 +145,16 @@ def test_full_parameters_stream(rank, world_size, mesh):
 
 
 @ranks(4)
-def test_safetensors_go_there_and_back(rank, world_size, tmp_path):
-    plain, model = sharded()
-    checkpoint.export_safetensors(model, tmp_path)
-    loaded = tp_nets.net(seed=1)
-    checkpoint.import_safetensors(loaded, tmp_path)
-    for (name, param), other in zip(loaded.named_parameters(), plain.parameters()):
-        assert torch.equal(param, other), name
-    another = tp_nets.parallelize(tp_nets.net(seed=2), tp_nets.mesh_of("flat")[2], "sequence")
-    tp_nets.shard_blocks(another, fully_shard, mesh=tp_nets.mesh_of("flat")[1])
-    checkpoint.import_safetensors(another, tmp_path)
-    for name, value in iter_full_params(another):
-        assert torch.equal(value, dict(plain.named_parameters())[name]), name
-
-
-@ranks(4)
 def test_copies_and_meta_models_train_alike(rank, world_size):
     plain, model = sharded()
-    again = copy.deepcopy(model)
-    _, data, tensor = tp_nets.mesh_of("flat")
     with torch.device("meta"):
-        empty = tp_nets.Net().double()
-    tp_nets.shard_blocks(tp_nets.parallelize(empty, tensor, "sequence"), fully_shard, mesh=data)
+        _, empty = sharded(net=tp_nets.Net().double())
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    tokens = tp_nets.batches(1, 0)[0]
-    tp_nets.loss_of(plain, tokens)
-    for each in (model, again, empty):
-        tp_nets.loss_of(each, tokens)
-        for (name, param), other in zip(each.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(full(param.grad), other.grad, rtol=0, atol=1e-12, msg=name)
+    for each in (copy.deepcopy(model), empty):
+        train_beside(
+            each, copy.deepcopy(plain), tp_nets.loss_of, lambda step: [*tp_nets.batches(1, step)] * 4, rank
+        )
 
 
 class Tied(nn.Module):
@@ -228,51 +215,45 @@ def test_what_cannot_be_sharded_further_is_refused(rank, world_size):
 
 
 @ranks(4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_form
 def test_pieces_of_parts_are_read_from_files_without_trust(rank, world_size, use_orig_params, tmp_path):
+    """What users have noted on parameters is there before and after."""
     _, data, tensor = tp_nets.mesh_of("flat")
     model: nn.Module = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
+    function = copy.deepcopy(model)
+    for each in (model, function):
+        for name, param in each.named_parameters():
+            param.noted = name
     model = FSDP(model, device_mesh=data, use_orig_params=use_orig_params)
+    for each in (model, fully_shard(function, mesh=data)) if use_orig_params else ():
+        for name, param in each.named_parameters():
+            assert param.noted == name.removeprefix("_fsdp_wrapped_module.")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         torch.save(model.state_dict(), tmp_path / f"{rank}")
-        before = dict(iter_full_params(model))
         for param in model.parameters():
             param.data.zero_()
         read = torch.load(tmp_path / f"{rank}", weights_only=True)
         assert not model.load_state_dict(read).missing_keys
-    for name, value in iter_full_params(model):
-        assert torch.equal(value, before[name]), name
+    assert_same_values(model, tp_nets.net())
 
 
 @ranks(4)
-@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
-def test_what_users_have_noted_on_parameters_stays_there(rank, world_size, front):
-    _, data, tensor = tp_nets.mesh_of("flat")
-    model: nn.Module = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
-    for name, param in model.named_parameters():
-        param.noted = name
-    wrapped = front == "wrapper"
-    model = FSDP(model, device_mesh=data, use_orig_params=True) if wrapped else fully_shard(model, mesh=data)
-    for name, param in model.named_parameters():
-        assert param.noted == name.removeprefix("_fsdp_wrapped_module.")
-
-
-@ranks(4)
-@pytest.mark.parametrize("apart", [False, True])
-def test_parts_whose_rows_lie_apart_or_that_are_empty(rank, world_size, tmp_path, apart):
-    mesh = init_device_mesh("cpu", (1, *((2, 2) if apart else (1, 4))), mesh_dim_names=("dp", "one", "other"))
-    rows = 8 if apart else 5  # of which the last of four ranks has none
-    whole = torch.arange(4.0 * rows).view(rows, 4)
-    model = nn.Linear(4, rows, bias=False)
-    placements = [StridedShard(0, split_factor=2) if apart else Replicate(), Shard(0)]
-    model.weight = nn.Parameter(distribute_tensor(whole, mesh["one", "other"], placements))
-    fully_shard(model, mesh=mesh["dp"])
-    checkpoint.export_safetensors(model, tmp_path)
-    with torch.no_grad():
-        model.weight.zero_()
-    checkpoint.import_safetensors(model, tmp_path)
-    assert torch.equal(full(model.weight.detach()), whole)
-    assert torch.equal(dict(iter_full_params(model))["weight"], whole)
+def test_parts_whose_rows_lie_apart_or_that_are_empty(rank, world_size, tmp_path):
+    for rows, shape, outer in (
+        (8, (1, 2, 2), StridedShard(0, split_factor=2)),
+        (5, (1, 1, 4), Replicate()),  # of which the last of four ranks has none
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "one", "other"))
+        whole = torch.arange(4.0 * rows).view(rows, 4)
+        model = nn.Linear(4, rows, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh["one", "other"], [outer, Shard(0)]))
+        fully_shard(model, mesh=mesh["dp"])
+        checkpoint.export_safetensors(model, tmp_path / str(rows))
+        with torch.no_grad():
+            model.weight.zero_()
+        checkpoint.import_safetensors(model, tmp_path / str(rows))
+        assert torch.equal(full(model.weight.detach()), whole)
+        assert torch.equal(dict(iter_full_params(model))["weight"], whole)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -301,3 +282,112 @@ def test_distributed_tensors_that_no_unit_owns_are_exported(rank, world_size, tm
             model[1].running_var.add_(1)
         names = [change.name for change in changes.collect()]
         assert names == ([] if rank else ["1.running_var"])
+
+
+# `dp_mesh_dims`: all parameters are `DTensor`s on a mesh before they are sharded over a part of it
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
+    "tp_first": ((2, 2), ("tp", "dp"), {"shard": "dp"}),
+    "hybrid": ((2, 1, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
+    "replicate": ((2, 2), ("rep", "tp"), {"replicate": "rep"}),
+    "two": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+    "copies": ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
+    "two_copies": ((2, 2, 1), ("a", "b", "tp"), {"replicate": ("a", "b")}),
+    "two_hybrid": ((1, 2, 2), ("rep", "dp", "cp"), {"shard": ("dp", "cp"), "replicate": "rep"}),
+}
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+
+def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cuts the first layer by rows and the second by columns over "tp"; all else is replicated."""
+    names = mesh.mesh_dim_names or ()
+    for layer, dims in ((model[0], {"weight": 0, "bias": 0}), (model[2], {"weight": 1})):
+        for name, param in [*layer.named_parameters()]:
+            placements: list[Any] = [Replicate()] * mesh.ndim
+            if name in dims and "tp" in names:
+                placements[names.index("tp")] = Shard(dims[name])
+            setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+    return model
+
+
+def input_of(batch: torch.Tensor, mesh: DeviceMesh, names: tuple[str, ...]) -> DTensor:
+    """The batch, cut over the dimensions of data parallelism."""
+    cut = [Shard(0) if name in names else Replicate() for name in mesh.mesh_dim_names or ()]
+    return distribute_tensor(batch, mesh, cut)
+
+
+@ranks(4)
+@pytest.mark.parametrize("case", CASES)
+def test_training_over_dimensions_equals_a_plain_model_and_upstream(rank, world_size, case):
+    shape, names, given = CASES[case]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    own = tuple(name for name in names if name != "tp")
+    parts = math.prod(mesh[name].size() for name in own)
+    ours, theirs = (
+        (replicate, torchs.replicate) if "copies" in case else (fully_shard, torch_fsdp.fully_shard)
+    )
+    models = [ours(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))]
+    if "dp_mesh_dims" in inspect.signature(theirs).parameters:
+        dims = torch_fsdp.DataParallelMeshDims(**given)
+        models.append(theirs(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims=dims))
+
+    def batches(number: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return [torch.randn(8, 5, dtype=torch.float64, generator=generator)] * parts
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not isinstance(model[0].weight, DTensor):
+            loss = model(batch).square().sum()
+            loss.backward()
+            return loss.detach()
+        loss = model(input_of(batch, mesh, own)).square().sum()
+        (loss * parts).backward()  # as with torch, the sum over the ranks is divided by their number
+        return loss.full_tensor().detach()
+
+    for model in models:
+        train_beside(model, layers(), loss_of, batches, 0, steps=3)
+    for other in models[1:]:
+        for (name, param), twin in zip(models[0].named_parameters(), other.named_parameters()):
+            assert (name, param.placements, param.device_mesh) == (
+                twin[0],
+                twin[1].placements,
+                twin[1].device_mesh,
+            )
+            torch.testing.assert_close(param.to_local(), twin[1].to_local(), **NEAR, msg=name)
+
+
+@ranks(4)
+def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dims = DataParallelMeshDims(shard="dp")
+    cases: list[tuple[nn.Module, Any, str]] = [
+        (layers(), {"mesh": mesh, "dp_mesh_dims": dims}, "'0.weight' is a plain tensor"),
+        (layers(), {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="data")}, r"names \('data',\)"),
+        (layers(), {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("dp", "dp")}, "each once"),
+        (
+            distribute(layers(), mesh),
+            {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("tp")},
+            "must be Replicate",
+        ),
+        (
+            distribute(layers(), mesh),
+            {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(None, "dp"), "reshard_after_forward": 2},
+            "shards over that many ranks",
+        ),
+        (distribute(layers(), mesh), {"mesh": mesh["dp"]}, "both must be slices of one mesh"),
+        (distribute(layers(), mesh), {}, "both must be slices of one mesh"),
+    ]
+    for model, options, message in cases:
+        before = copy.copy(dict(model.named_parameters()))
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, **options)
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert type(model) is nn.Sequential
+    with pytest.raises(TypeError, match="dp_mesh_dims must be a"):
+        fully_shard(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one of shard and replicate"):
+        DataParallelMeshDims()

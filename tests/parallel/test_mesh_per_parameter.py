@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_functions
@@ -20,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import mesh_nets
 import moe_nets
 from bed import ranks
+from bed.references import NEAR, train_beside
 from bed.sampling import few_fast
 from fronts import full
 from fsdp_wrap import (
@@ -31,7 +32,6 @@ from fsdp_wrap import (
     OffloadPolicy,
     Phase,
     api,
-    checkpoint,
     fully_shard,
     iter_full_params,
     record_events,
@@ -39,12 +39,13 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
+from mesh_nets import assert_same_sides
 from scenario import Scenario, pairwise
 
 SPACE: dict[str, Sequence[Any]] = {
     "replicas": [False, True],
     "experts": ["shard", "columns", "hybrid", "copies"],
-    "accumulation": ["T", "FT", "TT", "PT"],
+    "accumulation": ["F", "TF", "FF", "CF"],
     "precision": ["none", "float32", "reduced"],
     "frozen": ["nothing", "router", "up", "blocks"],
     "reshard": [None, True, False, 2],
@@ -55,18 +56,11 @@ SPACE: dict[str, Sequence[Any]] = {
     "in_place": [False, True],
     "shared_memory": [False, True],
 }
-""""P" stands for a backward that reduces and does not sum over the replicas."""
 
 
 def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
     wanted = {"nothing": "-", "up": ".up", "router": "router.", "blocks": "blocks."}[which]
     return [param for name, param in model.named_parameters() if wanted in name]
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy:
-    if precision == "none":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(torch.float32, torch.float64 if precision == "reduced" else None)
 
 
 def place_of(experts: str, mesh: Any) -> Any:
@@ -82,21 +76,20 @@ def place_of(experts: str, mesh: Any) -> Any:
 
 
 def check(scenario: Scenario) -> None:
-    rank, exact = dist.get_rank(), scenario["precision"] == "none"
     data, *mesh = moe_nets.meshes(scenario["replicas"])
     ep, place = place_of(scenario["experts"], mesh)
-    reference, model = moe_nets.net(), moe_nets.distribute(moe_nets.net(), ep)
-    for each in (reference, model):
+    plain, model = moe_nets.net(), moe_nets.distribute(moe_nets.net(), ep)
+    for each in (plain, model):
         for param in frozen_of(each, scenario["frozen"]):
             param.requires_grad_(False)
+    dtype = None if scenario["precision"] == "none" else torch.float32
+    several = scenario["replicas"] and scenario["reshard"] == 2
     moe_nets.shard(
         model,
         fully_shard,
         mesh=data,
-        reshard_after_forward=True
-        if scenario["replicas"] and scenario["reshard"] == 2
-        else scenario["reshard"],
-        mp_policy=policy_of(scenario["precision"]),
+        reshard_after_forward=True if several else scenario["reshard"],
+        mp_policy=MixedPrecisionPolicy(dtype, torch.float64 if scenario["precision"] == "reduced" else None),
         offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
         shard_placement_fn=place,
         travel_together_bytes=scenario["together"],
@@ -105,29 +98,15 @@ def check(scenario: Scenario) -> None:
     )
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     set_gradients_in_place(model, scenario["in_place"])
-    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 5e-5}
-    optimizer, plain = (
-        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        for each in (model, reference)
+    train_beside(
+        model,
+        plain,
+        moe_nets.loss_of,
+        moe_nets.batches,
+        dist.get_rank(),
+        accumulation=scenario["accumulation"],
+        near=NEAR if dtype is None else {"rtol": 0, "atol": 5e-5},
     )
-    for step in range(2):
-        for number, synced in enumerate(scenario["accumulation"]):
-            tokens = moe_nets.batches(10 * step + number)
-            model.set_requires_gradient_sync(synced != "F")
-            model.set_requires_all_reduce(synced != "P")
-            found = moe_nets.loss_of(model, tokens[rank])
-            losses = [moe_nets.loss_of(reference, each) for each in tokens]
-            torch.testing.assert_close(found.double(), losses[rank], **near)
-        for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-            assert (param.grad is None) == (other.grad is None), name
-            if param.grad is not None:
-                other.grad /= moe_nets.RANKS
-                torch.testing.assert_close(full(param.grad), other.grad, msg=name, **near)
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
 
 
 @ranks(4)
@@ -140,123 +119,64 @@ def test_training_equals_a_plain_model(rank, world_size, part):
             raise AssertionError(str(scenario)) from error
 
 
-class Side:
+def side(
+    seed: int, way: Any = fully_shard, classes: Any = api, columns: Any = None, functions: Any = our_functions
+) -> mesh_nets.Side:
     """A mixture of experts with its optimizer, sharded or plain."""
-
-    def __init__(
-        self,
-        seed: int,
-        sharded: bool = True,
-        shard: Any = fully_shard,
-        classes: Any = api,
-        columns: Any = None,
-    ) -> None:
-        self.model = moe_nets.net(seed)
-        if sharded:
-            data, edp, ep = moe_nets.meshes()
-            place = moe_nets.placing(moe_nets.info_of(edp, classes), columns, classes)
-            moe_nets.distribute(self.model, ep)
-            moe_nets.shard(self.model, shard, mesh=data, shard_placement_fn=place)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-
-    def state(self, functions: Any = our_functions, whole: bool = False) -> dict[str, Any]:
-        options = torch_functions.StateDictOptions(full_state_dict=whole)
-        model, optim = functions.get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optim": optim}
-
-    def take(self, state: dict[str, Any], functions: Any = our_functions, whole: bool = False) -> None:
-        options = torch_functions.StateDictOptions(full_state_dict=whole)
-        functions.set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=options,
-        )
-
-    def step(self, seed: int, bound: float) -> torch.Tensor:
-        """A step with clipped gradients; returns their norm before."""
-        tokens = moe_nets.batches(seed)
-        if hasattr(self.model, "unshard"):
-            moe_nets.loss_of(self.model, tokens[dist.get_rank()])
-        else:
-            for each in tokens:
-                moe_nets.loss_of(self.model, each)
-            for param in self.model.parameters():
-                param.grad /= moe_nets.RANKS
-        norm = clip_grad_norm_(self.model.parameters(), bound)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+    model = moe_nets.net(seed)
+    if way is not None:
+        data, edp, ep = moe_nets.meshes()
+        place = moe_nets.placing(moe_nets.info_of(edp, classes), columns, classes)
+        moe_nets.distribute(model, ep)
+        moe_nets.shard(model, way, mesh=data, shard_placement_fn=place)
+    return mesh_nets.Side(model, functions)
 
 
-def assert_equal(one: Side, other: Side, atol: float) -> None:
-    """Parameters and optimizer states have the same values."""
-    pairs = zip(one.model.named_parameters(), other.model.parameters())
-    for (name, param), twin in pairs:
-        torch.testing.assert_close(full(param.detach()), full(twin.detach()), rtol=0, atol=atol, msg=name)
-        states = one.optimizer.state[param], other.optimizer.state[twin]
-        assert states[0].keys() == states[1].keys() and states[0], name
-        for key, value in states[0].items():
-            wanted = full(states[1][key])
-            torch.testing.assert_close(full(value), wanted, rtol=0, atol=atol, msg=f"{name}, {key}")
+def train(each: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
+    """With clipped gradients, whose norms before are those of the plain one."""
+    train_beside(
+        each.model,
+        plain.model,
+        moe_nets.loss_of,
+        lambda number: moe_nets.batches(number + steps.start),
+        dist.get_rank(),
+        steps=len(steps),
+        optimizers=(each.optimizer, plain.optimizer),
+        clip=lambda model: full(clip_grad_norm_(model.parameters(), 0.3)),
+        near={"rtol": 0, "atol": 1e-11},
+    )
 
 
 @ranks(4)
 @pytest.mark.parametrize("way", ["dcp", "torch-dcp", "folder", "full"])
 def test_clipped_steps_around_a_checkpoint_equal_those_of_a_plain_model(rank, world_size, way, tmp_path):
-    plain, model = Side(0, sharded=False), Side(0)
-    bound = 0.3
-    for seed in range(3):
-        expected, found = plain.step(seed, bound), model.step(seed, bound)
-        assert expected > bound  # else nothing is clipped
-        torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
-    taker = Side(1)
-    if way == "folder":
-        checkpoint.save(tmp_path, model.model, model.optimizer)
-        checkpoint.load(tmp_path, taker.model, taker.optimizer)
-    elif way == "full":
-        taker.take(model.state(whole=True), whole=True)
-    else:
-        functions = our_functions if way == "dcp" else torch_functions
-        dcp.save(model.state(functions), checkpoint_id=tmp_path)
-        taker.step(7, bound)  # so that there is a state to load into
-        state = taker.state(functions)
-        dcp.load(state, checkpoint_id=tmp_path)
-        taker.take(state, functions)
-    assert_equal(taker, model, 0)
-    for seed in range(3, 5):
-        torch.testing.assert_close(full(taker.step(seed, bound)), plain.step(seed, bound), rtol=1e-11, atol=0)
-    assert_equal(taker, plain, 1e-11)
-
-
-@ranks(4)
-def test_a_plain_model_reads_the_checkpoint(rank, world_size, tmp_path):
-    model, plain = Side(0), Side(1, sharded=False)
-    model.step(0, 1.0)
-    plain.step(0, 1.0)
-    dcp.save(model.state(), checkpoint_id=tmp_path)
-    state = plain.state(torch_functions)
-    dcp.load(state, checkpoint_id=tmp_path)
-    plain.take(state, torch_functions)
-    assert_equal(model, plain, 0)
-    for name, value in model.model.state_dict().items():
-        assert torch.equal(value.full_tensor(), plain.model.get_parameter(name)), name
+    """Which also reads the checkpoint."""
+    functions = torch_functions if way == "torch-dcp" else our_functions
+    plain, model, taker = side(0, None), side(0, functions=functions), side(1, functions=functions)
+    train(model, plain, range(3))
+    model.give(taker, way, tmp_path)
+    assert_same_sides(taker, model)
+    train(taker, plain, range(3, 5))
+    assert_same_sides(taker, plain, 1e-11)
+    if way == "dcp":
+        other = side(1, None, functions=torch_functions)
+        other.load(way, tmp_path)
+        assert_same_sides(other, model)
 
 
 @ranks(4)
 @pytest.mark.skipif(not hasattr(torch_common, "ShardPlacementResult"), reason="this torch has no such thing")
-@pytest.mark.parametrize("columns", [None, Shard(1)], ids=["rows", "columns"])
-def test_torchs_classes_do_and_shards_are_those_of_upstream(rank, world_size, columns):
-    model = Side(0, classes=torch_common, columns=columns)
-    theirs = Side(0, shard=torch_fsdp.fully_shard, classes=torch_common, columns=columns)
-    for seed in range(2):
-        model.step(seed, 1.0)
-        theirs.step(seed, 1.0)
-    for (name, found), expected in zip(model.model.state_dict().items(), theirs.model.state_dict().values()):
-        assert found.placements == expected.placements, name
-        assert found.device_mesh == expected.device_mesh, name
-        torch.testing.assert_close(found.to_local(), expected.to_local(), rtol=0, atol=1e-12, msg=name)
+def test_torchs_classes_do_and_shards_are_those_of_upstream(rank, world_size):
+    for columns in (None, Shard(1)):
+        model = side(0, classes=torch_common, columns=columns)
+        theirs = side(0, torch_fsdp.fully_shard, torch_common, columns)
+        for each in (model, theirs):
+            train(each, side(0, None), range(2))
+        pairs = zip(model.model.state_dict().items(), theirs.model.state_dict().values())
+        for (name, found), expected in pairs:
+            assert found.placements == expected.placements, name
+            assert found.device_mesh == expected.device_mesh, name
+            torch.testing.assert_close(found.to_local(), expected.to_local(), **NEAR, msg=name)
 
 
 class Sums(nn.Module):
@@ -286,8 +206,10 @@ def sums(model: Any = None, **options: Any) -> Any:
     return fully_shard(model, shard_placement_fn=told.get, **options)
 
 
-def run(model: nn.Module, rank: int) -> None:
-    model(torch.tensor(rank + 1.0, dtype=torch.float64)).backward()
+def run(model: nn.Module, rank: float) -> torch.Tensor:
+    loss = model(torch.tensor(rank + 1.0, dtype=torch.float64))
+    loss.backward()
+    return loss.detach()
 
 
 @ranks(4)
@@ -315,22 +237,16 @@ def test_each_mesh_averages_over_its_own_ranks(rank, world_size):
 
 
 @ranks(4)
-@pytest.mark.parametrize("reshard", [None, True])
-def test_each_mesh_has_its_own_collectives(rank, world_size, reshard):
-    model = sums(reshard_after_forward=reshard)
-    with record_events() as events:
-        run(model, rank)
+def test_each_mesh_has_its_own_collectives_and_one_that_is_no_parameters_makes_no_unit(rank, world_size):
     units = ["", "(mesh 2: edp)", "(mesh 3: edp x ep)", "(mesh 4: ep)"]
-    for kind, each in ((EventKind.UNSHARD, 2 if reshard else 1), (EventKind.REDUCE, 1)):
-        told = [event.unit for event in events if event.kind is kind]
-        assert sorted(told) == sorted(units * each), kind
-
-
-@ranks(4)
-def test_a_mesh_that_is_no_parameters_makes_no_unit(rank, world_size):
+    for reshard, gathers in ((None, 1), (True, 2)):
+        with record_events() as events:
+            run(sums(reshard_after_forward=reshard), rank)
+        for kind, each in ((EventKind.UNSHARD, gathers), (EventKind.REDUCE, 1)):
+            assert sorted(event.unit for event in events if event.kind is kind) == sorted(units * each), kind
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    info = api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0)
-    model = fully_shard(Sums(), shard_placement_fn=lambda _: api.ShardPlacementResult(Shard(0), info))
+    told = api.ShardPlacementResult(Shard(0), api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0))
+    model = fully_shard(Sums(), shard_placement_fn=lambda _: told)
     with record_events() as events:
         run(model, rank)
     assert {event.unit for event in events} == {""}
@@ -366,7 +282,7 @@ def test_methods_reach_all_meshes(rank, world_size):
 
 
 @ranks(4)
-def test_a_deep_copy_trains_on_its_own(rank, world_size):
+def test_a_deep_copy_trains_on_its_own_and_is_freed(rank, world_size):
     model = sums()
     other = copy.deepcopy(model)
     for each, factor in ((model, 1), (other, 2)):
@@ -377,17 +293,11 @@ def test_a_deep_copy_trains_on_its_own(rank, world_size):
     for one, two in zip(model.parameters(), other.parameters()):
         assert torch.equal(2 * full(one.detach()), full(two.detach()))
         assert torch.equal(full(one.grad), full(two.grad)) and two.device_mesh == one.device_mesh
-
-
-@ranks(4)
-def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size):
+    param = weakref.ref(other.own)
     gc.disable()
     try:
-        model = sums()
-        run(model, rank)
-        param = weakref.ref(model.own)
-        del model
-        assert param() is None
+        del each, two, other
+        assert param() is None, "not freed without the garbage collector"
     finally:
         gc.enable()
 
@@ -478,7 +388,7 @@ class Chain(nn.Module):
 
 
 @ranks(4)
-def test_backward_gathers_a_module_before_it_prefetches_the_next(rank, world_size):
+def test_backward_gathers_a_module_before_it_prefetches_the_next_and_messages_name_it(rank, world_size):
     model = Chain()
     for layer in model.layers:
         sums(layer, reshard_after_forward=True)
@@ -493,6 +403,14 @@ def test_backward_gathers_a_module_before_it_prefetches_the_next(rank, world_siz
     assert backward.index((["layers.1"], EventKind.UNSHARD)) < backward.index(
         (["layers.2"], EventKind.REDUCE)
     )
+
+    def edit(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.own.mul_(2)
+
+    model.layers[1].register_forward_pre_hook(edit)
+    with pytest.raises(RuntimeError, match=r"unit 'layers\.1 \(mesh 2: edp\)' .*'layers\.1\.own'"):
+        run(model, rank)
 
 
 class Lists(nn.Module):
@@ -514,12 +432,15 @@ def test_a_list_of_modules_has_parameters_on_several_meshes(rank, world_size):
     own = {param: api.ShardPlacementResult(None, info) for param in (model.first.own, model.second.own)}
     fully_shard([model.first, model.second], shard_placement_fn=own.get, reshard_after_forward=True)
     fully_shard(model)
-    for _ in range(2):
-        run(model, rank)
-        for each in range(world_size):
-            run(plain, each)
-    for (name, param), other in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(full(param.grad), other.grad / world_size, rtol=1e-12, atol=0, msg=name)
+    train_beside(
+        model,
+        plain,
+        run,
+        lambda number: [float(number + each) for each in range(world_size)],
+        rank,
+        accumulation="FF",
+        near={"rtol": 1e-12, "atol": 1e-12},
+    )
 
 
 @ranks(4)
@@ -543,20 +464,3 @@ def test_parameters_get_values_after_sharding(rank, world_size):
     found = dict(iter_full_params(model))
     assert list(found) == ["dense", "own", "hybrid", "copied"]
     assert all(torch.equal(value, full(given.get_parameter(name))) for name, value in found.items())
-
-
-@ranks(4)
-def test_messages_name_the_parameter_below_the_root(rank, world_size):
-    model = Chain()
-    for layer in model.layers:
-        sums(layer, reshard_after_forward=True)
-    fully_shard(model)
-
-    def edit(module: nn.Module, args: Any) -> None:
-        with torch.no_grad():
-            module.own.mul_(2)
-
-    model.layers[1].register_forward_pre_hook(edit)
-    message = r"unit 'layers\.1 \(mesh 2: edp\)' .*'layers\.1\.own'"
-    with pytest.raises(RuntimeError, match=message):
-        run(model, rank)

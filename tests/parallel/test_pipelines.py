@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import RankFailure, ranks, run_isolated
-from bed.references import Traffic, count_collectives
+from bed.references import Traffic, count_collectives, train_beside
 from fronts import full
 from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
 from fsdp_wrap._params import HandleState
@@ -81,8 +82,10 @@ def batches(step: int, data_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Pipeline:
     """One rank's stages of a pipeline of two ranks, in its data-parallel group, beside the plain model."""
 
-    def __init__(self, schedule: str, mesh: DeviceMesh, checkpoints: bool = False) -> None:
-        self.name, self.mesh = schedule, mesh
+    def __init__(self, schedule: str, *data: int, checkpoints: bool = False) -> None:
+        names = ("pipeline", "replicate", "shard") if len(data) == 2 else ("pipeline", "data")
+        mesh = init_device_mesh("cpu", (2, *data), mesh_dim_names=names)
+        self.name = schedule
         self.group, self.data = mesh.get_group("pipeline"), mesh[mesh.mesh_dim_names[1:]]
         self.numbers = numbers_of(schedule, mesh.get_coordinate()[0])
         self.total = 2 * len(self.numbers)
@@ -91,11 +94,19 @@ class Pipeline:
         self.own = {number: copy.deepcopy(self.plain[number]) for number in self.numbers}
         self.optimizers: list[torch.optim.Optimizer] = []
 
-    def train(self) -> None:
-        """Makes the optimizers."""
+    def shard(self, way: Any = fully_shard, **options: Any) -> Pipeline:
+        """Shards this rank's stages, and makes the optimizers."""
+        for stage in self.own.values():
+            shard(stage, self.data, way, **options)
         for stages in (self.plain, self.own.values()):
             params = [p for stage in stages for p in stage.parameters() if p.requires_grad]
             self.optimizers.append(torch.optim.SGD(params, lr=0.3, momentum=0.9))
+        return self
+
+    def infer_shapes(self, schedule: Any) -> None:
+        """By a step, whose gradients go."""
+        self.step(schedule, 0)
+        self.update(learns=False)
 
     def schedule(self, of_stages: Any = None, **options: Any) -> Any:
         """Torch's schedule of the stages."""
@@ -117,13 +128,28 @@ class Pipeline:
         given = stages[0] if len(stages) == 1 else stages
         return cls(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss, **options)
 
-    def step(self, schedule: Any, step: int, **options: Any) -> None:
-        """Runs one step of a schedule with this rank's data."""
+    def step(self, schedule: Any, step: int, **options: Any) -> dict[str, Traffic]:
+        """Runs one step of a schedule with this rank's data; returns the collectives."""
         inputs, targets = batches(step, self.data.size())
         own = dist.get_rank() % self.data.size()
         args = [inputs[own]] if 0 in self.numbers else []
         target = targets[own] if self.total - 1 in self.numbers else None
-        schedule.step(*args, target=target, **options)
+        with count_collectives() as counts:
+            schedule.step(*args, target=target, **options)
+        return counts
+
+    def compare_and_update(self, step: int, atol: float = 1e-12, factor: int = 1) -> None:
+        """Gradients are the plain model's, so many times; both are updated."""
+        self.plain_backward(step)
+        for param in (p for stage in self.plain for p in stage.parameters() if p.grad is not None):
+            param.grad *= factor
+        self.assert_gradients(atol)
+        self.update()
+
+    def train(self, schedule: Any, **options: Any) -> None:
+        for step in range(STEPS):
+            self.step(schedule, step)
+            self.compare_and_update(step, **options)
 
     def plain_backward(self, step: int) -> None:
         inputs, targets = batches(step, self.data.size())
@@ -139,15 +165,11 @@ class Pipeline:
                 if param.grad is not None:
                     torch.testing.assert_close(full(param.grad), other.grad, rtol=0, atol=atol, msg=where)
 
-    def update(self) -> None:
+    def update(self, learns: bool = True) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()
+            if learns:
+                optimizer.step()
             optimizer.zero_grad()
-
-
-def pipeline_of(schedule: str, *data: int, checkpoints: bool = False) -> Pipeline:
-    names = ("pipeline", "replicate", "shard") if len(data) == 2 else ("pipeline", "data")
-    return Pipeline(schedule, init_device_mesh("cpu", (2, *data), mesh_dim_names=names), checkpoints)
 
 
 def calls(counts: dict[str, Traffic]) -> tuple[int, ...]:
@@ -164,6 +186,27 @@ def assert_sharded(pipeline: Pipeline) -> None:
 # one gather and one reduction of each unit in a step
 
 
+def most_slow(schedules: Sequence[str], *fast: str) -> list[Any]:
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in schedules]
+
+
+@ranks(4)
+@pytest.mark.parametrize("schedule", most_slow(SCHEDULES, "1F1B", "ZBVZeroBubble"))
+def test_units_are_gathered_and_reduced_once_in_a_step(rank, world_size, schedule):
+    with compat.install(fully_shard=True):
+        pipeline = Pipeline(schedule, 2, checkpoints=schedule in IN_V)
+        pipeline.shard(torch_fsdp.fully_shard, reshard_after_forward=False)
+        runs = pipeline.schedule()
+        for step in range(STEPS):
+            counts = pipeline.step(runs, step)
+            units = UNITS * len(pipeline.own)
+            assert calls(counts)[1] == units
+            assert_sharded(pipeline)
+            if step:  # the first infers shapes by a step of its own; later ones gather units together
+                assert calls(counts)[0] == (1 if len(pipeline.own) == 1 else units)
+            pipeline.compare_and_update(step)
+
+
 @pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
@@ -171,54 +214,15 @@ def test_replicated_stages_reduce_once_and_gather_nothing(rank, world_size, sche
     with compat.install(fully_shard=True):
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        pipeline = pipeline_of(schedule, 2)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data, replicate)
-            assert isinstance(stage, ReplicateModule)
-        pipeline.train()
+        pipeline = Pipeline(schedule, 2).shard(replicate)
+        assert all(isinstance(stage, ReplicateModule) for stage in pipeline.own.values())
         runs = pipeline.schedule()
         for step in range(STEPS):
-            with count_collectives() as counts:
-                pipeline.step(runs, step)
+            counts = pipeline.step(runs, step)
             assert calls(counts) == (0, 0)
             if step:  # the first infers shapes by a step of its own
                 assert counts["all_reduce"].calls <= UNITS * len(pipeline.own)
-            pipeline.plain_backward(step)
-            pipeline.assert_gradients()
-            pipeline.update()
-
-
-def check_counts(schedule: str) -> None:
-    with compat.install(fully_shard=True):
-        pipeline = pipeline_of(schedule, 2, checkpoints=schedule in IN_V)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data, torch_fsdp.fully_shard, reshard_after_forward=False)
-        pipeline.train()
-        runs = pipeline.schedule()
-        for step in range(STEPS):
-            with count_collectives() as counts:
-                pipeline.step(runs, step)
-            units = UNITS * len(pipeline.own)
-            assert calls(counts)[1] == units
-            assert_sharded(pipeline)
-            if step:  # the first infers shapes by a step of its own; later ones gather units together
-                assert calls(counts)[0] == (1 if len(pipeline.own) == 1 else units)
-            pipeline.plain_backward(step)
-            pipeline.assert_gradients()
-            pipeline.update()
-
-
-@ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_units_are_gathered_and_reduced_once_in_a_step(rank, world_size, schedule):
-    check_counts(schedule)
-
-
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1F1B", "ZBVZeroBubble")])
-def test_units_are_gathered_and_reduced_once_by_every_schedule(rank, world_size, schedule):
-    check_counts(schedule)
+            pipeline.compare_and_update(step)
 
 
 @pytest.mark.slow
@@ -229,14 +233,9 @@ def test_no_more_collectives_than_torchs(rank, world_size, schedule, reshard):
     found = []
     for ours in (False, True):
         with compat.install(fully_shard=ours):
-            pipeline = pipeline_of(schedule, 2)
-            for stage in pipeline.own.values():
-                shard(stage, pipeline.data, torch_fsdp.fully_shard, reshard_after_forward=reshard)
+            pipeline = Pipeline(schedule, 2).shard(torch_fsdp.fully_shard, reshard_after_forward=reshard)
             runs = pipeline.schedule()
-            for step in range(2):
-                with count_collectives() as counts:
-                    pipeline.step(runs, step)
-            found.append(calls(counts))
+            found.append([calls(pipeline.step(runs, step)) for step in range(2)][1])
     theirs, own = found
     assert own[0] <= theirs[0]
     if reshard and schedule in SPLIT:  # torch's loses gradients there
@@ -261,28 +260,21 @@ SPACE: dict[str, Sequence[Any]] = {
 
 def check(scenario: Scenario) -> None:
     with compat.install(fully_shard=True):
-        pipeline = pipeline_of(scenario["schedule"], 2, checkpoints=scenario["checkpoints"])
+        pipeline = Pipeline(scenario["schedule"], 2, checkpoints=scenario["checkpoints"])
         for stage in (*pipeline.plain, *pipeline.own.values()):
             for name, param in stage.named_parameters():
                 param.requires_grad_(scenario["frozen"] not in name)
-        for stage in pipeline.own.values():
-            shard(
-                stage,
-                pipeline.data,
-                reshard_after_forward=scenario["reshard"],
-                mp_policy=MixedPrecisionPolicy(scenario["precision"], output_dtype=torch.float64),
-                travel_together_bytes=scenario["together"],
-                keep_unsharded_bytes=scenario["stays"],
-            )
-        pipeline.train()
-        runs = pipeline.schedule(scale_grads=scenario["scales"])
-        for step in range(STEPS):
-            pipeline.step(runs, step)
-            pipeline.plain_backward(step)
-            for param in (p for stage in pipeline.plain for p in stage.parameters() if p.grad is not None):
-                param.grad *= 1 if scenario["scales"] else MICROBATCHES
-            pipeline.assert_gradients(1e-12 if scenario["precision"] is None else 2e-5)
-            pipeline.update()
+        pipeline.shard(
+            reshard_after_forward=scenario["reshard"],
+            mp_policy=MixedPrecisionPolicy(scenario["precision"], output_dtype=torch.float64),
+            travel_together_bytes=scenario["together"],
+            keep_unsharded_bytes=scenario["stays"],
+        )
+        pipeline.train(
+            pipeline.schedule(scale_grads=scenario["scales"]),
+            atol=1e-12 if scenario["precision"] is None else 2e-5,
+            factor=1 if scenario["scales"] else MICROBATCHES,
+        )
 
 
 @pytest.mark.slow
@@ -298,16 +290,8 @@ def test_training_equals_a_plain_model(rank, world_size, part):
 
 def train_with_replicas(rank: int, world_size: int, schedule: str) -> None:
     with compat.install(fully_shard=True):
-        pipeline = pipeline_of(schedule, 2, 2)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data)
-        pipeline.train()
-        runs = pipeline.schedule()
-        for step in range(STEPS):
-            pipeline.step(runs, step)
-            pipeline.plain_backward(step)
-            pipeline.assert_gradients()
-            pipeline.update()
+        pipeline = Pipeline(schedule, 2, 2).shard()
+        pipeline.train(pipeline.schedule())
 
 
 @pytest.mark.slow
@@ -324,16 +308,11 @@ def test_stages_with_replicas(schedule):
 def test_evaluation_between_steps(rank, world_size, schedule):
     """It reduces nothing, computes with what an optimizer has written, and leaves nothing unsharded."""
     with compat.install(fully_shard=True):
-        pipeline = pipeline_of(schedule, 2)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data, reshard_after_forward=False)
-        pipeline.train()
+        pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)
         runs = pipeline.schedule()
         for step in range(STEPS):
             pipeline.step(runs, step)
-            pipeline.plain_backward(step)
-            pipeline.assert_gradients()
-            pipeline.update()
+            pipeline.compare_and_update(step)
             inputs, targets = batches(step, 2)
             first, last = 0 in pipeline.numbers, pipeline.total - 1 in pipeline.numbers
             with count_collectives() as counts, torch.no_grad():
@@ -361,13 +340,9 @@ def test_gradients_of_several_calls_are_reduced_at_the_last(rank, world_size, sc
     if not has("finalize_gradients"):
         pytest.skip("torch's schedules end each call with reductions")
     with compat.install(fully_shard=True):
-        pipeline = pipeline_of(schedule, 2)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data, reshard_after_forward=False)
+        pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)
         runs = pipeline.schedule(scale_grads=False)
-        pipeline.step(runs, 0)  # which infers shapes
-        for stage in pipeline.own.values():
-            stage.zero_grad()
+        pipeline.infer_shapes(runs)
         with count_collectives() as counts:
             for call in range(3):
                 pipeline.step(runs, call, finalize_gradients=call == 2)
@@ -384,19 +359,25 @@ def test_reductions_waited_for_later(rank, world_size):
     if not has("defer_reduce_grad_wait"):
         pytest.skip("torch's schedules wait for each reduction at once")
     with compat.install(fully_shard=True):
-        pipeline = pipeline_of("Interleaved1F1B", 2)
-        for stage in pipeline.own.values():
-            shard(stage, pipeline.data)
-        pipeline.train()
-        runs = pipeline.schedule(defer_reduce_grad_wait=True)
-        for step in range(STEPS):
-            pipeline.step(runs, step)
-            pipeline.plain_backward(step)
-            pipeline.assert_gradients()
-            pipeline.update()
+        pipeline = Pipeline("Interleaved1F1B", 2).shard()
+        pipeline.train(pipeline.schedule(defer_reduce_grad_wait=True))
 
 
 # without `compat` torch takes stages for plain modules
+
+
+@contextmanager
+def ended_by_the_user(stage: Any, in_background: bool = False) -> Iterator[None]:
+    """No backward reduces: the end does."""
+    stage.set_reshard_after_backward(False)
+    stage.set_manual_backward_finalization(True)
+    stage.set_requires_gradient_sync(False)
+    yield
+    stage.set_requires_gradient_sync(True)
+    stage.set_reshard_after_backward(True)
+    handle = stage.finalize_backward(async_op=in_background)
+    if in_background:
+        handle.wait()
 
 
 @pytest.mark.slow
@@ -405,60 +386,29 @@ def test_reductions_waited_for_later(rank, world_size):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_stages_that_torch_does_not_know(rank, world_size, schedule, reshard):
     """Each microbatch reduces. What splits the backward must be told to compute all gradients at once."""
-    pipeline = pipeline_of(schedule, 2)
-    for stage in pipeline.own.values():
-        shard(stage, pipeline.data, reshard_after_forward=reshard)
-    pipeline.train()
+    pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=reshard)
     runs = pipeline.schedule({"dw_builder": lambda: lambda: None} if schedule in SPLIT else None)
-    for step in range(STEPS):
-        if step == 0 and VERSION >= (2, 12):  # shapes are inferred by a step that leaves gradients
-            pipeline.step(runs, step)
-            for stage in pipeline.own.values():
-                stage.zero_grad()
-        pipeline.step(runs, step)
-        pipeline.plain_backward(step)
-        pipeline.assert_gradients()
-        pipeline.update()
+    if VERSION >= (2, 12):
+        pipeline.infer_shapes(runs)
+    pipeline.train(runs)
 
 
-def check_ended_by_hand(schedule: str) -> None:
-    pipeline = pipeline_of(schedule, 2)
-    for stage in pipeline.own.values():
-        shard(stage, pipeline.data, reshard_after_forward=False)
-    pipeline.train()
+@ranks(4)
+@pytest.mark.parametrize("schedule", most_slow(["1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B"], "1F1B"))
+def test_the_user_ends_the_backwards_of_stages_that_torch_does_not_know(rank, world_size, schedule):
+    pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)
     runs = pipeline.schedule(scale_grads=False)
-    pipeline.step(runs, 0)  # which infers shapes
-    for stage in pipeline.own.values():
-        stage.zero_grad()
+    pipeline.infer_shapes(runs)
     for step in range(STEPS):
         with count_collectives() as counts:
-            for stage in pipeline.own.values():
-                stage.set_reshard_after_backward(False)
-                stage.set_requires_gradient_sync(False)
-                stage.set_manual_backward_finalization(True)
-            pipeline.step(runs, step)
-            for stage in pipeline.own.values():
-                stage.set_reshard_after_backward(True)
-                stage.set_requires_gradient_sync(True)
-                stage.finalize_backward()
+            with ExitStack() as stack:
+                for stage in pipeline.own.values():
+                    stack.enter_context(ended_by_the_user(stage))
+                pipeline.step(runs, step)
         assert calls(counts) == (len(pipeline.own), UNITS * len(pipeline.own))
-        pipeline.plain_backward(step)
         for param in (p for stage in pipeline.own.values() for p in stage.parameters()):
             param.grad /= MICROBATCHES
-        pipeline.assert_gradients()
-        pipeline.update()
-
-
-@ranks(4)
-def test_the_user_ends_the_backwards_of_stages_that_torch_does_not_know(rank, world_size):
-    check_ended_by_hand("1F1B")
-
-
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS", "Interleaved1F1B"])
-def test_the_user_ends_the_backwards_of_more_stages_that_torch_does_not_know(rank, world_size, schedule):
-    check_ended_by_hand(schedule)
+        pipeline.compare_and_update(step)
 
 
 @ranks(1)
@@ -476,113 +426,69 @@ def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, 
 
 # by hand
 
-Backward = Callable[[FSDPModule, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forwards = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
+"""Returns inputs of microbatches, and their losses."""
 
 
-def show(stage: nn.Module) -> list[nn.Parameter]:
-    """Unsharded parameters, which graphs lead to."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    return list(stage.parameters())
-
-
-class ByHand:
-    """Four microbatches through two ranks with a stage each, all forwards before the backwards."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.stage, self.pipeline = pipeline.own[pipeline.numbers[0]], pipeline
-        self.first = pipeline.numbers[0] == 0
-        self.other = (dist.get_rank() + pipeline.data.size()) % dist.get_world_size()
-        self.unsplit: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def forward(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        inputs, targets = (
-            each[dist.get_rank() % self.pipeline.data.size()].chunk(MICROBATCHES)
-            for each in batches(step, self.pipeline.data.size())
-        )
-        done = []
-        for x, target in zip(inputs, targets):
-            if not self.first:
-                x = torch.empty_like(x)
-                dist.recv(x, self.other)
-            x = x.detach().requires_grad_()
-            output = self.stage(x)
-            if self.first:
-                dist.send(output.detach(), self.other)
-            else:
-                output = nn.functional.mse_loss(output, target) / MICROBATCHES
-            done.append((x, output))
-        return done
-
-    def gradient_of(self, output: torch.Tensor) -> torch.Tensor:
-        grad = torch.ones_like(output)
-        if self.first:
-            dist.recv(grad, self.other)
-        return grad
-
-    def send_back(self, grad: torch.Tensor) -> None:
-        if not self.first:
-            dist.send(grad, self.other)
-
-
-def last_syncs(hand: ByHand, step: int) -> None:
+def last_syncs(stage: FSDPModule, forwards: Forwards) -> None:
     """Only the last backward reduces, waits and reshards."""
-    hand.stage.set_reshard_after_backward(False)
-    done = hand.forward(step)
-    for number, (x, output) in enumerate(done):
+    stage.set_reshard_after_backward(False)
+    done = forwards()
+    for number, (_, loss) in enumerate(done):
         last = number == len(done) - 1
-        hand.stage.set_is_last_backward(last)
-        hand.stage.set_requires_gradient_sync(last)
-        hand.stage.set_reshard_after_backward(last)
-        output.backward(hand.gradient_of(output))
-        hand.send_back(x.grad)
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last)
+        stage.set_reshard_after_backward(last)
+        loss.backward()
 
 
-def finalized(hand: ByHand, step: int) -> None:
-    """No backward reduces: the end does."""
-    hand.stage.set_reshard_after_backward(False)
-    hand.stage.set_manual_backward_finalization(True)
-    hand.stage.set_requires_gradient_sync(False)
-    for x, output in hand.forward(step):
-        output.backward(hand.gradient_of(output))
-        hand.send_back(x.grad)
-    hand.stage.set_requires_gradient_sync(True)
-    hand.stage.set_reshard_after_backward(True)
-    hand.stage.finalize_backward(async_op=True).wait()
+def finalized(stage: FSDPModule, forwards: Forwards) -> None:
+    with ended_by_the_user(stage, in_background=True):
+        for _, loss in forwards():
+            loss.backward()
 
 
-def split(hand: ByHand, step: int) -> None:
+def split(stage: Any, forwards: Forwards) -> None:
     """Gradients of all inputs first, and then those of parameters."""
-    hand.stage.set_reshard_after_backward(False)
-    hand.stage.set_manual_backward_finalization(True)
-    hand.stage.set_requires_gradient_sync(False)
-    later = []
-    for x, output in hand.forward(step):
-        grad = hand.gradient_of(output)
-        hand.send_back(torch.autograd.grad(output, x, grad, retain_graph=True)[0])
-        later.append((output, grad))
-    for output, grad in later:
-        leaves = show(hand.stage)
-        for leaf, found in zip(leaves, torch.autograd.grad(output, leaves, grad)):
-            leaf.grad = found if leaf.grad is None else leaf.grad + found
-    hand.stage.set_requires_gradient_sync(True)
-    hand.stage.set_reshard_after_backward(True)
-    hand.stage.finalize_backward()
+    with ended_by_the_user(stage):
+        done = forwards()
+        for x, loss in done:
+            (x.grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        for module in (stage.first, stage.second, stage):
+            module.unshard()
+        leaves = list(stage.parameters())  # unsharded, which graphs lead to
+        for _, loss in done:
+            for leaf, found in zip(leaves, torch.autograd.grad(loss, leaves)):
+                leaf.grad = found if leaf.grad is None else leaf.grad + found
 
 
-@ranks(4)
+@ranks(2)
 @pytest.mark.parametrize("way", [last_syncs, finalized, split])
-def test_pipelines_by_hand(rank, world_size, way):
-    pipeline = pipeline_of("GPipe", 2)
-    shard(pipeline.own[pipeline.numbers[0]], pipeline.data, reshard_after_forward=False)
-    pipeline.train()
-    hand = ByHand(pipeline)
-    for step in range(STEPS):
+def test_microbatches_by_hand(rank, world_size, way):
+    """All forwards come before the backwards."""
+    plain, seen = Stage().double(), list[tuple[int, ...]]()
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(copy.deepcopy(plain), mesh, reshard_after_forward=False)
+
+    def loss_of(stage: Any, batch: torch.Tensor) -> torch.Tensor:
+        """With the gradients of the inputs."""
+        parts = MICROBATCHES if isinstance(stage, FSDPModule) else 1
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def forwards() -> Any:
+            for x, target in zip(*(each.chunk(parts) for each in batch)):
+                x = x.clone().requires_grad_()
+                done.append((x, nn.functional.mse_loss(stage(x), target) / parts))
+            return done
+
         with count_collectives() as counts:
-            way(hand, step)
-        pipeline.plain_backward(step)
-        pipeline.assert_gradients()
-        pipeline.update()
-        together = way is last_syncs and step > 0
-        assert calls(counts) == (1 if step else UNITS, 1 if together else UNITS)
+            if parts == 1:
+                forwards()[0][1].backward()
+            else:
+                way(stage, forwards)
+                seen.append(calls(counts))
+        return torch.cat([sum(loss.detach() for _, loss in done)[None], *(x.grad.flatten() for x, _ in done)])
+
+    train_beside(model, plain, loss_of, lambda at: torch.stack(batches(at, 2), 1), rank, steps=STEPS)
+    together = 1 if way is last_syncs else UNITS
+    assert seen == [(UNITS, UNITS)] + [(1, together)] * (STEPS - 1)

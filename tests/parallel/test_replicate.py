@@ -5,33 +5,27 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import tp_nets
 from bed import ranks
 from bed.memory import live_bytes
-from bed.references import Traffic, count_collectives
-from bed.sampling import few_fast
+from bed.references import NEAR, Traffic, count_collectives
 from fronts import full
 from fsdp_wrap import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     ReplicateModule,
     checkpoint,
     fully_shard,
@@ -41,102 +35,7 @@ from fsdp_wrap import (
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
-from scenario import Scenario, pairwise
-
-NEAR: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
-
-SPACE: dict[str, Sequence[Any]] = {
-    "plan": [None, *tp_nets.PLANS],
-    "accumulation": ["T", "FT", "TT", "PT", "PPT"],
-    "precision": ["none", "float32", "reduced"],
-    "frozen": ["nothing", "up", "norms", "blocks"],
-    "checkpointing": ["none", "reentrant", "early_stop"],
-    "reshard": [True, False],
-    "offload": [False, True],
-    "together": [0, None],
-    "reducing": [1, 3],
-    "shared_memory": [False, True],
-}
-"""With a plan the mesh is (dp=2, tp=2). "P" stands for a backward that reduces and sums over no ranks."""
-
-
-def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
-    wanted = {"nothing": "-", "up": ".up.", "norms": "norm.", "blocks": "blocks."}[which]
-    return [param for name, param in model.named_parameters() if wanted in name]
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy:
-    if precision == "none":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(torch.float32, torch.float64 if precision == "reduced" else None)
-
-
-def replicated(scenario: Scenario) -> tuple[Any, Any]:
-    """The model that the scenario asks for, and the mesh of its copies."""
-    model = tp_nets.net(scenario["checkpointing"])
-    data = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    if scenario["plan"] is not None:
-        _, data, tensor = tp_nets.mesh_of("flat")
-        tp_nets.parallelize(model, tensor, scenario["plan"])
-    for param in frozen_of(model, scenario["frozen"]):
-        param.requires_grad_(False)
-    tp_nets.shard_blocks(
-        model,
-        replicate,
-        mesh=data,
-        mp_policy=policy_of(scenario["precision"]),
-        offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
-        travel_together_bytes=scenario["together"],
-        shared_memory=scenario["shared_memory"],
-    )
-    model.set_reshard_after_forward(scenario["reshard"])
-    model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
-    return model, data
-
-
-def check(scenario: Scenario) -> None:
-    reference = tp_nets.net()
-    for param in frozen_of(reference, scenario["frozen"]):
-        param.requires_grad_(False)
-    model, data = replicated(scenario)
-    near = NEAR if scenario["precision"] == "none" else {"rtol": 0, "atol": 2e-5}
-    optimizer, plain = (
-        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-        for each in (model, reference)
-    )
-    plan = scenario["plan"] or "columns"
-    for step in range(3):
-        for number, synced in enumerate(scenario["accumulation"]):
-            tokens = tp_nets.batches(data.size(), 10 * step + number)
-            model.set_requires_gradient_sync(synced != "F")
-            model.set_requires_all_reduce(synced != "P")
-            found = tp_nets.loss_of(model, tp_nets.own_batch(tokens, data), plan)
-            losses = torch.stack([tp_nets.loss_of(reference, each) for each in tokens])
-            torch.testing.assert_close(found.double(), tp_nets.own_batch(losses, data), **near)
-        for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-            assert (param.grad is None) == (other.grad is None), name
-            if param.grad is not None:
-                other.grad /= data.size()
-                assert param.grad.placements == param.placements and param.placements[0] == Replicate()
-                torch.testing.assert_close(full(param.grad), other.grad, msg=name, **near)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
-
-
-@ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(12), 12))
-def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=22)[part::12]:
-        try:
-            check(scenario)
-        except Exception as error:
-            raise AssertionError(str(scenario)) from error
-
-
-# beside torch's `replicate`, and DDP
+from mesh_nets import Side, assert_same_sides
 
 
 class Layer(nn.Module):
@@ -188,7 +87,7 @@ def assert_same(model: nn.Module, other: nn.Module, **near: Any) -> None:
     assert not wanted
 
 
-def without_notes(found: dict[str, Traffic]) -> dict[str, int]:
+def calls(found: dict[str, Traffic]) -> dict[str, int]:
     return {name: traffic.calls for name, traffic in found.items()}
 
 
@@ -207,7 +106,7 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         for name, model in models.items():
             with count_collectives(objects=False) as found:
                 backward(model, batches(step, world_size)[rank])
-            counts[name] = without_notes(found)
+            counts[name] = calls(found)
         units = LAYERS + 1
         assert counts["apart"] == counts["torch's"] == {"all_reduce": units}
         assert counts["together"] == {"all_reduce": 1 if step else units}
@@ -220,21 +119,16 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         twin = theirs.get_parameter(name)
         assert param.placements == twin.placements == (Replicate(),) and param.device_mesh == twin.device_mesh
         assert param.to_local().shape == param.shape == twin.shape
-
-
-@ranks(2)
-def test_accumulation_reduces_once(rank, world_size):
-    model, ddp = each_layer(net(), replicate, travel_together_bytes=0), DDP(net())
     for step, synced in enumerate([False, False, True]):
-        model.set_requires_gradient_sync(synced)
-        model.set_is_last_backward(synced)
+        apart.set_requires_gradient_sync(synced)
+        apart.set_is_last_backward(synced)
         with count_collectives() as found:
-            backward(model, batches(step, world_size)[rank])
-        assert without_notes(found) == ({"all_reduce": LAYERS + 1} if synced else {})
+            backward(apart, batches(step, world_size)[rank])
+        assert calls(found) == ({"all_reduce": LAYERS + 1} if synced else {}), "accumulation"
         backward(ddp, batches(step, world_size)[rank])
         if not synced:
-            assert not any(full(param.grad).any() for param in model.parameters())
-    assert_same(model, ddp)
+            assert not any(full(param.grad).any() for param in apart.parameters())
+    assert_same(apart, ddp)
 
 
 @ranks(2)
@@ -258,23 +152,6 @@ def test_the_signature_is_that_of_torch(rank, world_size):
 # memory
 
 
-@ranks(2)
-def test_full_parameters_are_the_optimizers(rank, world_size):
-    model = each_layer(net(), replicate)
-    where = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
-    seen: dict[str, int] = {}
-
-    def look(module: nn.Module, args: Any) -> None:
-        seen.update((name, param.data_ptr()) for name, param in module.named_parameters(recurse=False))
-
-    model[0].linear.register_forward_pre_hook(look)
-    for _ in range(2):
-        backward(model, batches(0, 2)[rank])
-        assert seen == {name: where[f"0.linear.{name}"] for name in ("weight", "bias")}
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        seen.clear()
-
-
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -286,25 +163,24 @@ class Wide(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_memory_is_that_of_the_parameters_and_of_what_is_cast(rank, world_size, dtype):
-    before = live_bytes()
-    model = replicate(Wide(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+def test_memory_is_that_of_the_parameters_and_of_what_is_cast(rank, world_size):
     size = 500 * 500 * 4
-    cast = size / 2 if dtype else 0
-    assert size <= live_bytes() - before < 1.1 * size
-    out = model(torch.ones(1, 500))
-    assert size + cast <= model.live - before < size + cast + 0.1 * size
-    assert (live_bytes() - before > 1.4 * size) == (dtype is not None), "kept for backward"
-    out.sum().backward()
-    del out
-    kept = live_bytes() - before
-    assert 2 * size <= kept < 2.1 * size, "the gradient"
-    assert full(model.weight.grad).dtype == torch.float32
+    for dtype, cast in ((None, 0), (torch.bfloat16, size / 2)):
+        before = live_bytes()
+        model = replicate(Wide(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        assert size <= live_bytes() - before < 1.1 * size
+        out = model(torch.ones(1, 500))
+        assert size + cast <= model.live - before < size + cast + 0.1 * size
+        assert (live_bytes() - before > 1.4 * size) == (dtype is not None), "kept for backward"
+        out.sum().backward()
+        del out
+        assert 2 * size <= live_bytes() - before < 2.1 * size, "the gradient"
+        assert full(model.weight.grad).dtype == torch.float32
+        del model
 
 
 @ranks(2)
-def test_parameters_get_values_after_replicating(rank, world_size):
+def test_parameters_get_values_after_replicating_and_are_those_that_modules_compute_with(rank, world_size):
     plain = net()
     with torch.device("meta"):
         model = net()
@@ -314,17 +190,20 @@ def test_parameters_get_values_after_replicating(rank, world_size):
     our_functions.set_model_state_dict(
         model, plain.state_dict(), options=torch_functions.StateDictOptions(full_state_dict=True)
     )
-    twin = DDP(plain)
+    twin, linear = DDP(plain), model[0].linear
+    where = {name: param.to_local().data_ptr() for name, param in linear.named_parameters()}
+    seen: dict[str, int] = {}
+    linear.register_forward_pre_hook(
+        lambda module, _: seen.update((name, param.data_ptr()) for name, param in module.named_parameters())
+    )
     for step in range(2):
         for each in (model, twin):
             backward(each, batches(step, 2)[rank])
+        assert seen == where, "no copy"
+        seen.clear()
         assert_same(model, twin)
         for each in (model, twin):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
-    where, seen = model[0].linear.weight.to_local().data_ptr(), list[int]()
-    model[0].linear.register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
-    model(batches(0, 2)[rank])
-    assert seen == [where], "no copy"
 
 
 # beside `fully_shard`
@@ -354,126 +233,67 @@ def made(way: str, seed: int = 0) -> Any:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["root", "inside", "wrapper"])
+@pytest.mark.parametrize("way", ["root", "inside", "wrapper", "replicated"])
 def test_units_of_both_kinds_in_one_model(rank, world_size, way):
+    """Norms are told by what a model of each kind is clipped by, torch's own function among them."""
     model, ddp = made(way), DDP(net())
+    by = {"wrapper": lambda _, bound: model.clip_grad_norm_(bound), "replicated": nn.utils.clip_grad_norm_}
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, ddp)]
-    bounds = []
     for step in range(3):
         for each in (model, ddp):
             backward(each, batches(step, world_size)[rank])
-        if way == "wrapper":
-            norms = model.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-        else:
-            norms = clip_grad_norm_(model.parameters(), 0.5), nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-        bounds.append(norms[1])
-        torch.testing.assert_close(full(norms[0]), norms[1], rtol=1e-12, atol=0)
+        found, expected = (
+            clip(each.parameters(), 0.5)
+            for clip, each in ((by.get(way, clip_grad_norm_), model), (nn.utils.clip_grad_norm_, ddp))
+        )
+        assert expected > 0.5
+        torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert min(bounds) > 0.5
-    expected = {name.removeprefix("module."): value for name, value in ddp.state_dict().items()}
+    wanted = {name.removeprefix("module."): value for name, value in ddp.state_dict().items()}
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(full(value), expected[name], msg=name, **NEAR)
-
-
-@ranks(2)
-def test_torchs_clipping_takes_replicated_parameters(rank, world_size):
-    model, ddp = made("replicated"), DDP(net())
-    for each in (model, ddp):
-        backward(each, batches(0, world_size)[rank])
-    found, expected = (nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, ddp))
-    torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
-    assert_same(model, ddp)
+        torch.testing.assert_close(full(value), wanted[name], msg=name, **NEAR)
 
 
 # states
 
 
-class Side:
-    """A model with its optimizer, after some steps."""
-
-    def __init__(self, way: str, seed: int, steps: int) -> None:
-        self.model = made(way, seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        for step in range(steps):
-            backward(self.model, batches(step, 2)[dist.get_rank()])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def state(self, functions: Any, whole: bool = False) -> dict[str, Any]:
-        options = torch_functions.StateDictOptions(full_state_dict=whole)
-        model, optim = functions.get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optim": optim}
-
-    def take(self, state: dict[str, Any], functions: Any, whole: bool = False) -> None:
-        options = torch_functions.StateDictOptions(full_state_dict=whole)
-        functions.set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=options,
-        )
-
-
-def assert_equal(one: Side, other: Side) -> None:
-    """Parameters and optimizer states have the same values."""
-    for (name, param), twin in zip(one.model.named_parameters(), other.model.parameters()):
-        assert torch.equal(full(param.detach()), full(twin.detach())), name
-        states = one.optimizer.state[param], other.optimizer.state[twin]
-        assert states[0].keys() == states[1].keys() and states[0], name
-        for key, value in states[0].items():
-            assert torch.equal(full(value), full(states[1][key])), f"{name}, {key}"
-
-
-PAIRS = [
-    *(("replicated", other) for other in ("replicated", "sharded", "root", "theirs")),
-    *((other, "replicated") for other in ("sharded", "inside", "theirs")),
-]
+def trained(way: str, seed: int, steps: int, functions: Any) -> Side:
+    side = Side(made(way, seed), functions)
+    for step in range(steps):
+        backward(side.model, batches(step, 2)[dist.get_rank()])
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+    return side
 
 
 @ranks(2)
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-@pytest.mark.parametrize("way", ["dcp", "torch-dcp", "full", "folder"])
-@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("saved", "loaded", "way"),
+    [
+        ("replicated", "replicated", "full"),
+        ("replicated", "sharded", "folder"),
+        ("replicated", "root", "dcp"),
+        ("replicated", "theirs", "torch-dcp"),
+        ("sharded", "replicated", "dcp"),
+        ("inside", "replicated", "folder"),
+        ("theirs", "replicated", "full"),
+    ],
+)
 def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
-    if way == "folder" and "theirs" in (saved, loaded):
-        way = "torch-dcp"  # our folders are of our models
-    one, other = Side(saved, 0, 2), Side(loaded, 1, 1)
     functions = torch_functions if way == "torch-dcp" else our_functions
-    if way == "folder":
-        checkpoint.save(tmp_path, one.model, one.optimizer)
-        checkpoint.load(tmp_path, other.model, other.optimizer)
-    elif way == "full":
-        state = one.state(functions, whole=True)
-        if rank == 0:
-            assert all(type(value) is torch.Tensor for value in state["model"].values())
-        other.take(copy.deepcopy(state), functions, whole=True)
-    else:
-        dcp.save(one.state(functions), checkpoint_id=tmp_path)
-        state = other.state(functions)
-        dcp.load(state, checkpoint_id=tmp_path)
-        other.take(state, functions)
-    assert_equal(one, other)
+    one, other = trained(saved, 0, 2, functions), trained(loaded, 1, 1, functions)
+    one.give(other, way, tmp_path)
+    assert_same_sides(other, one)
     for each in (one, other):
         backward(each.model, batches(9, world_size)[rank])
     assert_same(one.model, other.model)
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["replicated", "inside"])
-def test_safetensors_come_back(rank, world_size, way, tmp_path):
+def test_state_dicts_and_safetensors_hold_what_a_plain_model_has(rank, world_size, tmp_path):
     pytest.importorskip("safetensors")
-    one, other = made(way, 0), made(way, 1)
-    checkpoint.export_safetensors(one, tmp_path)
-    checkpoint.import_safetensors(other, tmp_path)
-    for name, value in one.state_dict().items():
-        assert torch.equal(full(value), full(other.state_dict()[name])), name
-
-
-@ranks(2)
-def test_a_full_state_dict_loads_into_a_plain_model_and_back(rank, world_size):
     model, plain = made("replicated", 1), net(0)
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor) and value.placements == (Replicate(),), name
@@ -484,6 +304,11 @@ def test_a_full_state_dict_loads_into_a_plain_model_and_back(rank, world_size):
         }
     )
     assert_same(model, plain)
+    for number, other in enumerate((made("inside", 1), made("replicated", 1))):
+        checkpoint.export_safetensors(model, tmp_path / str(number))
+        checkpoint.import_safetensors(other, tmp_path / str(number))
+        assert_same(other, plain)
+        model = other
 
 
 # what else modules can
@@ -512,7 +337,7 @@ def test_ranks_may_use_different_layers(rank, world_size):
 
 
 @ranks(2)
-def test_copies_conversions_and_hooks(rank, world_size):
+def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     model = made("replicated")
     twin = copy.deepcopy(model)
     assert isinstance(twin, ReplicateModule)
@@ -534,11 +359,6 @@ def test_copies_conversions_and_hooks(rank, world_size):
     assert_same(twin.double(), model, rtol=0, atol=1e-4)
     with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
         pickle.dumps(model)
-
-
-@ranks(2)
-def test_parameters_outside_of_a_forward(rank, world_size):
-    model = made("replicated")
     layer = model[0]
     handle = layer.unshard(async_op=True)
     handle.wait()
@@ -565,74 +385,6 @@ def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
             backward(each, batches(step, world_size)[rank])
     dist.all_reduce(model[3].norm.bias.grad.div_(world_size))
     assert_same(model, ddp)
-
-
-# meshes of several dimensions
-
-
-@ranks(4)
-def test_distributed_parameters_lie_as_upstreams(rank, world_size):
-    _, data, tensor = tp_nets.mesh_of("flat")
-    models = []
-    for way in (replicate, torchs.replicate):
-        model = tp_nets.parallelize(tp_nets.net(), tensor, "sequence")
-        models.append(tp_nets.shard_blocks(model, way, mesh=data))
-    for step in range(2):
-        for model in models:
-            tp_nets.loss_of(model, tp_nets.own_batch(tp_nets.batches(2, step), data), "sequence")
-        for (name, param), twin in zip(models[0].named_parameters(), models[1].parameters()):
-            assert param.placements == twin.placements and param.device_mesh == twin.device_mesh, name
-            torch.testing.assert_close(full(param.grad), full(twin.grad), msg=name, **NEAR)
-    norms = [clip_grad_norm_(models[0].parameters(), 0.1)]
-    norms.append(nn.utils.clip_grad_norm_(models[1].parameters(), 0.1))
-    torch.testing.assert_close(full(norms[0]), full(norms[1]), rtol=1e-12, atol=0)
-    for (name, param), twin in zip(models[0].named_parameters(), models[1].parameters()):
-        torch.testing.assert_close(full(param.grad), full(twin.grad), msg=name, **NEAR)
-
-
-def spmd(mesh: Any) -> nn.Sequential:
-    """The first weight is cut by rows over "tp"; all else lies on the whole mesh as copies."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-    for layer in (model[0], model[2]):
-        for name, param in [*layer.named_parameters()]:
-            over_tp = Shard(0) if layer is model[0] else Replicate()
-            placed = [over_tp if each == "tp" else Replicate() for each in mesh.mesh_dim_names]
-            setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placed)))
-    return model
-
-
-@ranks(4)
-@pytest.mark.parametrize(
-    ("shape", "names", "own"),
-    [
-        ((2, 2), ("dp", "tp"), "dp"),
-        pytest.param((2, 2, 1), ("a", "b", "tp"), ("a", "b"), marks=pytest.mark.slow),
-    ],
-)
-def test_dimensions_of_an_spmd_mesh(rank, world_size, shape, names, own):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    models = [replicate(spmd(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=own))]
-    if "dp_mesh_dims" in inspect.signature(torchs.replicate).parameters:
-        theirs = torch_fsdp.DataParallelMeshDims(replicate=own)
-        models.append(torchs.replicate(spmd(mesh), mesh=mesh, dp_mesh_dims=theirs))
-    batch = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cut = [Shard(0) if name in own else Replicate() for name in names]
-    plain = net_of_spmd()
-    plain(batch).square().sum().backward()
-    copies = world_size // mesh["tp"].size()
-    for model in models:
-        model(distribute_tensor(batch, mesh, cut)).square().sum().backward()
-        for (name, param), expected in zip(model.named_parameters(), plain.parameters()):
-            assert all(placed == Replicate() for placed, each in zip(param.placements, names) if each in own)
-            assert param.placements == models[0].get_parameter(name).placements
-            found = param.grad.full_tensor()
-            torch.testing.assert_close(found, expected.grad / copies, msg=name, **NEAR)
-
-
-def net_of_spmd() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
 
 
 # refusals

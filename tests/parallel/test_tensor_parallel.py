@@ -1,56 +1,76 @@
-"""Tensor and sequence parallelism below `fully_shard`: training as a plain model in float64."""
+"""Tensor and sequence parallelism below both front-ends, beside a plain model in float64.
+
+Training, what a wrapper shows and tells of parts, norms of gradients on several meshes, collectives and
+their bytes at 8 ranks beside torch's.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fronts
+import fsdp_wrap
 import tp_nets
 from bed import ranks
+from bed.references import NEAR, Traffic, assert_same_gradients, count_collectives, train_beside
 from bed.sampling import few_fast
-from fronts import full
+from fronts import each_form, full
 from fsdp_wrap import (
+    CPUOffload,
     CPUOffloadPolicy,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardingStrategy,
     fully_shard,
+    replicate,
     set_gradients_in_place,
 )
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.clip_grad import clip_grad_norm_
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
 
 SPACE: dict[str, Sequence[Any]] = {
+    "front": [*fronts.FRONTS, "replicate"],
     "mesh": ["flat", "replicas", "shards", "long", "wide"],
     "plan": tp_nets.PLANS,
-    "accumulation": ["T", "FT", "TT", "CT"],
+    "accumulation": ["F", "TF", "FF", "CF", "CCF"],
     "precision": ["none", "float32", "reduced"],
     "frozen": ["nothing", "up", "norms", "blocks"],
     "checkpointing": ["none", "reentrant", "early_stop"],
     "reshard": [None, True, False],
     "offload": [False, True],
     "columns": [False, True],
+    "clip": [None, 1.0, 2.0, math.inf],
+    "sync": [False, True],
     "together": [0, None],
     "stays": [0, 1 << 20],
     "reducing": [1, 3],
     "in_place": [False, True],
+    "shared_memory": [False, True],
 }
-""""C" stands for a backward that reduces within each copy, and does not sum over the replicas."""
+"""What one front-end alone has, the others do without."""
 
 
-def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
-    wanted = {"nothing": "-", "up": ".up.", "norms": "norm.", "blocks": "blocks."}[which]
-    return [param for name, param in model.named_parameters() if wanted in name]
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy:
-    if precision == "none":
-        return MixedPrecisionPolicy()
-    reduce_dtype = torch.float64 if precision == "reduced" else None
-    return MixedPrecisionPolicy(torch.float32, reduce_dtype)
+DTYPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "float32": {"param_dtype": torch.float32},
+    "reduced": {"param_dtype": torch.float32, "reduce_dtype": torch.float64},
+}
+"""Of parameters, and of what is reduced."""
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -63,58 +83,335 @@ def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def check(scenario: Scenario) -> None:
-    _, data, tensor = tp_nets.mesh_of(scenario["mesh"])
-    reference = tp_nets.net_for(scenario["mesh"])
-    model = tp_nets.net_for(scenario["mesh"], scenario["checkpointing"])
-    tp_nets.parallelize(model, tensor, scenario["plan"])
-    for each in (reference, model):  # afterwards: what it distributes needs gradients
-        for param in frozen_of(each, scenario["frozen"]):
-            param.requires_grad_(False)
-    tp_nets.shard_blocks(
-        model,
-        fully_shard,
-        mesh=data,
-        reshard_after_forward=scenario["reshard"],
-        mp_policy=policy_of(scenario["precision"]),
-        offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
-        shard_placement_fn=place_over(data.shape[-1]) if scenario["columns"] else None,
-        travel_together_bytes=scenario["together"],
-        keep_unsharded_bytes=scenario["stays"],
-    )
+def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(**DTYPES[scenario["precision"]])
+    offload = CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy()
+    told |= {"mesh": data, "mp_policy": policy, "offload_policy": offload}
+    told |= {"shared_memory": scenario["shared_memory"]}
+    if scenario["front"] == "replicate":
+        tp_nets.shard_blocks(model, replicate, **told)
+        model.set_reshard_after_forward(scenario["reshard"] is not False)
+        assert all(param.placements[0] == Replicate() for param in model.parameters())
+    else:
+        told["keep_unsharded_bytes"] = scenario["stays"]
+        told["reshard_after_forward"] = scenario["reshard"]
+        place = place_over(data.shape[-1]) if scenario["columns"] else None
+        tp_nets.shard_blocks(model, fully_shard, shard_placement_fn=place, **told)
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
-    set_gradients_in_place(model, scenario["in_place"])
-    exact = scenario["precision"] == "none"
-    near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if exact else 2e-5}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-    for step in range(2):
-        for number, synced in enumerate(scenario["accumulation"]):
-            tokens = tp_nets.batches(data.size(), 10 * step + number)
-            model.set_requires_gradient_sync(synced != "F")
-            model.set_requires_all_reduce(synced != "C")
-            found = tp_nets.loss_of(model, tp_nets.own_batch(tokens, data), scenario["plan"])
-            losses = [tp_nets.loss_of(reference, each) for each in tokens]
-            assert len(losses) == data.size()
-            own = tp_nets.own_batch(torch.stack(losses), data)
-            torch.testing.assert_close(found.double(), own, **near)
-        for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-            assert (param.grad is None) == (other.grad is None), name
-            if param.grad is not None:
-                torch.testing.assert_close(full(param.grad), other.grad / data.size(), msg=name, **near)
-                other.grad /= data.size()
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(full(param.detach()), other.detach(), msg=name, **near)
+    return model
+
+
+def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -> nn.Module:
+    kept, hybrid = scenario["reshard"] is False, data.ndim > 1
+    names = ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD") if hybrid else ("SHARD_GRAD_OP", "FULL_SHARD")
+    dtypes = DTYPES[scenario["precision"]]
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
+        device_mesh=data,
+        sharding_strategy=ShardingStrategy[names[0] if kept else names[1]],
+        use_orig_params=scenario["front"] == "orig",
+        sync_module_states=scenario["sync"],
+        cpu_offload=CPUOffload(offload_params=scenario["offload"]),
+        mixed_precision=MixedPrecision(**dtypes, cast_root_forward_inputs=False) if dtypes else None,
+        keep_unsharded_bytes=scenario["stays"],
+        **told,
+    )
+
+
+def check(scenario: Scenario) -> None:
+    mesh = scenario["mesh"]
+    if scenario["front"] == "replicate" and mesh in ("replicas", "shards"):  # it takes one dimension
+        mesh = "flat"
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    plain, model = tp_nets.net_for(mesh), tp_nets.net_for(mesh, scenario["checkpointing"])
+    tp_nets.parallelize(model, tensor, scenario["plan"])
+    for each in (plain, model):  # afterwards: what it distributes needs gradients
+        tp_nets.freeze(each, scenario["frozen"])
+    make = by_wrapper if scenario["front"] in ("flat", "orig") else by_function
+    shown = make(model, data, scenario, travel_together_bytes=scenario["together"])
+    set_gradients_in_place(shown, scenario["in_place"])
+    p = scenario["clip"]
+    train_beside(
+        shown,
+        plain,
+        functools.partial(tp_nets.loss_of, plan=scenario["plan"]),
+        lambda number: tp_nets.batches(data.size(), number),
+        tp_nets.place_in(data),
+        accumulation=scenario["accumulation"],
+        clip=p and (lambda each: clip(each, 0.1, p)),
+        near=NEAR if scenario["precision"] == "none" else {"rtol": 0, "atol": 2e-5},
+    )
+
+
+def clip(model: nn.Module, bound: float, p: float, function: Any = clip_grad_norm_) -> torch.Tensor:
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(bound, p)
+    return full(function(model.parameters(), bound, p))
 
 
 @ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(6), 3))
+@pytest.mark.parametrize("part", few_fast(range(6), 2))
 def test_training_equals_a_plain_model(rank, world_size, part):
     for scenario in pairwise(SPACE, seed=22)[part::6]:
         try:
             check(scenario)
         except Exception as error:
             raise AssertionError(str(scenario)) from error
+
+
+# norms over several meshes
+
+
+def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and a plain one, with the same gradients."""
+    _, data, tensor = tp_nets.mesh_of(mesh_name)
+    plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
+    tp_nets.shard_blocks(model, way, mesh=data)
+    for each in (plain, model):
+        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
+    return model, plain
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "plan", "way"),
+    [
+        ("flat", "columns", fully_shard),
+        ("replicas", "sequence", fully_shard),
+        ("shards", "loss", fully_shard),
+        ("flat", "sequence", replicate),
+    ],
+)
+def test_clipping_equals_that_of_a_plain_model(rank, world_size, mesh, plan, way):
+    several = plan == "columns"  # where torch's own function refuses the meshes
+    for p in (1.0, 3.5, math.inf):
+        for function in (clip_grad_norm_,) if several else (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            model, plain = with_gradients(mesh, plan, way)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, p)
+            torch.testing.assert_close(clip(model, 0.01, p, function), expected, rtol=1e-12, atol=0)
+            assert_same_gradients(model, plain, {"rtol": 0, "atol": 1e-13})
+    if several:
+        with pytest.raises(RuntimeError):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@ranks(4)
+def test_what_is_not_finite_is_so_on_all_ranks_and_what_cannot_be_clipped_is_refused(rank, world_size):
+    model, _ = with_gradients("flat", "columns")
+    held = model.blocks[0].up.weight.grad.to_local()
+    for value in (math.nan, math.inf):
+        if rank == 2:
+            held.view(-1)[0] = value
+        for p in (2.0, math.inf):
+            with pytest.raises(RuntimeError, match="total norm of order"):
+                clip_grad_norm_(model.parameters(), 1.0, p, error_if_nonfinite=True)
+            with pytest.raises(RuntimeError, match="total norm of order"):
+                fsdp_wrap.clip_grad_norm_(model, 1.0, p, error_if_nonfinite=True)
+    assert not torch.isfinite(clip_grad_norm_(model.parameters(), 1.0))
+    mesh, _, _ = tp_nets.mesh_of("flat")
+    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()]))
+    param.grad = DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()])
+    for args, rule in (
+        ((1.0,), "redistribute it first"),
+        ((1.0, 0), "norm_type must be positive"),
+        ((-1.0,), "max_norm must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            clip_grad_norm_([param], *args)
+    assert clip_grad_norm_([], 1.0) == 0
+
+
+# what a wrapper shows
+
+
+def wrapped(
+    use_orig_params: bool, mesh: str = "flat", plan: str = "sequence", model: tp_nets.Net | None = None
+) -> tuple[tp_nets.Net, FSDP]:
+    """A plain model, and a wrapped one of the same values."""
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    strategy = ShardingStrategy.HYBRID_SHARD if data.ndim > 1 else None
+    shown = FSDP(
+        tp_nets.parallelize(model or tp_nets.net(), tensor, plan),
+        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
+        device_mesh=data,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    return tp_nets.net(), shown
+
+
+def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:
+    """Leaves both with gradients, of the same batches."""
+    data = tp_nets.mesh_of(mesh)[1]
+    tokens = tp_nets.batches(data.size(), 3)
+    tp_nets.loss_of(plain, tokens.flatten(0, 1))
+    tp_nets.loss_of(model, tp_nets.own_batch(tokens, data))
+
+
+@ranks(4)
+@pytest.mark.parametrize(("use_orig_params", "mesh"), [(False, "flat"), (True, "replicas")])
+def test_values_gradients_and_norms_by_name_are_those_of_a_plain_model(
+    rank, world_size, use_orig_params, mesh
+):
+    plain, model = wrapped(use_orig_params, mesh, "columns" if mesh == "flat" else "sequence")
+    train(plain, model, mesh)
+    for p in (2.0, math.inf):
+        norms = model.grad_norms(p)
+        assert [*norms] == [name for name, _ in plain.named_parameters()]
+        for name, param in plain.named_parameters():
+            expected = torch.linalg.vector_norm(param.grad, p)
+            torch.testing.assert_close(norms[name], expected, rtol=1e-10, atol=1e-14, msg=name)
+    with FSDP.summon_full_params(model, with_grads=True):
+        shown = dict(model.module.named_parameters())
+        assert isinstance(shown["blocks.0.up.weight"], DTensor)
+        assert shown["blocks.0.up.weight"].device_mesh == tp_nets.mesh_of(mesh)[2]
+        for name, param in plain.named_parameters():
+            assert torch.equal(full(shown[name]), param), name
+            torch.testing.assert_close(full(shown[name].grad), param.grad, **NEAR)
+        before = tp_nets.batches(1, 5)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(before), plain(before), **NEAR)
+    train(plain, model, mesh)
+
+
+def edit(weight: Any, layer: nn.Linear, how: str) -> None:
+    """Three times the weight."""
+    if how == "in place":
+        weight.mul_(3)
+    elif how == "data":
+        weight.data.mul_(3)
+    else:
+        layer.weight = nn.Parameter(weight.detach() * 3)
+        layer.weight.grad = weight.grad
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("use_orig_params", "rank0_only", "how"),
+    [(False, False, "in place"), (False, True, "replaced"), (True, True, "data"), (True, False, "replaced")],
+)
+def test_edits_are_kept(rank, world_size, use_orig_params, rank0_only, how):
+    plain, model = wrapped(use_orig_params)
+    train(plain, model)
+    options = {"rank0_only": rank0_only, "offload_to_cpu": rank0_only, "with_grads": True}
+    with torch.no_grad(), FSDP.summon_full_params(model, **options):
+        up = model.module.blocks[0].module.up
+        if tp_nets.mesh_of("flat")[1].get_local_rank() == 0 or not rank0_only:
+            assert isinstance(up.weight, DTensor)
+            edit(up.weight, up, how)
+            up.weight.grad.mul_(2)
+        plain.blocks[0].up.weight.mul_(3)
+        plain.blocks[0].up.weight.grad.mul_(2)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for (name, found), param in zip(model.module.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(full(found), param, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(full(found.grad), param.grad, **NEAR, msg=name)
+    fronts.assert_same_values(model, plain)
+
+
+@ranks(4)
+@each_form
+def test_edits_that_do_not_fit_are_refused_and_none_is_kept(rank, world_size, use_orig_params):
+    plain, model = wrapped(use_orig_params)
+    mesh = tp_nets.mesh_of("flat")[2]
+    for other in (torch.ones(10, 6).double(), distribute_tensor(torch.ones(10, 6).double(), mesh)):
+        placed = "plain tensor" if type(other) is torch.Tensor else r"placements \(Replicate\(\),\)"
+        with pytest.raises(ValueError, match=rf"blocks.0.up.weight' was replaced .*{placed}.*distribute"):
+            with torch.no_grad(), FSDP.summon_full_params(model):
+                model.module.blocks[1].module.down.weight.mul_(2)
+                model.module.blocks[0].module.up.weight = nn.Parameter(other)
+    fronts.assert_same_values(model, plain)
+
+
+class _InItsOwnWay(nn.Linear):
+    """Stores twice what it computes with."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] / 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@ranks(4)
+def test_modules_that_load_in_ways_of_their_own(rank, world_size):
+    net: Any = tp_nets.net()
+    net.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
+    _, model = wrapped(False, model=net)
+    other = tp_nets.net(seed=1)
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        other.blocks[0].up.weight /= 2
+    fronts.assert_same_values(model, other)
+
+
+# at eight ranks, each looked at by itself on a group that sends nothing
+
+RANKS = 8
+MESHES = {
+    "hybrid": ((2, 2, 2), ("replicate", "shard", "tp")),
+    "tall": ((4, 2), ("shard", "tp")),
+    "wide": ((2, 4), ("shard", "tp")),
+    "copies": ((4, 1, 2), ("replicate", "shard", "tp")),
+}
+BESIDE = 24
+"""Bytes beside a part: it starts at a multiple of 16 bytes, and a number tells who has a gradient."""
+
+
+def made(way: Any, mesh_name: str, plan: str, **options: Any) -> nn.Module:
+    shape, names = MESHES[mesh_name]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = names[:-1]
+    model = tp_nets.parallelize(tp_nets.net(hidden=12), mesh["tp"], plan)
+    return tp_nets.shard_blocks(model, way, mesh=mesh[data if len(data) > 1 else data[0]], **options)
+
+
+def counted(model: Any, plan: str, letters: str) -> dict[tuple[int, str], Traffic]:
+    """What each backward of the third step takes, forward and all; the first steps compare units."""
+    found: dict[tuple[int, str], Traffic] = {}
+    for _ in range(3):
+        model.zero_grad()
+        found.clear()
+        for number, letter in enumerate(letters):
+            model.set_requires_gradient_sync(letter != "T")
+            model.set_requires_all_reduce(letter != "C")
+            with count_collectives() as counts:
+                tp_nets.loss_of(model, tp_nets.batches(1, 0)[0], plan)
+            counts.pop("_wrap_tensor_autograd", None)  # which sends nothing
+            found.update(((number, kind), traffic) for kind, traffic in counts.items())
+    return found
+
+
+def assert_placed_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, param), other in zip(ours.named_parameters(), theirs.parameters()):
+        for found, expected in ((param, other), (param.grad, other.grad)):
+            if expected is not None:
+                assert found.device_mesh == expected.device_mesh, name
+                assert found.placements == expected.placements, name
+                assert found.to_local().shape == expected.to_local().shape, name
+
+
+CASES = [
+    (mesh, plan, reshard, letters)
+    for number, mesh in enumerate(MESHES)
+    for plan in tp_nets.PLANS
+    for reshard, letters in [(True, "F"), (False, "TF"), (True, "CF"), (None, "F")][number % 2 :: 2]
+]
+
+
+@ranks(1, backend=None)
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("case", few_fast(CASES, 12), ids=lambda case: "-".join(map(str, case)))
+def test_shapes_and_collectives_are_at_most_those_of_upstream(rank, world_size, case, place):
+    mesh, plan, reshard, letters = case
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=RANKS)
+    ours, theirs = (
+        made(way, mesh, plan, reshard_after_forward=reshard) for way in (fully_shard, torch_fully_shard)
+    )
+    assert_placed_alike(ours, theirs)
+    most = 2 if reshard else 1  # each gathers in backward once more
+    beside = most * BESIDE * len(list(ours.parameters())) * MESHES[mesh][0][-2]
+    own, upstream = (counted(each, plan, letters) for each in (ours, theirs))
+    for each in own.keys() | upstream.keys():
+        assert own.get(each, Traffic()).calls <= upstream.get(each, Traffic()).calls, each
+        assert own.get(each, Traffic()).bytes <= upstream.get(each, Traffic()).bytes + beside, each
+    assert_placed_alike(ours, theirs)
