@@ -17,7 +17,7 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
 
-def _ignored(kind: str, model: Transformer) -> dict[str, Any]:
+def _ignored(kind: str, model: nn.Module) -> dict[str, Any]:
     modules = [model.blocks[1], model.norm]
     if kind == "modules":
         return {"ignored_modules": modules}

@@ -437,14 +437,11 @@ def test_mixed_precision_has_the_same_bits(rank, world_size, front):
     for budget in (0, ALL):
         torch.manual_seed(0)
         net = Net()
-        if front == "composable":
-            for part in (*[*net][:3], net):
-                policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-                fully_shard(part, mp_policy=policy, keep_unsharded_bytes=budget)
-            model: nn.Module = net
-        else:
-            policy = MixedPrecision(torch.bfloat16, torch.float32)
-            model = keeping(front, net, budget, mixed_precision=policy)
+        for part in (*[*net][:3], net) if front == "composable" else ():
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            fully_shard(part, mp_policy=policy, keep_unsharded_bytes=budget)
+        low = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
+        model = net if front == "composable" else keeping(front, net, budget, **low)
         optimizer, outputs = sgd(model), []
         for step in range(3):
             x = batch_of(step).float()
@@ -476,6 +473,26 @@ def test_accumulation(rank, world_size, front):
         for optimizer in optimizers:
             optimizer.step()
         torch.testing.assert_close(evaluate(model), evaluate(plain))
+
+
+@orig_and_composable
+@ranks(2)
+def test_an_exception_leaves_a_usable_model(rank, world_size, front):
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def fail_later(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    plain, model = models(front)
+    assert_trains_alike(plain, model, steps=1)
+    for where in (fail, fail_later):
+        hook = inner(inner(model)[1]).adapter.register_forward_hook(where)
+        with pytest.raises(ArithmeticError):
+            model(batch_of()).square().sum().backward()
+        hook.remove()
+        model.zero_grad()
+        assert_trains_alike(plain, model)
 
 
 @orig_and_composable
@@ -519,6 +536,6 @@ def test_what_is_no_number_of_bytes_is_refused(rank, world_size):
     for given, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
         for make in (FSDP, fully_shard):
             with pytest.raises(error, match="keep_unsharded_bytes must"):
-                make(nn.Linear(2, 2), keep_unsharded_bytes=given)  # type: ignore[operator]
+                make(nn.Linear(2, 2), keep_unsharded_bytes=given)  # type: ignore[arg-type]
         with pytest.raises(error, match="keep_unsharded_bytes must"):
             model.set_keep_unsharded_bytes(given)
