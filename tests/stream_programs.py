@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -73,6 +73,23 @@ def wrapped(
     return shard(front, module or net(checkpoints), ModuleWrapPolicy(set(kinds)), **options)
 
 
+def by_calls(**options: Any) -> Any:
+    """Shards `net` by calls of `fully_shard`, which takes what `wrapped` does not translate."""
+    model = net()
+    for part in (*model, model):
+        fully_shard(part, **options)
+    return model
+
+
+def products_beside(actions: Sequence[Any], chosen: Iterable[Any]) -> list[int]:
+    """For each of some actions of a device, how many matrix products may run beside it."""
+    products = [each for each in actions if each.what in ("aten::mm", "aten::addmm")]
+    return [
+        sum(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)
+        for one in chosen
+    ]
+
+
 def batch(rank: int, number: int) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
@@ -104,10 +121,7 @@ def _trains(rank: int, device: Simulation, front: str, accumulates: bool = False
 def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     if front == "composable":
-        model = net()
-        policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-        for part in (*model, model):
-            fully_shard(part, mesh=mesh, **policy)
+        model = by_calls(mesh=mesh, **({"offload_policy": CPUOffloadPolicy()} if offload else {}))
     else:
         strategy = ShardingStrategy.HYBRID_SHARD
         model = wrapped(front, sharding_strategy=strategy, device_mesh=mesh, cpu_offload=CPUOffload(offload))
@@ -198,9 +212,7 @@ def _by_hand(rank: int, device: Simulation) -> object:
 
 
 def _kept_within_a_host(rank: int, device: Simulation) -> object:
-    model = net()
-    for part in (*model, model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    model = by_calls(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     return train(model, rank, device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from fronts import assert_same_grads, each_form, each_front, twins
-from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fronts import assert_same_grads, each_form, twins
+from fsdp_wrap import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    register_fsdp_forward_method,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
@@ -37,7 +44,8 @@ def per_block(net: nn.Module, **options: Any) -> FSDP:
     return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
-each_wrapping = pytest.mark.parametrize("wrap", [FSDP, per_block], ids=["whole", "per_block"])
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WRAPPINGS = {"whole": FSDP, "per_block": per_block}
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, members: list[int], count: int = 3) -> None:
@@ -86,35 +94,12 @@ def upcast_parameters(model: nn.Module) -> None:
         param.data = param.data.to(torch.float32)
 
 
-UPCASTS = [upcast_as_accelerate_does, upcast_data_alone, upcast_parameters]
-
-
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("upcast", UPCASTS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@ranks(2)
-def test_upcast_before_the_first_forward(rank, world_size, use_orig_params, wrap, upcast, strategy):
-    low = Net().bfloat16()
-    plain = copy.deepcopy(low).float()
-    model = wrap(low, use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-    upcast(model)
-    assert_equal_state(model, plain, 0)
-    with FSDP.summon_full_params(model):
-        assert {param.dtype for param in model.parameters()} == {torch.float32}
-    train_both(model, plain)
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert {module._handle._orig_param_dtype for module in FSDP.fsdp_modules(model)} == {torch.float32}
-    assert_equal_state(model, plain, 1e-6)
-
-
-@each_form
 @ranks(4)
-def test_upcast_between_steps_and_in_hybrid(rank, world_size, use_orig_params):
-    low = Net().bfloat16()
-    mesh = init_device_mesh("cpu", (2, 2))
+def test_upcast_between_steps_and_in_hybrid(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model = per_block(low, use_orig_params=use_orig_params, **hybrid)
+    model = per_block(Net().bfloat16(), use_orig_params=True, **hybrid)
+    assert (model.rank, model.world_size) == (rank % 2, 2)
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [rank])
     plain = Net()
     plain.load_state_dict(model.state_dict())
@@ -123,86 +108,118 @@ def test_upcast_between_steps_and_in_hybrid(rank, world_size, use_orig_params):
     assert grads and {grad.dtype for grad in grads} == {torch.float32}
     train_both(model, plain)
     assert_equal_state(model, plain, 1e-6)
+    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert (whole.rank, whole.world_size) == (rank, 4)
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@ranks(2)
-def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, wrap, strategy):
-    plain = Net()
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
-    model = wrap(copy.deepcopy(plain), **options)
-    train_both(model, plain)
-    for module in (model, plain):
-        for param in module.parameters():
-            param.data = param.data * 0.5
-    assert_equal_state(model, plain, 1e-6)
-    train_both(model, plain)
-    assert_equal_state(model, plain, 1e-6)
+def halve_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "double": lambda model: model.double(),
-    "to": lambda model: model.to("cpu", torch.float64),
-    "type": lambda model: model.type(torch.float64),
+    "double": lambda model: nn.Sequential(model).double(),
+    "to": lambda model: nn.Sequential(model).to("cpu", torch.float64),
+    "type": lambda model: nn.Sequential(model).type(torch.float64),
     "half and double": lambda model: model.half().double(),
     "bfloat16 and float": lambda model: model.bfloat16().float(),
+    "behind the wrapper": lambda model: getattr(model, "module", model).double(),
+    "replaced data": halve_data,
 }
+UPCASTS = {"accelerate": upcast_as_accelerate_does, "data": upcast_data_alone, "all": upcast_parameters}
+"""Of models in bfloat16, before their first forward."""
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("how", list(CONVERSIONS))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_form
 @ranks(2)
-def test_conversion_to_another_dtype(rank, world_size, use_orig_params, wrap, how, strategy):
-    plain = Net()
+def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, strategy):
+    """Data of another dtype as well, whoever converts them."""
     options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
-    model = wrap(copy.deepcopy(plain), **options)
-    params = list(model.parameters())
-    train_both(model, plain)
-    plain.load_state_dict(model.state_dict())
-    parents = [nn.Sequential(model), nn.Sequential(plain)]
-    for parent in parents:
-        CONVERSIONS[how](parent)
-    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
-    dtypes = {param.dtype for param in plain.parameters()}
-    assert {param.dtype for param in model.parameters()} == dtypes
-    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == dtypes
-    assert_equal_state(model, plain, 0)
-    train_both(model, plain)
-    assert_equal_state(model, plain, 1e-6 if dtypes == {torch.float32} else 1e-12)
+    for number, (how, change) in enumerate({**CONVERSIONS, **UPCASTS}.items()):
+        plain = Net().bfloat16() if how in UPCASTS else Net()
+        model = [*WRAPPINGS.values()][number % 2](copy.deepcopy(plain), **options)
+        params = list(model.parameters())
+        if how not in UPCASTS:
+            train_both(model, plain)
+            plain.load_state_dict(model.state_dict())
+        change(model)
+        plain.float() if how in UPCASTS else change(plain)
+        assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
+        dtypes = {param.dtype for param in plain.parameters()}
+        # With original parameters, those of some upcasts are seen at the next use.
+        assert how in UPCASTS or {param.dtype for param in model.parameters()} == dtypes
+        assert {param.grad.dtype for param in model.parameters() if param.grad is not None} <= dtypes
+        assert how in UPCASTS or any(param.grad is not None for param in model.parameters())
+        assert_equal_state(model, plain, 0)
+        with FSDP.summon_full_params(model):
+            assert {param.dtype for param in model.parameters()} == dtypes
+        train_both(model, plain)
+        assert {param.dtype for param in model.parameters()} == dtypes
+        assert {unit._handle._orig_param_dtype for unit in FSDP.fsdp_modules(model)} == dtypes
+        assert_equal_state(model, plain, 1e-6 if dtypes == {torch.float32} else 1e-12)
+
+
+# Precision: users get the master dtype.
 
 
 @each_form
 @ranks(2)
-def test_wrapped_module_that_is_converted_behind_the_wrapper(rank, world_size, use_orig_params):
-    plain = Net()
-    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
-    model.module.double()
-    plain.double()
-    train_both(model, plain)
-    assert_equal_state(model, plain, 1e-12)
+def test_upcast_and_copies_keep_the_dtype_of_computation(rank, world_size, use_orig_params):
+    """As accelerate upcasts a model that was loaded in low precision."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+        low = Net().bfloat16()
+        expected = per_block(copy.deepcopy(low).float(), mixed_precision=LOW, **options)
+        model = per_block(low, mixed_precision=LOW, **options)
+        upcast_as_accelerate_does(model)
+        models = [model, expected]
+        for _ in range(2):
+            for net in models:
+                steps(net, torch.optim.SGD(net.parameters(), lr=0.1), [rank])
+                assert_equal_state(net, model, 0)
+                assert net is expected or repr(net) == repr(model), "a copy"
+            models.append(copy.deepcopy(model))
+        segments = [seg for unit in FSDP.fsdp_modules(model) for seg in unit._unit.handle.segments]
+        assert torch.bfloat16 in {leaf.dtype for segment in segments for leaf in segment.leaves}
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["shape", "dtype"])
+@each_form
 @ranks(2)
-def test_replaced_data_that_do_not_fit(rank, world_size, kind):
-    flat, orig = FSDP(Net()), FSDP(Net(), use_orig_params=True)
-    kept = orig.state_dict()
-    flat._flat_param.data = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"FlatParameter of '0.weight' and others.*\(3,\).*must keep"):
-        flat(torch.ones(1, WIDTH))
-    param = dict(orig.named_parameters())["_fsdp_wrapped_module.1.up.weight"]
-    before = param.data
-    param.data = torch.zeros(param.numel() + 1) if kind == "shape" else before.double()
-    said = "sharded parameter '1.up.weight'.*must keep.*the dtype of '0.weight'"
-    with pytest.raises(ValueError, match=said):
-        orig(torch.ones(1, WIDTH))
-    param.data = before
-    for key, value in orig.state_dict().items():
-        assert torch.equal(value, kept[key])
+def test_summoned_gradients_in_low_precision(rank, world_size, use_orig_params):
+    for keep, rank0_only in itertools.product((False, True), (False, True)):
+        policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keep)
+        model = per_block(Net(), use_orig_params=use_orig_params, mixed_precision=policy)
+        model(torch.arange(4.0 * WIDTH).view(4, WIDTH)).float().square().sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        before = [None if grad is None else grad.clone() for grad in grads]
+        for factor in (1, 2):
+            with FSDP.summon_full_params(model, with_grads=True, rank0_only=rank0_only):
+                for param in model.parameters() if rank == 0 or not rank0_only else ():
+                    assert param.dtype == param.grad.dtype == torch.float32
+                    if factor != 1:
+                        param.grad.mul_(factor)
+            for grad, values, param in zip(grads, before, model.parameters()):
+                assert param.grad is grad
+                assert grad is None or torch.equal(grad, values * factor)  # type: ignore[arg-type, operator]
+
+
+class Coded(Block):
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"code": self.up(x)}
+
+
+@ranks(2)
+def test_forward_methods_compute_in_low_precision(rank, world_size):
+    model = FSDP(Coded(), use_orig_params=True, mixed_precision=LOW)
+    register_fsdp_forward_method(model, "encode")
+    code = model.encode(torch.randn(4, WIDTH).bfloat16())["code"]
+    assert code.dtype == torch.bfloat16
+    code.float().sum().backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert {grad.dtype for grad in grads} == ({torch.float32} if grads else set())
+    assert grads or rank == 1  # which may hold no element of what was used
 
 
 # What clients read.
@@ -236,27 +253,20 @@ def test_private_names_of_torch_that_clients_read(rank, world_size, use_orig_par
 
 @each_form
 @ranks(2)
-def test_attributes_are_forwarded(rank, world_size, use_orig_params):
-    net = Net()
+def test_attributes_items_and_units(rank, world_size, use_orig_params):
+    plain, net = Net(), Net()
     model = per_block(net, use_orig_params=use_orig_params)
     assert model.module is net and model.motto == "of the class" and model.note is net.note
     assert model[1] is net[1] and isinstance(model[1], FSDP) and model[1].up is net[1].module.up
     assert model[-1] is net[3] and FSDP(nn.ModuleDict({"a": nn.Linear(2, 2)}))["a"].in_features == 2
     with FSDP.summon_full_params(model):
-        assert model.widths(times=2) == Net().widths(times=2)
+        assert model.widths(times=2) == plain.widths(times=2)
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'absent'"):
         model.absent  # noqa: B018
     with pytest.raises(AttributeError, match="'Block' object has no attribute 'absent'"):
         model[1].absent  # noqa: B018
     with pytest.raises(TypeError, match="'Block' object is not subscriptable"):
         model[1][0]
-
-
-@each_form
-@ranks(2)
-def test_order_and_roots(rank, world_size, use_orig_params):
-    plain = Net()
-    model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params)
     units = FSDP.fsdp_modules(model)
     assert units == [model, model[1], model[2]]
     parent = nn.ModuleList([model, FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)])
@@ -274,13 +284,12 @@ def intervals(wrapper: FSDP) -> list[Any]:
     return [found for segment in wrapper._unit.handle.segments for found in segment.layout.intervals()]
 
 
-@each_form
 @ranks(2)
-def test_repr_is_one_line_per_unit(rank, world_size, use_orig_params):
+def test_repr_is_one_line_per_unit(rank, world_size):
     net = Net()
     net[3].requires_grad_(False)
     net[0].bfloat16()
-    model = per_block(net, use_orig_params=use_orig_params, shared_memory=False)
+    model = per_block(net, use_orig_params=True, shared_memory=False)
     units = [line.strip() for line in repr(model).splitlines() if "SHARD" in line]
     held = [sum(interval.data.numel() for interval in intervals(unit)) for unit in FSDP.fsdp_modules(model)]
     assert len(units) == 3
@@ -305,39 +314,25 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@each_form
-@each_wrapping
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("call", list(CALLS))
+@each_form
 @ranks(2)
-def test_calls_that_leave_the_values(rank, world_size, use_orig_params, wrap, strategy, call):
+def test_calls_that_leave_the_values(rank, world_size, use_orig_params, strategy):
     plain = Net()
     options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
-    model = wrap(copy.deepcopy(plain), **options)
+    model = per_block(copy.deepcopy(plain), **options)
     train_both(model, plain)
-    for module in (model, plain):
-        CALLS[call](module)
-    train_both(model, plain)
-    assert_equal_state(model, plain, 1e-6)
-    if call == "share_memory":
-        assert all(param.is_shared() for param in model.parameters())
-
-
-@each_form
-@ranks(2)
-def test_training_and_trainability_reach_every_module(rank, world_size, use_orig_params):
-    model = per_block(Net(), use_orig_params=use_orig_params)
+    for call in CALLS.values():
+        for module in (model, plain):
+            call(module)
+        train_both(model, plain)
+        assert_equal_state(model, plain, 1e-6)
+    model.share_memory()
+    assert all(param.is_shared() for param in model.parameters())
     assert not any(module.training for module in model.eval().modules())
-    assert all(module.training for module in model.train().modules())
     model.requires_grad_(False)
     assert not any(param.requires_grad for param in model.parameters())
     assert not model(torch.ones(1, WIDTH)).requires_grad
-    model.requires_grad_(True)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    held = [param for param in model.parameters() if param.numel()]
-    assert held and all(param.grad is not None and param.grad.shape == param.shape for param in held)
-    model.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
 
 
 class _Swaps(nn.Module):
@@ -353,7 +348,7 @@ class _Swaps(nn.Module):
         return swapped + self.linear(x)
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_functional_call_in_a_forward(rank, world_size, front):
     plain, model = twins(front, _Swaps, torch.float64)
@@ -364,9 +359,8 @@ def test_functional_call_in_a_forward(rank, world_size, front):
     assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
-@each_form
-@ranks(2, 4)
-def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size, use_orig_params):
+@ranks(2)
+def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size):
     group = dist.new_group(list(range(world_size)))
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = per_block(
@@ -378,7 +372,7 @@ def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size, use_orig_params)
         backward_prefetch=BackwardPrefetch.BACKWARD_POST,
         forward_prefetch=True,
         limit_all_gathers=False,
-        use_orig_params=use_orig_params,
+        use_orig_params=True,
     )
     for each in FSDP.fsdp_modules(copy.deepcopy(model)) + FSDP.fsdp_modules(model):
         assert each.process_group is group
@@ -393,21 +387,8 @@ def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size, use_orig_params)
     held = sum(param.numel() for each in FSDP.fsdp_modules(model) for param in each.params)
     full = sum(param.numel() for param in Net().parameters())
     assert full / world_size <= held < full / world_size + 4 * len(FSDP.fsdp_modules(model))
-
-
-@ranks(2)
-def test_defaults_are_filled_in_and_units_without_parameters_have_none(rank, world_size):
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4))))
-    assert model.params == [] and [param.numel() for param in model[0].params] == [8]
-    assert model.cpu_offload == CPUOffload() and model.mixed_precision.param_dtype is None
-    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and model.limit_all_gathers is True
-    assert model.process_group is dist.group.WORLD
-
-
-@ranks(4)
-def test_group_of_hybrid_and_unsharded_wrappers(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hybrid = FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert (hybrid.rank, hybrid.world_size) == (rank % 2, 2)
-    whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert (whole.rank, whole.world_size) == (rank, 4)
+    default = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4))))
+    assert default.params == [] and [param.numel() for param in default[0].params] == [8]
+    assert default.cpu_offload == CPUOffload() and default.mixed_precision.param_dtype is None
+    assert default.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and default.limit_all_gathers is True
+    assert default.process_group is dist.group.WORLD

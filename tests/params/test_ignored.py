@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,42 +14,41 @@ from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import Block, Transformer, full_grads, gather_objects, loss_of, tokens, twins
+from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 
 
-def _ignored(kind: str, model: Transformer) -> dict:
+def _ignored(kind: str, model: nn.Module) -> dict[str, Any]:
+    modules = [model.blocks[1], model.norm]
     if kind == "modules":
-        return {"ignored_modules": [model.blocks[1], model.norm]}
-    if kind == "states of modules":
-        return {"ignored_states": [model.blocks[1], model.norm]}
-    return {"ignored_states": [*model.blocks[1].parameters(), *model.norm.parameters()]}
+        return {"ignored_modules": modules}
+    params = [param for module in modules for param in module.parameters()]
+    return {"ignored_states": modules if kind == "states of modules" else params}
 
 
-@pytest.mark.parametrize("wrapping", ["whole", "block"])
-@pytest.mark.parametrize("kind", ["modules", "states of modules", "states of parameters"])
-@each_form
 @ranks(2)
-def test_ignored_states_stay_whole_and_local(rank, world_size, use_orig_params, kind, wrapping):
-    plain, _ = twins(Transformer, torch.float64)
-    torch.manual_seed(0)
-    raw = Transformer().double()
-    kept = {f"blocks.1.{name}": param for name, param in raw.blocks[1].named_parameters()}
-    kept |= {f"norm.{name}": param for name, param in raw.norm.named_parameters()}
-    policy = ModuleWrapPolicy({Block}) if wrapping == "block" else None
-    model = FSDP(raw, auto_wrap_policy=policy, use_orig_params=use_orig_params, **_ignored(kind, raw))
-    held = {id(param) for param in model.parameters()}
-    for name, param in kept.items():
-        assert id(param) in held and param.shape == plain.get_parameter(name).shape, name
-    loss_of(model, tokens(rank, 0)).backward()
-    sharded = full_grads(model)
-    local = loss_of(plain, tokens(rank, 0))
-    own = dict(zip(kept, torch.autograd.grad(local, [plain.get_parameter(name) for name in kept])))
-    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
-    for name, param in plain.named_parameters():
-        found, expected = (kept[name].grad, own[name]) if name in kept else (sharded[name], param.grad)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=name)
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+def test_ignored_states_stay_whole_and_local(rank, world_size):
+    ways = [("modules", "whole"), ("states of modules", "block"), ("states of parameters", "block")]
+    for (kind, wrapping), use_orig_params in zip([*ways, ways[0]], (True, True, True, False)):
+        plain, _ = twins(Transformer, torch.float64)
+        raw = copy.deepcopy(plain)
+        kept = {f"blocks.1.{name}": param for name, param in raw.blocks[1].named_parameters()}
+        kept |= {f"norm.{name}": param for name, param in raw.norm.named_parameters()}
+        policy = WRAPPINGS[wrapping]()
+        options = {"use_orig_params": use_orig_params, **_ignored(kind, raw)}
+        model = FSDP(raw, auto_wrap_policy=policy, **options)
+        held = {id(param) for param in model.parameters()}
+        for name, param in kept.items():
+            assert id(param) in held and param.shape == plain.get_parameter(name).shape, name
+        loss_of(model, tokens(rank, 0)).backward()
+        sharded = full_grads(model)
+        local = loss_of(plain, tokens(rank, 0))
+        own = dict(zip(kept, torch.autograd.grad(local, [plain.get_parameter(name) for name in kept])))
+        (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
+        for name, param in plain.named_parameters():
+            found, expected = (kept[name].grad, own[name]) if name in kept else (sharded[name], param.grad)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=name)
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
 @ranks(2)
@@ -77,15 +79,13 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
-@pytest.mark.parametrize("by_policy", [False, True])
-@each_form
+@pytest.mark.parametrize(("argument", "by_policy"), [("ignored_modules", False), ("ignored_states", True)])
 @ranks(2)
-def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, use_orig_params, by_policy, argument):
+def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, by_policy, argument):
     """Its unit has nothing to shard; units that were inside before still do."""
     torch.manual_seed(0)
     raw = nn.Sequential(Counting(), nn.Linear(4, 4))
-    inner = raw[1] = FSDP(raw[1], use_orig_params=use_orig_params)
+    inner = raw[1] = FSDP(raw[1], use_orig_params=True)
     kept = dict(raw[0].named_parameters())
     policy = ModuleWrapPolicy({Counting}) if by_policy else None
     with pytest.warns(UserWarning, match=f"{argument} holds the Sequential that is being wrapped") as caught:
@@ -100,18 +100,17 @@ def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, use_orig_params
     assert sorted(model.state_dict()) == ["0.calls", "0.linear.bias", "0.linear.weight", "1.bias", "1.weight"]
     alone = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="that is being wrapped"):
-        wrapped = FSDP(alone, ignored_modules=[alone], use_orig_params=use_orig_params)
-    outer = FSDP(nn.Sequential(wrapped, nn.Linear(4, 4)), use_orig_params=use_orig_params)
+        wrapped = FSDP(alone, ignored_modules=[alone], use_orig_params=True)
+    outer = FSDP(nn.Sequential(wrapped, nn.Linear(4, 4)), use_orig_params=True)
     outer(batch).sum().backward()
     assert alone.weight.grad is not None and outer.state_dict()["0.weight"].shape == (4, 4)
 
 
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
-@pytest.mark.parametrize("prefix", ["", "below."])
 @each_form
 @ranks(2)
-def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_orig_params, prefix, kind):
+def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_orig_params):
     """As that of a plain module; what units own is copied, also parameters that are shown in full now."""
+    prefix = "below."
     raw = nn.Sequential(Counting(), Counting(), nn.Linear(4, 4))
     options = {"use_orig_params": use_orig_params}
     raw[1] = FSDP(raw[1], ignored_states=[raw[1].linear.weight], **options)
@@ -126,8 +125,9 @@ def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_or
         }
         assert shared == set(ignored)
 
-    with FSDP.state_dict_type(model, kind):
-        check(model.state_dict(prefix=prefix))
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, kind):
+            check(model.state_dict(prefix=prefix))
     with FSDP.summon_full_params(model):
         full = model.state_dict(prefix=prefix)
         check(full)

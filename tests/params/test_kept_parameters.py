@@ -1,6 +1,7 @@
 """Between a forward that keeps its unit's parameters and the backward: attributes show them in full.
 
 `parameters()` goes on yielding the sharded ones, which optimizers hold: nothing done to those is lost.
+`torch.autograd.grad` may be asked for the gradient of what the forward computed with.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+import fronts
 from bed import ranks
-from fronts import FULL, KEPT, each_front, full_grads, full_state, inner, shard
+from fronts import FULL, KEPT, each_front, full_state, inner
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Around, Middle
+from params.beside_plain import assert_mean_gradients, batch_of, losses, step_beside, zero
+
+orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
+STRATEGIES = {"resharded": FULL, "kept": KEPT}
 
 
 class Hidden(Around):
@@ -30,38 +36,27 @@ class Hidden(Around):
         return self.middle(self.first(x))
 
 
-def models(front: str, make: Callable[[], nn.Module] = Around, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = make().double()
+class Normed(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = parametrizations.weight_norm(self.last)
+
+
+def models(front: str, make: Callable[[], nn.Module] = Around, **options: Any) -> tuple[Any, nn.Module]:
     options = options or {"sharding_strategy": KEPT}
-    return plain, shard(front, copy.deepcopy(plain), ModuleWrapPolicy({Middle}), **options)
+    return fronts.twins(front, make, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Middle}), **options)
+
+
+def root_kept(front: str, strategy: ShardingStrategy) -> dict[str, Any]:
+    """The wrapper's root is kept whatever the strategy, and so is that of fully_shard by default."""
+    if (front, strategy) == ("composable", FULL):
+        return {"travel_together_bytes": None}
+    return {"sharding_strategy": strategy}
 
 
 def layers_of(model: Any) -> dict[str, nn.Linear]:
     net = inner(model)
     return {"first": net.first, "middle.linear": inner(net.middle).linear, "last": net.last}
-
-
-def batch_of(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(3, WIDTH, dtype=torch.float64) + rank + step
-
-
-def assert_same_gradients(plain: nn.Module, model: nn.Module, world_size: int) -> None:
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        torch.distributed.all_reduce(grad)
-        torch.testing.assert_close(found[name], grad / world_size)
-
-
-def step_of(plain: nn.Module, model: nn.Module, rank: int, world_size: int) -> None:
-    """One step of training, whose gradients must be those of the plain model."""
-    plain.zero_grad()
-    model.zero_grad()
-    batch = batch_of(rank)
-    plain(batch).square().sum().backward()
-    model(batch).square().sum().backward()
-    assert_same_gradients(plain, model, world_size)
 
 
 @each_front
@@ -85,35 +80,33 @@ def test_attributes_show_the_full_values_until_the_backward(rank, world_size, fr
         assert all(shown())
         loss.backward()
         assert all(layer.weight is kept for layer, kept in zip(layers_of(model).values(), before))
-    with torch.no_grad():
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch_of(rank))
+        assert not any(shown())
         model(batch_of(rank))
-    assert not any(shown())
-    model(batch_of(rank))
-    assert all(shown())
-    with torch.no_grad():
-        model(batch_of(rank))
-    assert not any(shown())
-    model(batch_of(rank))
+        assert all(shown())
     if front == "composable":
         model.reshard()
         inner(model).middle.reshard()
         assert not any(shown())
-    step_of(plain, model, rank, world_size)
+    step_beside(plain, model, rank)
 
 
-@each_front
+@orig_and_composable
 @ranks(2)
-def test_parameters_are_the_same_objects_all_the_time(rank, world_size, front):
+def test_optimizers_hold_the_same_objects_all_the_time(rank, world_size, front):
     plain, model = models(front)
     before = [*model.parameters()]
     model(batch_of(rank)).sum().backward()
-    loss = model(batch_of(rank)).square().sum()
+    expected, loss = losses(plain, model, batch_of(rank))
     assert all(map(lambda one, other: one is other, model.parameters(), before))
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, model)]
     model.zero_grad()  # forgets what the backward before has left
+    expected.backward()
     loss.backward()
     assert all(map(lambda one, other: one is other, model.parameters(), before))
-    step_of(plain, model, rank, world_size)
+    assert_mean_gradients(plain, model)
     for param in plain.parameters():
         torch.distributed.all_reduce(param.grad)
         param.grad /= world_size
@@ -121,49 +114,35 @@ def test_parameters_are_the_same_objects_all_the_time(rank, world_size, front):
         optimizer.step()
     for name, value in full_state(model).items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-
-
-@each_front
-@ranks(2)
-def test_zeroing_and_freezing_between_forward_and_backward(rank, world_size, front):
-    plain, model = models(front)
-    model(batch_of(rank)).sum().backward()
-    batch = batch_of(rank)
-    expected, loss = plain(batch).square().sum(), model(batch).square().sum()
-    model.zero_grad()
-    expected.backward()
-    loss.backward()
-    assert_same_gradients(plain, model, world_size)
     for module in (plain, model):
-        module(batch)
+        module(batch_of(rank))
         for param in module.parameters():
             param.requires_grad_(False)
             param.grad = None
-    assert not model(batch).requires_grad
+    assert not model(batch_of(rank)).requires_grad
     for module in (plain, model):
         module.requires_grad_(True)
-    step_of(plain, model, rank, world_size)
+    step_beside(plain, model, rank)
 
 
-@pytest.mark.parametrize("strategy", [FULL, KEPT], ids=["root_only", "all"])
-@each_front
+@orig_and_composable
 @ranks(2)
-def test_a_loss_that_computes_with_a_layer_of_the_root(rank, world_size, front, strategy):
-    options = {} if (front, strategy) == ("composable", FULL) else {"sharding_strategy": strategy}
-    plain, model = models(front, Hidden, **options)
-    for step in range(2):
-        batch = batch_of(rank, step)
-        for module in (plain, model):
-            module.zero_grad()
-            hidden, last = module(batch), inner(module).last
-            (F.linear(hidden, last.weight, last.bias).square().sum() + last.weight.pow(2).sum()).backward()
-        assert_same_gradients(plain, model, world_size)
-        for module in (plain, model):
-            module.zero_grad()
-            loss = module(batch).square().sum()
-            inner(module).last.weight.pow(2).sum().backward()  # which reaches no output of the unit
-            loss.backward()
-        assert_same_gradients(plain, model, world_size)
+def test_a_loss_that_computes_with_a_layer_of_the_root(rank, world_size, front):
+    for strategy in STRATEGIES.values():
+        plain, model = models(front, Hidden, **root_kept(front, strategy))
+        for step in range(2):
+            batch = batch_of(rank, step)
+            for module in (plain, model):
+                module.zero_grad()
+                hidden, last = module(batch), inner(module).last
+                out = F.linear(hidden, last.weight, last.bias)
+                (out.square().sum() + last.weight.pow(2).sum()).backward()
+            assert_mean_gradients(plain, model, strategy)
+            zero(plain, model)
+            for module, loss in zip((plain, model), losses(plain, model, batch)):
+                inner(module).last.weight.pow(2).sum().backward()  # which reaches no output of the unit
+                loss.backward()
+            assert_mean_gradients(plain, model, strategy)
 
 
 def write(layer: nn.Linear) -> None:
@@ -179,102 +158,78 @@ def replace(layer: nn.Linear) -> None:
     layer.bias = nn.Parameter(layer.bias.detach().clone())
 
 
-@pytest.mark.parametrize("change", [write, replace_data, replace])
 @each_front
 @ranks(2)
-def test_changes_of_what_is_shown_are_refused(rank, world_size, front, change):
-    plain, model = models(front)
-    kept = inner(inner(model).middle).linear
-    sharded = kept.bias
-    batch = batch_of(rank)
+def test_changes_of_what_is_shown_are_refused(rank, world_size, front):
     message = rf"parameter 'middle.linear.bias' .* between forward and backward on rank {rank}"
-    loss = model(batch).sum()
-    change(kept)
-    with pytest.raises(AssertionError, match=message):
-        loss.backward()
-    model.zero_grad()
-    step_of(plain, model, rank, world_size)
-    model(batch)
-    change(kept)
-    with pytest.raises(Exception, match=r"linear.bias' was (written to|replaced)") as raised:
-        model(batch)
-    if change is replace:
-        assert isinstance(raised.value, ValueError)
-        if front == "flat":
+    for change in (write, replace_data, replace):
+        plain, model = models(front)
+        kept = inner(inner(model).middle).linear
+        sharded = kept.bias
+        loss = model(batch_of(rank)).sum()
+        change(kept)
+        with pytest.raises(AssertionError, match=message):
+            loss.backward()
+        step_beside(plain, model, rank, change)
+        model(batch_of(rank))
+        change(kept)
+        error = ValueError if change is replace else RuntimeError
+        with pytest.raises(error, match=r"linear.bias' was (written to|replaced)"):
+            model(batch_of(rank))
+        if change is replace and front == "flat":
             kept._parameters["bias"] = None
-        else:
+        elif change is replace:
             kept.bias = sharded
-    else:
-        assert isinstance(raised.value, RuntimeError)
-    step_of(plain, model, rank, world_size)
-
-
-@each_front
-@ranks(2)
-def test_what_somebody_has_kept_can_be_read_after_the_backward(rank, world_size, front):
-    plain, model = models(front)
-    for step in range(2):
-        batch = batch_of(rank, step)
-        plain.zero_grad()
-        model.zero_grad()
-        expected, loss = plain(batch).square().sum(), model(batch).square().sum()
-        taken = {name: layer.weight for name, layer in layers_of(model).items()}
-        expected.backward()
-        loss.backward()
-        for name, layer in layers_of(plain).items():
-            torch.testing.assert_close(taken[name], layer.weight)
-        assert_same_gradients(plain, model, world_size)
+        step_beside(plain, model, rank, change)
 
 
 CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: None,
     "deepcopy": copy.deepcopy,
-    "state_dict": lambda model: model.state_dict(),
+    "state_dict": full_state,
     "parameters": lambda model: [param.detach().clone() for param in model.parameters()],
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@each_front
+@orig_and_composable
 @ranks(2)
-def test_calls_between_forward_and_backward(rank, world_size, front, call):
+def test_calls_between_forward_and_backward(rank, world_size, front):
+    """Also, what somebody has kept of the forward can be read after the backward."""
     plain, model = models(front)
-    batch = batch_of(rank)
-    expected, loss = plain(batch).square().sum(), model(batch).square().sum()
-    state = full_state(model) if call == "state_dict" else None
-    other = CALLS[call](model)
-    for name, param in (state or {}).items():
-        torch.testing.assert_close(param, plain.state_dict()[name])
-    expected.backward()
-    loss.backward()
-    assert_same_gradients(plain, model, world_size)
-    if call == "deepcopy":
-        assert all("weight" not in layer.__dict__ for layer in layers_of(other).values()) or front == "flat"
-        step_of(plain, other, rank, world_size)
+    for call in CALLS:
+        zero(plain, model)
+        expected, loss = losses(plain, model, batch_of(rank))
+        taken = {name: layer.weight for name, layer in layers_of(model).items()}
+        other = CALLS[call](model)
+        for name, param in (other if call == "state_dict" else {}).items():
+            torch.testing.assert_close(param, plain.state_dict()[name])
+        expected.backward()
+        loss.backward()
+        for name, layer in layers_of(plain).items():
+            torch.testing.assert_close(taken[name], layer.weight)
+        assert_mean_gradients(plain, model, call)
+        if call == "deepcopy":
+            assert all("weight" not in layer.__dict__ for layer in layers_of(other).values())
+            step_beside(plain, other, rank)
 
 
-@each_front
+@orig_and_composable
 @ranks(2)
-def test_loading_after_a_forward_without_backward(rank, world_size, front):
+def test_after_forwards_without_backward(rank, world_size, front):
+    """A state may be loaded; and after a forward that failed, attributes show the sharded parameters."""
     plain, model = models(front)
     model(batch_of(rank))
-    state = {name: value * 2 for name, value in model.state_dict().items()} if front == "composable" else None
-    if state is None:
+    if front == "composable":
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    else:
         with FSDP.summon_full_params(model):
             for layer in layers_of(model).values():
                 layer.weight.data.mul_(2)
                 layer.bias.data.mul_(2)
-    else:
-        model.load_state_dict(state)
     with torch.no_grad():
         for param in plain.parameters():
             param.mul_(2)
-    step_of(plain, model, rank, world_size)
-
-
-@each_front
-@ranks(2)
-def test_a_forward_that_failed_shows_the_sharded_ones(rank, world_size, front):
-    plain, model = models(front)
+    step_beside(plain, model, rank)
     layer = inner(inner(model).middle).linear
     before = layer.weight
     hook = inner(model).last.register_forward_hook(lambda module, args, out: 1 / 0)
@@ -282,26 +237,19 @@ def test_a_forward_that_failed_shows_the_sharded_ones(rank, world_size, front):
         model(batch_of(rank))
     hook.remove()
     assert inner(model).first.weight.shape != (WIDTH, WIDTH) or front == "composable"
-    step_of(plain, model, rank, world_size)
+    step_beside(plain, model, rank)
     assert layer.weight is before
 
 
-@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_what_every_rank_holds_may_be_edited(rank, world_size, front):
-    plain, model = models(front, sharding_strategy=ShardingStrategy.NO_SHARD)
-    batch = batch_of(rank)
-    model(batch)
-    with torch.no_grad():
-        inner(model).last.weight.mul_(2)  # the shard itself
-        plain.last.weight.mul_(2)
-    step_of(plain, model, rank, world_size)
-
-
-class Normed(Around):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = parametrizations.weight_norm(self.last)
+def test_what_every_rank_holds_may_be_edited(rank, world_size):
+    for front in ("flat", "orig"):
+        plain, model = models(front, sharding_strategy=ShardingStrategy.NO_SHARD)
+        model(batch_of(rank))
+        with torch.no_grad():
+            inner(model).last.weight.mul_(2)  # the shard itself
+            plain.last.weight.mul_(2)
+        step_beside(plain, model, rank)
 
 
 @each_front
@@ -311,4 +259,61 @@ def test_a_parametrised_tensor_of_what_is_shown(rank, world_size, front):
     loss = model(batch_of(rank)).sum()
     torch.testing.assert_close(inner(model).last.weight, plain.last.weight)
     loss.backward()
-    step_of(plain, model, rank, world_size)
+    step_beside(plain, model, rank)
+
+
+def assert_own_gradient(plain: nn.Module, expected: Any, loss: Any, part: str, taken: Any) -> None:
+    """`torch.autograd.grad` gives this rank's own gradient, reduced by no one."""
+    (wanted,) = torch.autograd.grad(expected, layers_of(plain)[part].weight, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, taken, retain_graph=True)
+    torch.testing.assert_close(found, wanted)
+
+
+def assert_backward_still_right(plain: nn.Module, model: nn.Module, expected: Any, loss: Any) -> None:
+    expected.backward()
+    loss.backward()
+    assert_mean_gradients(plain, model)
+    zero(plain, model)
+
+
+@orig_and_composable
+@ranks(2)
+def test_gradients_of_what_the_forward_computed_with(rank, world_size, front):
+    """Of what was taken in the forward, and of what it kept; autograd refuses sharded parameters."""
+    for strategy in STRATEGIES.values():
+        plain, model = models(front, sharding_strategy=strategy)
+        for part in ("last", "middle.linear"):
+            taken: list[nn.Parameter] = []
+            layer = layers_of(model)[part]
+            handle = layer.register_forward_pre_hook(lambda module, _, to=taken: to.append(module.weight))
+            expected, loss = losses(plain, model, batch_of(rank))
+            handle.remove()
+            assert_own_gradient(plain, expected, loss, part, taken)
+            assert_backward_still_right(plain, model, expected, loss)
+    for strategy, part in ((FULL, "last"), (KEPT, "last"), (KEPT, "middle.linear")):
+        plain, model = models(front, **root_kept(front, strategy))
+        for _ in range(2):
+            expected, loss = losses(plain, model, batch_of(rank))
+            assert_own_gradient(plain, expected, loss, part, layers_of(model)[part].weight)
+            assert_backward_still_right(plain, model, expected, loss)
+    plain, model = models(front, **root_kept(front, FULL))
+    expected, loss = losses(plain, model, batch_of(rank))
+    with pytest.raises(RuntimeError, match="not have been used in the graph|does not require grad"):
+        torch.autograd.grad(loss, layers_of(model)["middle.linear"].weight)
+    assert_backward_still_right(plain, model, expected, loss)
+
+
+@ranks(2)
+def test_gradients_of_parameters_shown_by_unshard(rank, world_size):
+    for reshard in (None, True, False):
+        torch.manual_seed(0)
+        plain = Around().double()
+        model: Any = copy.deepcopy(plain)
+        for module in (model.middle, model):
+            fully_shard(module, reshard_after_forward=reshard)
+        for part, unit in (("last", model), ("middle.linear", model.middle)):
+            expected, loss = losses(plain, model, batch_of(rank))
+            unit.unshard()
+            assert_own_gradient(plain, expected, loss, part, layers_of(model)[part].weight)
+            unit.reshard()
+            assert_backward_still_right(plain, model, expected, loss)

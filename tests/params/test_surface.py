@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import pytest
@@ -204,23 +204,6 @@ def walk(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     assert len(walk.read) > 50
 
 
-def call_methods(model: FSDP) -> None:
-    """Methods that leave the values as they are."""
-    trainable = [(param, param.requires_grad) for param in model.parameters()]
-    for module in list(model.modules()):
-        module.requires_grad_(True)
-        module.eval()
-        module.train()
-        module.double().cpu().to("cpu")
-        module.zero_grad(set_to_none=False)
-        module.zero_grad()
-        attempt(module.get_parameter, "weight")
-        attempt(module.get_buffer, "offset")
-    for param, flag in trainable:
-        param.requires_grad_(flag)
-    model.apply(lambda module: Walk().over("inside apply", list(module.parameters(recurse=False))))
-
-
 # Situations.
 
 
@@ -233,39 +216,68 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).logsumexp(-1).mean()
 
 
-class Situation:
-    """A wrapped model and a plain one in float64, brought to some point of training."""
+class Situations:
+    """A wrapped model and a plain one in float64, which train alike whatever is looked at and called."""
 
     def __init__(self, wrap: str, use_orig_params: bool) -> None:
         self.plain = Net().double()
         policy = ModuleWrapPolicy({Mixer, nn.LSTM}) if wrap == "nested" else None
         self.model = FSDP(copy.deepcopy(self.plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        modules = (self.model, self.plain)
-        self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+        self.modules = (self.model, self.plain)
+        self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in self.modules]
 
-    def losses(self, batches: torch.Tensor) -> list[torch.Tensor]:
-        mine, all_of_them = batches[dist.get_rank()], batches.flatten(0, 1)
-        return [loss_of(self.model, mine), loss_of(self.plain, all_of_them)]
+    def losses(self) -> list[torch.Tensor]:
+        batches = tokens()
+        return [loss_of(self.model, batches[dist.get_rank()]), loss_of(self.plain, batches.flatten(0, 1))]
 
-    def finish(self, losses: Iterable[torch.Tensor]) -> None:
+    def step(self, between: Callable[[], object] = lambda: None, zeroed: bool = True) -> None:
+        for optimizer in self.optimizers if zeroed else ():
+            optimizer.zero_grad()
+        losses = self.losses()
+        between()
         for loss in losses:
             loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        self.finish(self.losses(tokens()))
-
     def walk(self) -> None:
+        """Looks at everything, calls what leaves the values as they are, and looks again."""
         walk(self.model, self.optimizers[0])
+        self._call_methods()
+
+    def _call_methods(self) -> None:
+        trainable = [(param, param.requires_grad) for param in self.model.parameters()]
+        for module in list(self.model.modules()):
+            module.requires_grad_(True)
+            module.eval()
+            module.train()
+            module.double().cpu().to("cpu")
+            module.zero_grad(set_to_none=False)
+            module.zero_grad()
+            attempt(module.get_parameter, "weight")
+            attempt(module.get_buffer, "offset")
+        for param, flag in trainable:
+            param.requires_grad_(flag)
+        self.model.apply(lambda each: Walk().over("inside apply", list(each.parameters(recurse=False))))
 
     def fail(self, where: str) -> None:
         self.model.module.fails = where
         with pytest.raises(ZeroDivisionError, match=f"in the {where}"):
             loss_of(self.model, tokens()[dist.get_rank()]).backward()
         self.model.module.fails = ""
+
+    def summon(self, **options: Any) -> None:
+        with FSDP.summon_full_params(self.model, **options):
+            shown = Walk()
+            for path, module in list(self.model.named_modules()):
+                shown.module(path, module)
+
+    def copied(self) -> None:
+        second = copy.deepcopy(self.model)
+        optimizer = torch.optim.AdamW(second.parameters())
+        loss_of(second, tokens()[0]).backward()
+        optimizer.step()
+        walk(second, optimizer)
 
     def check(self) -> None:
         """The model still trains as the plain one does."""
@@ -274,164 +286,69 @@ class Situation:
         for name, expected in self.plain.state_dict().items():
             torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
 
-
-def fresh(situation: Situation) -> None:
-    situation.walk()
-    call_methods(situation.model)
-
-
-def trained(situation: Situation) -> None:
-    situation.step()
-    situation.walk()
-    call_methods(situation.model)
-    situation.walk()
-
-
-def between_forward_and_backward(situation: Situation) -> None:
-    situation.step()
-    for optimizer in situation.optimizers:
-        optimizer.zero_grad()
-    losses = situation.losses(tokens())
-    situation.walk()
-    call_methods(situation.model)
-    situation.finish(losses)
-    situation.walk()
-
-
-def after_evaluation(situation: Situation) -> None:
-    situation.model.eval()
-    with torch.no_grad():
-        situation.model(tokens()[0])
-    situation.walk()
-    situation.model.train()
-
-
-def after_a_failed_forward(situation: Situation) -> None:
-    situation.step()
-    situation.fail("forward")
-    situation.walk()
-    call_methods(situation.model)
-
-
-def after_a_failed_backward(situation: Situation) -> None:
-    situation.step()
-    situation.fail("backward")
-    situation.walk()
-    call_methods(situation.model)
+    def run(self) -> None:
+        self.walk()
+        self.check()
+        self.walk()
+        self.step(between=self.walk)  # after the forward, before the backward
+        self.walk()
+        self.check()
+        self.model.eval()
+        with torch.no_grad():
+            self.model(tokens()[0])
+        self.walk()
+        self.model.train()
+        self.check()
+        for where in ("forward", "backward"):
+            self.fail(where)
+            self.walk()
+            self.check()
+        scores = self.model(tokens()[0])
+        torch.autograd.grad(scores.sum(), scores, create_graph=True)
+        self.walk()
+        self.summon()
+        self.walk()
+        self.summon(rank0_only=True, offload_to_cpu=True, with_grads=True)
+        self.walk()
+        self.check()
+        self.copied()
+        self.walk()
+        self.check()
+        for module in self.modules:
+            module.zero_grad()
+            module.half().double()
+        self.walk()
+        self.check()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        with self.model.no_sync():
+            for loss in self.losses():
+                loss.backward()
+        walk(self.model, self.optimizers[0])
+        self.step(zeroed=False)
+        self.check()
 
 
-def after_a_derivative_with_a_graph(situation: Situation) -> None:
-    model = situation.model
-    scores = model(tokens()[0])
-    torch.autograd.grad(scores.sum(), scores, create_graph=True)
-    situation.walk()
+def run_situations(rank: int, world_size: int, wrap: str, use_orig_params: bool) -> None:
+    Situations(wrap, use_orig_params).run()
 
 
-def after_summoning(situation: Situation) -> None:
-    situation.step()
-    with FSDP.summon_full_params(situation.model):
-        shown = Walk()
-        for path, module in list(situation.model.named_modules()):
-            shown.module(path, module)
-    situation.walk()
-
-
-def after_summoning_on_the_first_rank(situation: Situation) -> None:
-    situation.step()
-    with FSDP.summon_full_params(situation.model, rank0_only=True, offload_to_cpu=True, with_grads=True):
-        shown = Walk()
-        for path, module in list(situation.model.named_modules()):
-            shown.module(path, module)
-    situation.walk()
-
-
-def after_copying(situation: Situation) -> None:
-    situation.step()
-    second = copy.deepcopy(situation.model)
-    optimizer = torch.optim.AdamW(second.parameters())
-    loss_of(second, tokens()[0]).backward()
-    optimizer.step()
-    walk(second, optimizer)
-    call_methods(second)
-    situation.walk()
-
-
-def after_conversions(situation: Situation) -> None:
-    situation.step()
-    for module in (situation.model, situation.plain):
-        module.zero_grad()
-        module.half().double()
-    situation.walk()
-
-
-def after_accumulation_without_communication(situation: Situation) -> None:
-    with situation.model.no_sync():
-        batches = tokens()
-        for loss in situation.losses(batches):
-            loss.backward()
-    situation.walk()
-    situation.finish(situation.losses(tokens()))
-
-
-SITUATIONS = {
-    situation.__name__: situation
-    for situation in (
-        fresh,
-        trained,
-        between_forward_and_backward,
-        after_evaluation,
-        after_a_failed_forward,
-        after_a_failed_backward,
-        after_a_derivative_with_a_graph,
-        after_summoning,
-        after_summoning_on_the_first_rank,
-        after_copying,
-        after_conversions,
-        after_accumulation_without_communication,
-    )
-}
-
-
-def run_situation(rank: int, world_size: int, name: str, wrap: str, use_orig_params: bool) -> None:
-    situation = Situation(wrap, use_orig_params)
-    SITUATIONS[name](situation)
-    situation.check()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [*((name, "nested") for name in SITUATIONS), ("trained", "whole"), ("after_a_failed_backward", "whole")],
-)
-def test_nothing_public_reaches_freed_memory(name, wrap, use_orig_params):
-    outcomes = run_isolated(run_situation, name, wrap, use_orig_params, world_size=2)
+def run(body: Callable[..., None], *args: Any, world_size: int = 1) -> None:
+    outcomes = run_isolated(body, *args, world_size=world_size)
     if any(outcome.kind != "passed" for outcome in outcomes):
         raise RankFailure(outcomes)
 
 
+each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+
+
+@pytest.mark.parametrize("wrap", ["nested", "whole"])
+@each_form
+def test_nothing_public_reaches_freed_memory(wrap, use_orig_params):
+    run(run_situations, wrap, use_orig_params, world_size=2)
+
+
 # Misuse: what breaks the model must still not crash the process.
-
-
-def convert_inside(model: FSDP) -> None:
-    model.module.half()
-
-
-def empty_inside(model: FSDP) -> None:
-    model.module.to_empty(device="cpu")
-
-
-def replace_parameter(model: FSDP) -> None:
-    model.module.head.weight = nn.Parameter(torch.zeros(11, WIDTH, dtype=torch.float64))
-
-
-def remove_parameter(model: FSDP) -> None:
-    del model.module.frozen
-
-
-def replace_data(model: FSDP) -> None:
-    for param in model.parameters():
-        param.data = torch.zeros(2, dtype=torch.float64)
 
 
 def resize_data(model: FSDP) -> None:
@@ -440,51 +357,39 @@ def resize_data(model: FSDP) -> None:
             param.data.resize_(1)
 
 
-def load_inside(model: FSDP) -> None:
-    model.module.load_state_dict(model.state_dict(), strict=False)
+def replace_data(model: FSDP) -> None:
+    for param in model.parameters():
+        param.data = torch.zeros(2, dtype=torch.float64)
 
 
-def share_memory(model: FSDP) -> None:
-    model.share_memory()
+def replace_parameter(model: FSDP) -> None:
+    model.module.head.weight = nn.Parameter(torch.zeros(11, WIDTH, dtype=torch.float64))
 
 
-MISUSES = {
-    misuse.__name__: misuse
-    for misuse in (
-        convert_inside,
-        empty_inside,
-        replace_parameter,
-        remove_parameter,
-        replace_data,
-        resize_data,
-        load_inside,
-        share_memory,
-    )
-}
+MISUSES: list[Callable[[Any], Any]] = [
+    lambda model: model.module.half(),
+    lambda model: model.module.to_empty(device="cpu"),
+    lambda model: delattr(model.module, "frozen"),
+    lambda model: model.module.load_state_dict(model.state_dict(), strict=False),
+    lambda model: model.share_memory(),
+    *(replace_parameter, replace_data, resize_data),
+]
 
 
-def run_misuse(rank: int, world_size: int, name: str, use_orig_params: bool) -> None:
-    model = Situation("nested", use_orig_params).model
-    loss_of(model, tokens()[0]).backward()
-    attempt(MISUSES[name], model)
-    for _ in range(2):
-        for path, module in model.named_modules():
-            Walk().module(path or "model", module)
-        attempt(lambda: loss_of(model, tokens()[0]).backward())
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-@pytest.mark.parametrize("name", list(MISUSES))
-def test_misuse_does_not_crash(name, use_orig_params):
-    (outcome,) = run_isolated(run_misuse, name, use_orig_params)
-    if outcome.kind != "passed":
-        raise RankFailure([outcome])
+def run_misuses(rank: int, world_size: int, use_orig_params: bool) -> None:
+    for misuse in MISUSES:
+        model = Situations("nested", use_orig_params).model
+        loss_of(model, tokens()[0]).backward()
+        attempt(misuse, model)
+        for _ in range(2):
+            for path, module in model.named_modules():
+                Walk().module(path or "model", module)
+            attempt(lambda model=model: loss_of(model, tokens()[0]).backward())
 
 
 def read_numbers_in_forward(rank: int, world_size: int, use_orig_params: bool) -> None:
     """As a hook does that logs a histogram: NumPy shares the memory, which then cannot be resized."""
-    situation = Situation("nested", use_orig_params)
+    situation = Situations("nested", use_orig_params)
     seen = []
     hook = situation.model.module.mixers[0].module.norm.register_forward_hook(
         lambda module, args, out: seen.append(module.weight.detach().numpy())
@@ -493,13 +398,6 @@ def read_numbers_in_forward(rank: int, world_size: int, use_orig_params: bool) -
     hook.remove()
     situation.check()
     assert (seen[0] == 1).all()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-def test_numbers_read_in_a_forward_stay(use_orig_params):
-    (outcome,) = run_isolated(read_numbers_in_forward, use_orig_params)
-    if outcome.kind != "passed":
-        raise RankFailure([outcome])
 
 
 def read_normed_weight(rank: int, world_size: int, use_orig_params: bool) -> None:
@@ -511,11 +409,10 @@ def read_normed_weight(rank: int, world_size: int, use_orig_params: bool) -> Non
     model(torch.randn(2, 64)).sum().backward()
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-def test_weight_that_is_computed_from_sharded_parameters(use_orig_params):
-    (outcome,) = run_isolated(read_normed_weight, use_orig_params)
-    if outcome.kind != "passed":
-        raise RankFailure([outcome])
+@pytest.mark.parametrize("body", [run_misuses, read_numbers_in_forward, read_normed_weight])
+@each_form
+def test_misuse_does_not_crash(body, use_orig_params):
+    run(body, use_orig_params)
 
 
 # The walk itself.
@@ -531,12 +428,9 @@ def walk_over_freed_memory(rank: int, world_size: int, checked: bool) -> None:
         module.kept[0]["view"].sum()
 
 
-def test_walk_names_the_path_to_freed_memory():
+def test_the_walk_names_the_path_to_freed_memory_and_reading_it_is_noticed():
     (outcome,) = run_isolated(walk_over_freed_memory, True)
     assert outcome.kind == "failed"
     assert "module.kept[0]['view'] reaches freed memory" in outcome.text
-
-
-def test_reading_freed_memory_is_noticed():
     (outcome,) = run_isolated(walk_over_freed_memory, False)
     assert (outcome.kind, outcome.headline) == ("died", "killed by SIGSEGV")

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
@@ -23,84 +22,10 @@ from bed.references import count_collectives
 from bed.sampling import few_fast
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecisionPolicy, fully_shard, record_events
+from params.subclasses import Packed, Rounded, quantised, restored
 from scenario import Scenario, name_of, pairwise
 
-aten = torch.ops.aten
-
 WIDTH, HIDDEN = 6, 8
-KEEPS_CLASS = {
-    aten.detach.default,
-    aten.clone.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.view.default,
-    aten.copy_.default,
-    aten.as_strided.default,
-    aten._to_copy.default,
-}
-
-
-def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds each row to int8, with a scale of its own."""
-    scales = values.abs().amax(1).clamp(min=1e-12) / 127
-    return (values / scales[:, None]).round().to(torch.int8), scales.to(torch.float32)
-
-
-def restored(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.to(dtype) * scales.to(dtype)[:, None]
-
-
-class Rounded(torch.Tensor):
-    """A matrix that trains in its own dtype, and is gathered as int8 with a scale for each row."""
-
-    asked: list[tuple[Any, ...]] = []
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor) -> Rounded:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            values.stride(),
-            values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-        )
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values_ = values
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values_"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Rounded:
-        return cls(inner["values_"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        unwrapped = tree_map_only(cls, lambda each: each.values_, (args, kwargs or {}))
-        out = func(*unwrapped[0], **unwrapped[1])
-        if func._schema.is_mutable:
-            return args[0]
-        return tree_map_only(torch.Tensor, cls, out) if func in KEEPS_CLASS else out
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        self.asked.append((mesh, outer_size, outer_stride, module, mp_policy))
-        return quantised(self.values_), "told"
-
-    def fsdp_post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        assert metadata == "told"
-        values, scales = outputs
-        full = restored(values, scales, param_dtype)
-        if out is None:
-            return full, (*outputs, full)
-        out.copy_(full)
 
 
 class Old(Rounded):
@@ -108,58 +33,6 @@ class Old(Rounded):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
         return quantised(self.values_), "told"
-
-
-class Packed(torch.Tensor):
-    """A frozen matrix that is stored as int8 with a scale for each row, everywhere."""
-
-    @staticmethod
-    def __new__(cls, rows: torch.Tensor, scales: torch.Tensor) -> Packed:
-        return torch.Tensor._make_wrapper_subclass(cls, rows.shape, dtype=torch.float64, device=rows.device)
-
-    def __init__(self, rows: torch.Tensor, scales: torch.Tensor) -> None:
-        self.rows, self.scales = rows, scales
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["rows", "scales"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Packed:
-        return cls(inner["rows"], inner["scales"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0]
-        if func in (aten.detach.default, aten.clone.default, aten.empty_like.default, aten._to_copy.default):
-            kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
-            return cls(func(first.rows, **kept), func(first.scales, **kept))
-        if func is aten.view.default:
-            return cls(first.rows, first.scales)  # only ever as it is
-        if func is aten.new_zeros.default:
-            return cls(first.rows.new_zeros(args[1]), first.scales.new_zeros(args[1][0]))
-        if func in (aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default):
-            if func is aten.as_strided.default:
-                return cls(first.rows[: args[1][0]], first.scales[: args[1][0]])
-            parts = func(first.rows, *args[1:]), func(first.scales, *args[1:])
-            return [*map(cls, *parts)] if func is aten.split.Tensor else cls(*parts)
-        if func is aten.copy_.default:
-            first.rows.copy_(args[1].rows)
-            first.scales.copy_(args[1].scales)
-            return first
-        plain = tree_map_only(
-            cls, lambda each: restored(each.rows, each.scales, each.dtype), (args, kwargs or {})
-        )
-        return func(*plain[0], **plain[1])
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        return (self.rows, self.scales), None
-
-    def fsdp_post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        if out is None:
-            return Packed(*outputs), tuple(outputs)
-        assert out.rows.data_ptr() == outputs[0].data_ptr()
 
 
 class Straight(torch.autograd.Function):
@@ -210,8 +83,8 @@ def converted(net: nn.Sequential, kind: Any = Rounded, frozen: bool = False) -> 
     net = copy.deepcopy(net)
     for layer in (each for each in net.modules() if isinstance(each, Rounding)):
         layer.rounds = False
-        tensor = kind(*quantised(layer.weight.detach())) if kind is Packed else kind(layer.weight.detach())
-        layer.weight = nn.Parameter(tensor, requires_grad=not frozen)
+        make = Packed.of if kind is Packed else kind
+        layer.weight = nn.Parameter(make(layer.weight.detach()), requires_grad=not frozen)
     return net
 
 
@@ -339,7 +212,7 @@ def test_frozen_ones_are_gathered_as_they_are_stored(rank, world_size):
     reference, model = plain_net(), sharded(converted(plain_net(), Packed, frozen=True), shared_memory=False)
     for layer in (each for each in reference.modules() if isinstance(each, Rounding)):
         layer.rounds = False
-        layer.weight = nn.Parameter(restored(*quantised(layer.weight.detach()), torch.float64), False)
+        layer.weight = nn.Parameter(Packed.of(layer.weight.detach()).values(), False)
     wanted = steps(reference, world_size=world_size)
     with record_events() as events, count_collectives(objects=False) as counted:
         found = steps(model, world_size=world_size, part=rank)
@@ -359,24 +232,19 @@ def test_frozen_ones_are_gathered_as_they_are_stored(rank, world_size):
 
 
 @ranks(2)
-def test_resharding_frees_what_a_subclass_computes_with(rank, world_size):
-    model = sharded(converted(plain_net(512)), reshard_after_forward=True)
+def test_what_a_subclass_computes_with_is_freed_unless_somebody_keeps_it(rank, world_size):
+    model = sharded(converted(plain_net(512)), reshard_after_forward=False)
     x = torch.randn(2, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         model(x)
-        model.reshard()
+        for unit in (model, *model[:3]):
+            unit.reshard()
         before = live_bytes()
         model[0].unshard()
         full = 512 * WIDTH * 2
         assert live_bytes() - before >= full * (8 + 1), "values to compute with, and what they were made of"
         model[0].reshard()
         assert live_bytes() == before
-
-
-@ranks(2)
-def test_a_leaf_that_somebody_keeps_can_be_read(rank, world_size):
-    model = sharded(converted(plain_net(512)), reshard_after_forward=False)
-    x = torch.randn(2, WIDTH, dtype=torch.float64)
     output = model(x)
     held = model[0].up.weight
     values = held.detach().clone()
@@ -439,40 +307,6 @@ def test_a_copy_trains_by_itself(rank, world_size):
     assert torch.equal(model(x), before) and not torch.equal(twin(x), before)
 
 
-class Bare(Rounded):
-    """Says nothing of what is gathered."""
-
-    fsdp_pre_all_gather = property()  # type: ignore[assignment]
-    fsdp_post_all_gather = property()  # type: ignore[assignment]
-
-
-class Half(Rounded):
-    """Does one half."""
-
-    fsdp_post_all_gather = property()  # type: ignore[assignment]
-
-
-class Odd(Rounded):
-    """Takes what nobody gives."""
-
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
-        raise AssertionError
-
-
-class Lone(Rounded):
-    """Returns a tensor where a tuple of them belongs."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        return self.values_, None
-
-
-class Whole(Rounded):
-    """Gives what does not go by rows."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        return (self.values_.new_zeros(5),), None
-
-
 class Moody(Rounded):
     """Gives something else each time."""
 
@@ -486,34 +320,40 @@ class Moody(Rounded):
         return outputs[0].to(param_dtype), ()
 
 
-@pytest.mark.parametrize("kind", [Half, Odd])
+NOTHING = property()  # as good as no method
+
+
+def wrong(before: Any = NOTHING, after: Any = NOTHING) -> Any:
+    """A subclass with other methods."""
+    return type("Wrong", (Rounded,), {"fsdp_pre_all_gather": before, "fsdp_post_all_gather": after})
+
+
 @ranks(2)
-def test_methods_that_cannot_be_called_are_refused_before_anything_changes(rank, world_size, kind):
-    net = converted(plain_net())
-    net[1].up.weight = nn.Parameter(kind(net[1].up.weight.values_.detach()))
-    said = "fsdp_post_all_gather" if kind is Half else "mesh, size"
-    with pytest.raises(TypeError, match=f"'up.weight'.*{said}|{said}.*'up.weight'"):
-        fully_shard(net[1])
-    assert type(net[1]) is Block and type(net[1].up.weight) is kind
+def test_methods_that_cannot_be_called_are_refused_before_anything_changes(rank, world_size):
+    half = wrong(before=Rounded.fsdp_pre_all_gather)
+    odd = wrong(lambda self, mesh, size: None, Rounded.fsdp_post_all_gather)
+    for kind, said in ((half, "fsdp_post_all_gather"), (odd, "mesh, size")):
+        net = converted(plain_net())
+        net[1].up.weight = nn.Parameter(kind(net[1].up.weight.values_.detach()))
+        with pytest.raises(TypeError, match=f"'up.weight'.*{said}|{said}.*'up.weight'"):
+            fully_shard(net[1])
+        assert type(net[1]) is Block and type(net[1].up.weight) is kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "said"),
-    [
-        (Bare, TypeError, "without fsdp_pre_all_gather and fsdp_post_all_gather"),
-        (Lone, TypeError, "must return a tuple"),
-        (Whole, ValueError, "not divided evenly"),
+@ranks(2)
+def test_what_a_subclass_does_wrong_is_named_in_the_forward(rank, world_size):
+    x, after = torch.randn(2, WIDTH, dtype=torch.float64), Rounded.fsdp_post_all_gather
+    for kind, error, said in (
+        (wrong(), TypeError, "without fsdp_pre_all_gather and fsdp_post_all_gather"),
+        (wrong(lambda self, mesh: (self.values_, None), after), TypeError, "must return a tuple"),
+        (wrong(lambda self, mesh: ((torch.zeros(5),), None), after), ValueError, "not divided evenly"),
         (Moody, RuntimeError, "must stay the same"),
-    ],
-)
-@ranks(2)
-def test_what_a_subclass_does_wrong_is_named_in_the_forward(rank, world_size, kind, error, said):
-    model = sharded(converted(plain_net(7), kind))
-    x = torch.randn(2, WIDTH, dtype=torch.float64)
-    with pytest.raises(error, match="'up.weight'") as caught:
-        for _ in range(2):
-            model(x)
-    assert said in str(caught.value)
+    ):
+        model = sharded(converted(plain_net(7), kind))
+        with pytest.raises(error, match="'up.weight'") as caught:
+            for _ in range(2):
+                model(x)
+        assert said in str(caught.value)
 
 
 @ranks(2)

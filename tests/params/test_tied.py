@@ -63,53 +63,44 @@ def _assert_same(plain, model):
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("how", ["always", "linear", *HAND])
 @each_front
 @ranks(2)
-def test_training_tied_parameters(rank, world_size, front, how):
-    if how in HAND:
-        torch.manual_seed(0)
-        plain: nn.Module = Tied().double()
-        model = _wrap_by_hand(front, copy.deepcopy(plain), HAND[how])
-    else:
-        policy = always_wrap_policy if how == "always" else ModuleWrapPolicy({nn.Linear})
-        plain, model = twins(front, Tied, torch.float64, auto_wrap_policy=policy)
-    for module in (plain, model):
-        _train(module, 4)
-    _assert_same(plain, model)
-    names = [name for name, _ in plain.named_parameters()]
-    with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
-        assert [name for name, _ in model.named_parameters()] == names
-        assert model.embed.weight is model.head.weight
-        with torch.no_grad():
-            model.head.weight.add_(1)
-            plain.head.weight.add_(1)
-    for module in (plain, model):
-        _train(module, 2, seed=9)
-    _assert_same(plain, model)
+def test_training_tied_parameters(rank, world_size, front):
+    for how in ["always", "linear", *HAND]:
+        if how in HAND:
+            torch.manual_seed(0)
+            plain: nn.Module = Tied().double()
+            model: nn.Module = _wrap_by_hand(front, copy.deepcopy(plain), HAND[how])
+        else:
+            policy = always_wrap_policy if how == "always" else ModuleWrapPolicy({nn.Linear})
+            plain, model = twins(front, Tied, torch.float64, auto_wrap_policy=policy)
+        if how == "all":
+            total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
+            torch.distributed.all_reduce(total)
+            assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16, "alignment"
+        for module in (plain, model):
+            _train(module, 4)
+        _assert_same(plain, model)
+        names = [name for name, _ in plain.named_parameters()]
+        with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
+            assert [name for name, _ in model.named_parameters()] == names
+            assert model.embed.weight is model.head.weight
+            with torch.no_grad():
+                model.head.weight.add_(1)
+                plain.head.weight.add_(1)
+        for module in (plain, model):
+            _train(module, 2, seed=9)
+        _assert_same(plain, model)
 
 
-@each_front
-@ranks(2)
-def test_a_tied_parameter_counts_once(rank, world_size, front):
-    plain = Tied()
-    model = _wrap_by_hand(front, Tied(), HAND["all"])
-    total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
-    torch.distributed.all_reduce(total)
-    assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16  # alignment
-
-
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_tied_modules_without_a_common_root(rank, world_size, front):
     """Two wrapped modules that share a weight, each a root of its own."""
     torch.manual_seed(0)
     plain = nn.ModuleList([nn.Linear(6, 6).double(), nn.Linear(6, 6).double()])
     plain[1].weight = plain[0].weight
-    torch.manual_seed(0)
-    raw = nn.ModuleList([nn.Linear(6, 6).double(), nn.Linear(6, 6).double()])
-    raw[1].weight = raw[0].weight
-    wrapped = [shard(front, module) for module in raw]
+    wrapped = [shard(front, module) for module in copy.deepcopy(plain)]
     x = torch.randn(3, 6, dtype=torch.float64)
     for _ in range(2):
         for first, second in (plain, wrapped):
@@ -135,7 +126,7 @@ class _Shared(nn.Module):
         return self.again(x)
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_a_module_of_two_units(rank, world_size, front):
     plain, model = twins(front, _Shared, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))

@@ -15,7 +15,7 @@ from fsdp_wrap import MixedPrecision, ShardingStrategy, set_gradients_in_place
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
 from partly_used import Partly, Wide, assert_small_gradients_count
 
-each_form = pytest.mark.parametrize("front", ["flat", "orig"])
+orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def trained(plain: Partly, size: int, steps: int = 2) -> dict[str, torch.Tensor]:
@@ -45,47 +45,36 @@ def assert_trained(front: str, model: nn.Module, plain: Any, size: int, toleranc
         assert torch.equal(found["none"], before)
 
 
-@each_front
-@ranks(2, 3)
-def test_ranks_step_alike(rank, world_size, front):
-    plain, model = twins(front, Partly)
-    train(model, rank)
-    assert_trained(front, model, plain, world_size)
-
-
-@each_form
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
-@ranks(4)
-def test_replicas_step_alike(rank, world_size, front, strategy):
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
-    if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
+def check(front: str, rank: int, size: int, tolerance: float = 1e-6, **options: Any) -> None:
     plain, model = twins(front, Partly, **options)
     train(model, rank)
-    assert_trained(front, model, plain, world_size)
+    assert_trained(front, model, plain, size, tolerance)
 
 
-@each_form
-@ranks(2)
-def test_gloo_keeps_the_sign_of_zeros(rank, world_size, front, monkeypatch):
-    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")
+@each_front
+@ranks(2, 3)
+def test_ranks_step_alike(rank, world_size, front, monkeypatch):
+    check(front, rank, world_size)
+    if front == "composable":
+        return
+    for dtype in (torch.float16, torch.bfloat16):
+        check(front, rank, world_size, 1e-2, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", "0")  # gloo keeps the sign of zeros
     for way in ("plain", "exchange"):
         monkeypatch.setenv("FSDP_WRAP_GLOO", way)
-        plain, model = twins(front, Partly)
-        train(model, rank)
-        assert_trained(front, model, plain, world_size)
+        check(front, rank, world_size)
 
 
-@each_form
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@ranks(2)
-def test_low_precision_in_reductions(rank, world_size, front, dtype):
-    plain, model = twins(front, Partly, mixed_precision=MixedPrecision(reduce_dtype=dtype))
-    train(model, rank)
-    assert_trained(front, model, plain, world_size, tolerance=1e-2)
+@ranks(4)
+def test_replicas_step_alike(rank, world_size):
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    for front in ("flat", "orig"):
+        check(front, rank, world_size, sharding_strategy=ShardingStrategy.NO_SHARD)
+        hybrid = ShardingStrategy.HYBRID_SHARD
+        check(front, rank, world_size, sharding_strategy=hybrid, device_mesh=mesh)
 
 
-@each_form
+@orig_and_composable
 @ranks(2)
 def test_accumulated_and_in_place(rank, world_size, front):
     plain, model = twins(front, Partly)
@@ -101,17 +90,16 @@ def test_accumulated_and_in_place(rank, world_size, front):
     assert_trained(front, model, plain, world_size)
 
 
-HOOKS = {"reduce_scatter": reduce_scatter_hook, "fp16": fp16_compress_hook}
+HOOKS = ((DefaultState, reduce_scatter_hook), (LowPrecisionState, fp16_compress_hook))
 
 
-@each_form
-@pytest.mark.parametrize("way", HOOKS)
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_reductions_that_round(rank, world_size, front, way):
-    plain, model = twins(front, lambda: Wide(Partly()))
-    state = (DefaultState if way == "reduce_scatter" else LowPrecisionState)(dist.group.WORLD)
-    model.register_comm_hook(state, HOOKS[way])
-    assert_small_gradients_count(front, model, rank)
+def test_reductions_that_round(rank, world_size, front):
+    for state, hook in HOOKS:
+        plain, model = twins(front, lambda: Wide(Partly()))
+        model.register_comm_hook(state(dist.group.WORLD), hook)
+        assert_small_gradients_count(front, model, rank)
 
 
 class Mixed(nn.Module):
@@ -127,7 +115,7 @@ class Mixed(nn.Module):
         return self.all.sum() + (self.one[0].double().sum() if use else 0)
 
 
-@each_form
+@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
 def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
     """A flat parameter of which one rank uses a part has one on all ranks."""

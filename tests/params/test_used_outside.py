@@ -1,8 +1,12 @@
-"""A parameter that a graph uses outside of its module's forward: the gradient is right, or it is refused."""
+"""A parameter that a graph uses outside of its module's forward: the gradient is right, or it is refused.
+
+A forward that returns one, or a view of one, gives a copy.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -10,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fronts
 from bed import ranks
 from bed.references import count_collectives
 from composable import trace
-from fronts import FULL, KEPT, each_front, full, full_grads, inner, shard
+from fronts import FRONTS, FULL, KEPT, each_front, full, full_grads, inner, shard
 from fsdp_wrap import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -30,6 +34,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
+from params.beside_plain import assert_mean_gradients, batch_of, losses, zero
 
 
 class Fused(nn.Module):
@@ -62,21 +67,6 @@ def grouped(plain: nn.Module, **options: Any) -> Any:
     return model
 
 
-def batch_of(rank: int, number: int = 0) -> torch.Tensor:
-    torch.manual_seed(number * 10 + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64)
-
-
-def assert_same_gradients(plain: nn.Module, model: nn.Module, world_size: int, **tolerance: Any) -> None:
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        dist.all_reduce(grad)
-        torch.testing.assert_close(found[name], grad / world_size, **tolerance)
-    for module in (plain, model):
-        module.zero_grad()
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "resharded": {},
     "kept": {"reshard_after_forward": False},
@@ -99,12 +89,13 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
         batches = [batch_of(rank, each) for each in range(number, number + 2)]
         for module in (plain, model):
             module.recomputes = way
-            losses = [module(batch).square().sum() for batch in batches]
+            found = [module(batch).square().sum() for batch in batches]
             with torch.no_grad():
                 module(batches[0])
-            for loss in reversed(losses) if number % 2 else losses:
+            for loss in reversed(found) if number % 2 else found:
                 loss.backward()
-        assert_same_gradients(plain, model, world_size, **tolerance)
+        assert_mean_gradients(plain, model, **tolerance)
+        zero(plain, model)
         assert all(map(lambda one, other: one is other, model.parameters(), shown))
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
@@ -113,7 +104,8 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
                 )
         for module in (plain, model):
             module(batches[0], whole=True).square().sum().backward()
-        assert_same_gradients(plain, model, world_size, **tolerance)
+        assert_mean_gradients(plain, model, **tolerance)
+        zero(plain, model)
 
 
 @ranks(2)
@@ -150,12 +142,13 @@ def test_how_long_modules_in_one_unit_stay_full(rank, world_size):
     model.zero_grad()
     for module in (plain, model):  # each for itself: nothing encloses them
         module.tail(batch).square().sum().backward()
-    assert_same_gradients(plain, model, world_size)
+    assert_mean_gradients(plain, model)
+    zero(plain, model)
     with torch.no_grad():
         torch.testing.assert_close(model.tail(batch), plain.tail(batch))
-    for module in (plain, model):
-        module(batch).square().sum().backward()
-    assert_same_gradients(plain, model, world_size)
+    for loss in losses(plain, model, batch):
+        loss.backward()
+    assert_mean_gradients(plain, model)
     model.norm.register_forward_hook(lambda norm, args, output: (output, model.head.weight))
     with pytest.raises(TypeError):
         model(batch)
@@ -281,57 +274,58 @@ def forwards_between(module: Any, batch: torch.Tensor) -> None:
             module(batch)
 
 
-@pytest.mark.parametrize("mode", ["train", "between", "frozen", *CONTEXTS])
 @pytest.mark.parametrize("sharding", ["full", "kept", "none"])
-@each_front
+@pytest.mark.parametrize("front", FRONTS)
 @ranks(2)
-def test_every_way_is_right_or_refused(rank, world_size, front, sharding, mode):
-    torch.manual_seed(0)
-    plain = Used().double()
-    batch = batch_of(rank)
+def test_every_way_is_right_or_refused(rank, world_size, front, sharding):
+    modes = ["train", "between", "frozen", *CONTEXTS]
+    for mode in modes if front != "flat" else modes[:1]:
+        torch.manual_seed(0)
+        plain = Used().double()
+        model = sharded_as(front, plain, sharding)
+        for module in (plain, inner(model)) if mode == "frozen" else ():
+            module.embed.requires_grad_(False), module.head.requires_grad_(False)
+        for way in WAYS:
+            check_way(way, mode, plain, model, batch_of(rank), refusal_of(way, front, sharding, mode))
 
-    def loss_of(module: Any, way: Way) -> torch.Tensor:
+
+def check_way(way: Way, mode: str, plain: Used, model: Any, batch: torch.Tensor, refusal: str | None) -> None:
+    def loss_of(module: Any) -> torch.Tensor:
         net = inner(module)
         net.way = way
         out = module(batch)
         return (F.linear(out, weight_of(net.head)) if way is in_loss else out).square().sum()
 
-    model = sharded_as(front, plain, sharding)
-    for module in (plain, inner(model)) if mode == "frozen" else ():
-        module.embed.requires_grad_(False), module.head.requires_grad_(False)
-    for way in WAYS:
-        refusal = refusal_of(way, front, sharding, mode)
-        with CONTEXTS.get(mode, nullcontext)():
-            expected = loss_of(plain, way)
-            if refusal is not None:
-                with pytest.raises(RuntimeError, match=refusal):
-                    loss_of(model, way)
-                continue
-            loss = loss_of(model, way)
-        torch.testing.assert_close(loss, expected)
-        if mode == "between":
-            forwards_between(model, batch)
-        if mode not in CONTEXTS:
-            expected.backward(), loss.backward()
-            assert_same_gradients(plain, model, world_size)
-        for module in (plain, model):
-            module.zero_grad()
+    with CONTEXTS.get(mode, nullcontext)():
+        expected = loss_of(plain)
+        if refusal is not None:
+            with pytest.raises(RuntimeError, match=refusal):
+                loss_of(model)
+            return
+        loss = loss_of(model)
+    torch.testing.assert_close(loss, expected)
+    if mode == "between":
+        forwards_between(model, batch)
+    if mode not in CONTEXTS:
+        expected.backward(), loss.backward()
+        assert_mean_gradients(plain, model, (way, mode))
+    zero(plain, model)
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_forwards_before_the_backward_of_what_is_kept(rank, world_size, front):
     """The backward gathers nothing; other values are seen by forwards, and refused by the backward."""
     torch.manual_seed(0)
     plain = Used().double()
     model, batch = sharded_as(front, plain, "kept"), batch_of(rank)
-    loss = model(batch).square().sum()
+    expected, loss = losses(plain, model, batch)
     forwards_between(model, batch)
     with count_collectives(objects=False) as traffic:
         loss.backward()
     assert not any("gather" in name for name in traffic)
-    plain(batch).square().sum().backward()
-    assert_same_gradients(plain, model, world_size)
+    expected.backward()
+    assert_mean_gradients(plain, model)
     with torch.no_grad():
         for unseen in (False, True):
             with torch.enable_grad():
@@ -344,3 +338,114 @@ def test_forwards_before_the_backward_of_what_is_kept(rank, world_size, front):
                     RuntimeError, match="between forward and backward|by an inplace operation"
                 ):
                     loss.backward()
+
+
+# what is returned
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    weights: list[torch.Tensor]
+
+
+RETURNED: dict[str, Callable[[nn.Linear, torch.Tensor], Any]] = {
+    "parameter": lambda linear, out: (out, linear.weight),
+    "transposed": lambda linear, out: (out, linear.weight.t()),
+    "row in a dict": lambda linear, out: {"out": out, "rows": [linear.weight[0]]},
+    "twice": lambda linear, out: Output(out, [linear.bias, linear.weight, linear.bias]),
+    "alone": lambda linear, out: linear.weight,
+}
+
+
+class Giving(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return RETURNED[self.how](self.linear, self.linear(x))
+
+
+class Returns(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.giving = nn.Linear(WIDTH, WIDTH), Giving(how)
+
+    def forward(self, x):
+        return self.giving(self.first(x))
+
+
+class Lender(Returns):
+    """Another unit computes with what is returned."""
+
+    def forward(self, x):
+        out, weight = self.giving(self.first(x))
+        return torch.tanh(out) @ weight
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Output):
+        return [value.value, *value.weights]
+    parts = value.values() if isinstance(value, dict) else value
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def loss_of_all(value: Any) -> Any:
+    return sum(tensor.square().sum() * (1 + place) for place, tensor in enumerate(tensors_of(value)))
+
+
+def returning(front: str, make: Any, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Module]:
+    policy = ModuleWrapPolicy({Giving})
+    return fronts.twins(front, make, torch.float64, auto_wrap_policy=policy, sharding_strategy=strategy)
+
+
+@each_front
+@ranks(2)
+def test_gradients_pass_through_the_copy(rank, world_size, front):
+    strategies = (FULL, KEPT) if front == "composable" else (FULL, KEPT, ShardingStrategy.NO_SHARD)
+    for strategy in strategies if front != "flat" else strategies[::2]:
+        for how in RETURNED:
+            plain, model = returning(front, partial(Returns, how), strategy)
+            for step in range(2):
+                expected, output = plain(batch_of(rank, step)), model(batch_of(rank, step))
+                assert type(output) is type(expected) or how == "alone"
+                loss_of_all(expected).backward()
+                loss_of_all(output).backward()
+                for one, other in zip(tensors_of(expected), tensors_of(output)):
+                    torch.testing.assert_close(other.detach(), one.detach())  # after it was resharded
+                assert_mean_gradients(plain, model, how)
+                zero(plain, model)
+            if how == "twice":
+                assert output.weights[0] is output.weights[2]
+        plain, model = returning(front, partial(Lender, "parameter"), strategy)
+        for loss in losses(plain, model, batch_of(rank)):
+            loss.backward()
+        assert_mean_gradients(plain, model)
+    plain, model = returning(front, partial(Returns, "parameter"), FULL)
+    with torch.no_grad():
+        _, weight = model(batch_of(rank))
+        torch.testing.assert_close(weight, plain.giving.linear.weight)
+        weight.zero_()  # which stays with the copy
+        torch.testing.assert_close(model(batch_of(rank))[0], plain(batch_of(rank))[0])
+    assert not weight.requires_grad
+
+
+@each_front
+@ranks(2)
+def test_a_parameter_that_is_all_that_there_is(rank, world_size, front):
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.full((1,), 1.5, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.own
+
+    model = shard(front, Alone())
+    out = model(None)
+    (out * (rank + 1)).sum().backward()
+    assert out.item() == 1.5
+    assert full_grads(model)["own"].item() == 1.5  # the mean of 1 and 2

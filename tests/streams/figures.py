@@ -25,7 +25,7 @@ from torch import nn
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, SIDE, no_sync, shard
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
-from stream_programs import BF16, NO_SHARD, OFFLOAD
+from stream_programs import BF16, NO_SHARD, OFFLOAD, products_beside
 
 UNITS, STEPS = 4, 4
 MATRICES = 3  # with two, one gradient would be half of a unit: memory is then preferred to overlap
@@ -116,11 +116,7 @@ class _Training:
             if action.what in ("all_gather", "reduce_scatter", "all_reduce")
             or (action.what == "aten::copy_" and action.queue == "gather" and self._option == "offload")
         ]
-        products = [action for action in self._device.actions[begin:] if action.what == "aten::mm"]
-        beside = sum(
-            any(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)
-            for one in collectives
-        )
+        beside = sum(map(bool, products_beside(self._device.actions[begin:], collectives)))
         return Row(
             self._front,
             self._option,

@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, KEPT, no_sync
-from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
-from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, net, wrapped
+from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, by_calls, wrapped
 
 STEPS = 3
 WRAPPER = ("flat", "orig")
@@ -46,7 +46,6 @@ class Case:
         size: How many ranks train.
         before: Called with the model and the rank before the backward that is reduced.
         after: Called with the model after it.
-        loss: Of an output, on a rank.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Case:
     size: int = 2
     before: Callable[[nn.Module, int], object] = lambda model, rank: None
     after: Callable[[nn.Module], object] = lambda model: None
-    loss: Callable[[torch.Tensor, int], torch.Tensor] = lambda output, rank: output.square().sum()
 
 
 def _fill(module: nn.Module) -> nn.Module:
@@ -85,27 +83,14 @@ def _hybrid(front: str, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     if front != "composable":
         return wrapped(front, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, **options)
-    return _by_calls(mesh=mesh)
+    return by_calls(mesh=mesh)
 
 
-def _by_calls(**options: Any) -> nn.Module:
-    model = net()
-    for part in (*model, model):
-        fully_shard(part, **options)
-    return model
-
-
-def _mixed(front: str) -> nn.Module:
+def mixed(front: str, offload: bool = False) -> nn.Module:
     if front != "composable":
-        return wrapped(front, mixed_precision=BF16)
-    return _by_calls(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-
-
-def _mixed_offload(front: str) -> nn.Module:
-    if front != "composable":
-        return wrapped(front, mixed_precision=BF16, cpu_offload=OFFLOAD)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    return _by_calls(mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        return wrapped(front, mixed_precision=BF16, cpu_offload=CPUOffload(offload))
+    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    return by_calls(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **options)
 
 
 def _hooked(front: str, **options: Any) -> nn.Module:
@@ -169,7 +154,7 @@ CASES = [
     Case("accumulation in `no_sync`", wrapped, before=_accumulate),
     Case("the same, and zeroed in place after that", wrapped, before=_accumulate_in_vain),
     Case("checkpointing", partial(wrapped, checkpoints=True)),
-    Case("mixed precision", _mixed),
+    Case("mixed precision", mixed),
     Case("parameters kept after forward", partial(wrapped, sharding_strategy=KEPT)),
     Case("NO_SHARD", partial(wrapped, sharding_strategy=NO_SHARD), WRAPPER),
     Case("hybrid", _hybrid, size=4),
@@ -185,7 +170,7 @@ CASES = [
     Case("parameters that this rank did not use, in two units", _unused),
     Case("clipping", wrapped, after=_clip),
     Case("offload", partial(wrapped, cpu_offload=OFFLOAD)),
-    Case("offload with mixed precision", _mixed_offload),
+    Case("offload with mixed precision", partial(mixed, offload=True)),
 ]
 
 
@@ -195,7 +180,7 @@ def _program(rank: int, device: Simulation, case: Case, front: str, told: list[l
     for step in range(STEPS):
         optimizer.zero_grad()
         case.before(model, rank)
-        case.loss(model(batch(rank, step)), rank).backward()
+        model(batch(rank, step)).square().sum().backward()
         case.after(model)
         optimizer.step()
         waits, _ = device.end_step()

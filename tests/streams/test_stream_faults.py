@@ -17,7 +17,7 @@ from fsdp_wrap._comm.lanes import _EventPending
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.in_flight import NotedReduction
 from fsdp_wrap._runtime.schedule import Schedule
-from stream_programs import PROGRAMS, one_step, wrapped
+from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 
 # a buffer that is freed on the stream of the computation while the gather still writes
 
@@ -88,13 +88,8 @@ def _late_gathers(front):
 
     run_simulated(2, program)
     actions = devices[0].actions
-    products = [each for each in actions if each.what == "aten::mm"]
     gathers = [each for each in actions if each.what == "all_gather" and each.where.endswith(", backward")]
-    return [
-        one
-        for one in gathers
-        if not any(each.tick > one.clock["compute"] and not each.follows(one) for each in products)
-    ], len(gathers)
+    return [number for number in products_beside(actions, gathers) if not number], len(gathers)
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from host_waits import mixed
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import Simulation, run_simulated
@@ -17,33 +18,29 @@ from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
-    fully_shard,
 )
 from fsdp_wrap._comm import FromHost, ToHost
 from fsdp_wrap._params import Layout, held_by_this_rank
 from fsdp_wrap._params.in_flight import Reduction
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from stream_programs import BF16, OFFLOAD, PROGRAMS, STATE, batch, net, offloads, one_step, wrapped
+from stream_programs import (
+    BF16,
+    OFFLOAD,
+    PROGRAMS,
+    STATE,
+    batch,
+    net,
+    offloads,
+    one_step,
+    products_beside,
+    wrapped,
+)
 
 _UNITS = 4
+both = pytest.mark.parametrize("front", ["orig", "composable"])
 _PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
-
-
-def _mixed(front):
-    """An offloaded model that computes in another dtype than that of its shards."""
-    if front != "composable":
-        return wrapped(front, cpu_offload=OFFLOAD, mixed_precision=BF16)
-    model = net()
-    policies: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for part in (*model, model):
-        fully_shard(part, **policies)
-    return model
 
 
 def _devices(make, steps=4, **options: Any):
@@ -65,26 +62,25 @@ def _devices(make, steps=4, **options: Any):
 # where the host waits
 
 
+def _assert_waits(make, told_of_one, ends, **options: Any):
+    """In each step but the first the host waits so often, and from the third on the peaks are the same."""
+    _, told = _devices(make, **options)
+    for waits, _ in told[1:]:
+        assert len(waits) == ends and all(told_of_one(each) for each in waits), waits
+    peaks = [peaks for _, peaks in told[2:]]
+    assert all(each == peaks[0] for each in peaks), peaks
+
+
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_the_host_waits_at_the_end_of_the_forward_and_of_the_backward(front, accumulates):
+def test_the_host_waits_at_the_end_of_the_forward_and_of_the_backward(front):
+    """What travels in another dtype makes no forward wait, since it is cast into memory that is pinned."""
     make = partial(wrapped, front, cpu_offload=OFFLOAD)
-    _, told = _devices(make, accumulates=accumulates)
-    ends = 2 * (1 + accumulates)
-    for waits, _ in told[1:]:
-        assert [each.split(" (")[0] for each in waits] == ["Stream.synchronize"] * ends, waits
-    peaks = [peaks for _, peaks in told[2:]]
-    assert all(each == peaks[0] for each in peaks), peaks
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_what_travels_in_another_dtype_makes_no_forward_wait(front):
-    """Nor does any copy: of another dtype it would be made on the host, in memory that is not pinned."""
-    _, told = _devices(partial(_mixed, front))
-    for waits, _ in told[1:]:
-        assert len(waits) == 1 and "Stream.synchronize" in waits[0] and "backward" in waits[0], waits
-    peaks = [peaks for _, peaks in told[2:]]
-    assert all(each == peaks[0] for each in peaks), peaks
+    for accumulates in (False, True):
+        ends = 2 * (1 + accumulates)
+        _assert_waits(make, lambda each: each.startswith("Stream.sync"), ends, accumulates=accumulates)
+    _assert_waits(
+        partial(mixed, front, offload=True), lambda each: "Stream.sync" in each and "backward" in each, 1
+    )
 
 
 # what runs beside what
@@ -92,14 +88,8 @@ def test_what_travels_in_another_dtype_makes_no_forward_wait(front):
 
 def _beside_products(actions, kind, phase, queue):
     """For each such action, how many matrix products may run beside it."""
-    found = [
-        each for each in actions if each.what == kind and each.queue == queue and each.where.endswith(phase)
-    ]
-    products = [each for each in actions if each.what in ("aten::mm", "aten::addmm")]
-    return [
-        sum(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)
-        for one in found
-    ]
+    chosen = (each for each in actions if each.what == kind and each.queue == queue)
+    return products_beside(actions, (each for each in chosen if each.where.endswith(phase)))
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -212,7 +202,7 @@ def test_offloaded_training_has_the_bits_of_training_on_the_device(name, front):
             assert torch.equal(offloaded[rank][fqn], value), fqn
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@both
 def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
     """That of an accumulation as well; while the gradient of the next unit is computed."""
     seen: dict[bool, list[Any]] = {True: [], False: []}
@@ -238,48 +228,33 @@ def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
     assert len(waits) == 2 * (1 + _UNITS), waits
 
 
-def test_a_write_that_no_counter_tells_counts_from_the_next_forward_on():
-    """The copy in the param dtype is made anew for each forward."""
-    outputs = []
-
-    def program(rank, device, offload):
-        model = wrapped("orig", cpu_offload=CPUOffload(offload), mixed_precision=BF16)
-        with torch.no_grad():
-            for _ in range(3):
-                outputs.append((rank, offload, model(batch(rank, 0)).tolist()))
-                for param in model.parameters():
-                    param.data.mul_(0.5)
-
-    for offload in (True, False):
-        run_simulated(2, partial(program, offload=offload))
-    told = {
-        offload: [out for rank, each, out in outputs if rank == 0 and each is offload]
-        for offload in (True, False)
-    }
-    assert told[True] == told[False] and told[True][0] != told[True][1] != told[True][2]
-
-
-def test_a_write_between_two_uses_of_a_unit_counts_for_the_second():
-    """Copies read what was cast: so it may be written to meanwhile, and is cast anew."""
+def test_writes_that_no_counter_tells_count_from_the_next_use_on():
+    """The copy in the param dtype is made anew for each forward, and for a unit that runs twice in one."""
     outputs: dict[bool, dict[int, Any]] = {True: {}, False: {}}
 
     def program(rank, device, offload):
         model = wrapped("orig", cpu_offload=CPUOffload(offload), mixed_precision=BF16)
         first, second, *_ = inner(model)
+        found = outputs[offload].setdefault(rank, [])
 
-        def change(*_: Any) -> None:
+        def halve_first(*_: Any) -> None:
             for param in first.parameters():
                 param.mul_(0.5)
 
-        inner(model)[2] = first  # which runs twice now
-        second.register_forward_hook(change)
         with torch.no_grad():
-            found = [model(batch(rank, number)) for number in range(2)]
-            outputs[offload][rank] = [each.tolist() for each in found]
+            for _ in range(3):
+                found.append(model(batch(rank, 0)).tolist())
+                for param in model.parameters():
+                    param.data.mul_(0.5)
+            inner(model)[2] = first  # which runs twice now
+            second.register_forward_hook(halve_first)
+            found += [model(batch(rank, number)).tolist() for number in range(2)]
 
     for offload in (True, False):
         run_simulated(2, partial(program, offload=offload))
     assert len(outputs[True]) == 2 and outputs[True] == outputs[False]
+    one, two, three, *_ = outputs[True][0]
+    assert one != two != three
 
 
 def test_what_travels_is_made_once_in_a_step():
@@ -327,7 +302,7 @@ def _stepping(rank, device, front, offload, told, make=torch.optim.AdamW):
         ]
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@both
 def test_optimizer_state_alone_on_the_host(front):
     """Between steps, which run on the device with the same bits; forward and backward have its memory."""
     found: dict[int, Any] = {}
@@ -349,8 +324,8 @@ def test_optimizer_state_alone_on_the_host(front):
     run_simulated(2, program, records=True, seeds=1)
 
 
-def test_optimizer_state_of_kinds_and_of_frozen_parameters():
-    """Whatever tensors an optimizer has; parameters without a gradient have none."""
+def test_optimizer_state_of_kinds():
+    """Whatever tensors an optimizer has."""
     for make in (
         partial(torch.optim.SGD, momentum=0.9, foreach=True),
         partial(torch.optim.Adam, amsgrad=True),
@@ -363,7 +338,7 @@ def test_optimizer_state_of_kinds_and_of_frozen_parameters():
         assert all(found[0][-2]) and found[0][-2]
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@both
 def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
     """Full and sharded ones are those of an optimizer on the device, and are loaded as well."""
     told: dict[bool, list[Any]] = {True: [], False: []}
@@ -434,6 +409,13 @@ def test_offload_that_cannot_be_is_refused():
 # known faults of others
 
 
+def _objection(ranks, program, patched):
+    """What the simulation says of a program of this package as it is rebuilt so."""
+    with patched, pytest.raises(AssertionError) as told:
+        run_simulated(ranks, program)
+    return str(told.value)
+
+
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_gradient_that_goes_to_the_host_before_the_sum_over_replicas_ends(front):
     """Hybrid: what does not wait for the all-reduce is objected to, in this package as it is rebuilt so."""
@@ -448,20 +430,12 @@ def test_a_gradient_that_goes_to_the_host_before_the_sum_over_replicas_ends(fron
         finish(self)
 
     run_simulated(ranks, program)
-    with mock.patch.object(Reduction, "finish", too_early), pytest.raises(AssertionError) as told:
-        run_simulated(ranks, program)
-    assert "all_reduce on reduce" in str(told.value)
+    told = _objection(ranks, program, mock.patch.object(Reduction, "finish", too_early))
+    assert "all_reduce on reduce" in told
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_a_gradient_whose_memory_goes_while_it_is_copied_to_the_host(front):
-    with mock.patch.object(ToHost, "release", lambda self: setattr(self._copying, "_start", None)):
-        with pytest.raises(AssertionError, match="free on compute"):
-            run_simulated(2, partial(offloads, front=front))
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_a_shard_that_is_freed_while_a_gather_reads_it(front):
+@both
+def test_memory_that_goes_or_is_read_while_a_copy_runs(front):
     """What was sent ahead belongs to the gather until the computation has waited for that."""
     write = FromHost.write
 
@@ -469,15 +443,12 @@ def test_a_shard_that_is_freed_while_a_gather_reads_it(front):
         write(self, out)
         self.settle()
 
-    with (
-        mock.patch.object(FromHost, "write", forgetful),
-        pytest.raises(AssertionError, match="free on compute"),
+    def forget(self):
+        self._copying._start = None
+
+    for patched, told in (
+        (mock.patch.object(ToHost, "release", forget), "free on compute"),
+        (mock.patch.object(FromHost, "write", forgetful), "free on compute"),
+        (mock.patch("fsdp_wrap._runtime.offloading.await_copies", lambda _: None), "on host"),
     ):
-        run_simulated(2, partial(offloads, front=front))
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_gradients_that_are_added_before_they_have_come(front):
-    with mock.patch("fsdp_wrap._runtime.offloading.await_copies", lambda _: None):
-        with pytest.raises(AssertionError, match="on host"):
-            run_simulated(2, partial(offloads, front=front))
+        assert told in _objection(2, partial(offloads, front=front), patched)

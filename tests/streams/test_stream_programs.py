@@ -11,7 +11,7 @@ import torch
 from bed.accelerator import run_simulated
 from fronts import FRONTS
 from fsdp_wrap import BackwardPrefetch
-from stream_programs import BF16, NO_SHARD, PROGRAMS, one_step, wrapped
+from stream_programs import BF16, NO_SHARD, PROGRAMS, one_step, products_beside, wrapped
 
 _BY_FRONT = [name.removesuffix("-flat") for name in PROGRAMS if name.endswith("-flat")]
 
@@ -83,11 +83,7 @@ def _overlaps(kind, **options):
     run_simulated(2, program)
     actions = found[0].actions
     collectives = [each for each in actions if each.what == kind and each.where.endswith(", backward")]
-    products = [each for each in actions if each.what == "aten::mm"]
-    return [
-        sum(each.tick > one.clock["compute"] and not each.follows(one) for each in products)
-        for one in collectives[len(collectives) // 2 :]
-    ]
+    return products_beside(actions, collectives[len(collectives) // 2 :])
 
 
 @pytest.mark.parametrize("front", FRONTS)
