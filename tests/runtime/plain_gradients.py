@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fronts import full_grads
+from models import loss_of, tokens
 
 
-def mean_backward(loss_of_rank: Callable[[int], torch.Tensor]) -> None:
+def mean_backward(loss_of_rank: Callable[[int], Any]) -> None:
     """The backward of a plain model's loss, averaged over the batches of all ranks."""
     size = dist.get_world_size()
-    (sum(loss_of_rank(rank) for rank in range(size)) / size).backward()  # type: ignore[union-attr]
+    (sum(map(loss_of_rank, range(size))) / size).backward()
+
+
+def large_batch_backward(plain: nn.Module, steps: Iterable[int]) -> None:
+    """The same of all batches of tokens of some steps, for a transformer."""
+    mean_backward(lambda rank: sum(loss_of(plain, tokens(rank, step)) for step in steps))
 
 
 def assert_close_grads(model: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:

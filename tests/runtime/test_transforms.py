@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import func, nn
 
 from bed import ranks
-from fronts import FULL, KEPT, each_front, full_grads, shard, twins
+from fronts import FRONTS, FULL, KEPT, shard, twins
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
+from runtime.plain_gradients import assert_close_grads, mean_backward
 
 
 class Energy(nn.Module):
@@ -76,13 +77,6 @@ def assert_sharded(model: nn.Module) -> None:
         assert not unit.running
 
 
-def assert_same_grads(model: nn.Module, plain: nn.Module) -> None:
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad
-        assert_close(found[name], expected)
-
-
 def assert_transformed_alike(model: nn.Module, plain: nn.Module) -> None:
     x = inputs(0)[dist.get_rank()]
     for transform in TRANSFORMS.values():
@@ -101,87 +95,61 @@ def assert_steps_alike(model: nn.Module, plain: nn.Module, loss: Callable[..., t
             optimizer.zero_grad()
         loss_now = loss if step != 1 else lambda net, x: total(net)(x)
         loss_now(model, x[dist.get_rank()]).backward()
-        (sum(loss_now(plain, each) for each in x) / len(x)).backward()
-        assert_same_grads(model, plain)
+        mean_backward(lambda rank: loss_now(plain, x[rank]))  # noqa: B023
+        assert_close_grads(model, plain, rtol=0)
         for optimizer in optimizers:
             optimizer.step()
         assert_sharded(model)
 
 
-@each_front
-@pytest.mark.parametrize("strategy", [FULL, KEPT])
+@ranks(1, 2)
+def test_by_inputs(rank, world_size):
+    """Whatever came before: a transform that failed, or an ordinary forward that waits for its backward."""
+    for front, strategy in (("flat", FULL), ("orig", KEPT), ("composable", FULL)):
+        policy = ModuleWrapPolicy({Block})
+        plain, model = twins(
+            front, make_stack, torch.float64, auto_wrap_policy=policy, sharding_strategy=strategy
+        )
+        with pytest.raises(RuntimeError, match="shapes|size"):
+            func.vmap(model)(torch.ones(2, 2, WIDTH + 1, dtype=torch.float64))
+        assert_sharded(model)
+        assert_transformed_alike(model, plain)
+        x = inputs(0)
+        own = total(model)(x[rank])
+        func.vmap(model)(x[rank])
+        own.backward()
+        mean_backward(lambda rank: total(plain)(x[rank]))  # noqa: B023
+        assert_close_grads(model, plain, rtol=0)
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-def test_by_inputs(rank, world_size, front, strategy):
-    policy = ModuleWrapPolicy({Block})
-    plain, model = twins(
-        front, make_stack, torch.float64, auto_wrap_policy=policy, sharding_strategy=strategy
-    )
-    assert_transformed_alike(model, plain)
+def test_backward_after_a_transform(rank, world_size, front):
+    for name in ("jvp", "grad", "vmap", "grad_of_each"):
+
+        def loss(net: nn.Module, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            found = TRANSFORMS[name](net, x)
+            return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
+
+        plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert_steps_alike(model, plain, loss)
 
 
-@each_front
-@ranks(1)
-def test_by_inputs_on_one_rank(rank, world_size, front):
-    plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert_transformed_alike(model, plain)
-
-
-@each_front
-@pytest.mark.parametrize("name", ["jvp", "grad", "vmap", "grad_of_each"])
 @ranks(2)
-def test_backward_after_a_transform(rank, world_size, front, name):
-    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        found = TRANSFORMS[name](net, x)
-        return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
-
-    plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert_steps_alike(model, plain, loss)
-
-
-@each_front
-@ranks(2)
-def test_a_transform_in_the_root_s_forward(rank, world_size, front):
-    plain, model = twins(front, Energy, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert_steps_alike(model, plain, lambda net, x: total(net)(x))
-
-
-@each_front
-@ranks(2)
-def test_modules_that_keep_lists_of_their_parameters(rank, world_size, front):
-    plain, model = twins(front, lambda: Recurrent(WIDTH, 3), torch.float64)
-
-    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def test_transforms_in_the_root_s_forward_and_of_modules_with_lists_of_parameters(rank, world_size):
+    def tangent(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return sum(func.jvp(net, (x,), (x.cos(),))).square().sum()
 
-    assert_steps_alike(model, plain, loss)
+    for front in FRONTS:
+        plain, model = twins(front, Energy, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert_steps_alike(model, plain, lambda net, x: total(net)(x))
+        plain, model = twins(front, lambda: Recurrent(WIDTH, 3), torch.float64)
+        assert_steps_alike(model, plain, tangent)
 
 
-@each_front
 @ranks(2)
-def test_between_forward_and_backward(rank, world_size, front):
-    plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    x = inputs(0)
-    own = total(model)(x[rank])
-    func.vmap(model)(x[rank])
-    own.backward()
-    (sum(total(plain)(each) for each in x) / len(x)).backward()
-    assert_same_grads(model, plain)
-
-
-@each_front
-@ranks(2)
-def test_what_fails_inside_leaves_nothing_behind(rank, world_size, front):
-    plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    with pytest.raises(RuntimeError, match="shapes|size"):
-        func.vmap(model)(torch.ones(2, 2, WIDTH + 1, dtype=torch.float64))
-    assert_sharded(model)
-    assert_transformed_alike(model, plain)
-
-
-@each_front
-@ranks(2)
-def test_parameters_written_inside_are_refused(rank, world_size, front):
-    model = shard(front, nn.Sequential(Clamped(WIDTH, 3)), ModuleWrapPolicy({Clamped}))
+def test_parameters_written_inside_are_refused(rank, world_size):
+    model = shard("orig", nn.Sequential(Clamped(WIDTH, 3)), ModuleWrapPolicy({Clamped}))
     with pytest.raises(RuntimeError, match=rf"unit '0' wrote to the parameter '0.weight'.* on rank {rank}, "):
         func.vmap(model)(torch.ones(2, WIDTH))
     assert_sharded(model)

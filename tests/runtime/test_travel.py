@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from typing import Any
@@ -206,6 +207,7 @@ OPTIONS: dict[str, list[Any]] = {
     "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
     "frozen": [False, True],
     "evaluates": [False, True],
+    "again": [False, True],
 }
 
 
@@ -230,6 +232,10 @@ def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
             with no_sync(model):
                 model(batch(rank, 50 + step), order).square().sum().backward()
         output = model(batch(rank, step), order)
+        if chosen["again"]:  # from two graphs, of which one reaches some units only, and from two losses
+            half = model(batch(rank, step), [0, 1, 2])
+            output.sum().backward(retain_graph=True)
+            half.sum().backward()
         output.square().sum().backward()
         optimizer.step()
         found.append(output.detach())
@@ -284,36 +290,23 @@ def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size):
     assert_equal_grads(models)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(4)
-def test_hybrid(rank, world_size, front):
-    """Sums over the replicas travel together as well, also of what `fully_shard` has summed in part."""
+def test_hybrid(rank, world_size):
+    """Sums over the replicas travel together as well, also of what was summed in part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-
-    def make(nbytes: int | None) -> Any:
-        torch.manual_seed(0)
-        net = Net().double()
-        if front != "composable":
-            strategy = ShardingStrategy.HYBRID_SHARD
-            policy = ModuleWrapPolicy({Layer})
-            return shard(
-                front, net, policy, sharding_strategy=strategy, device_mesh=mesh, travel_together_bytes=nbytes
-            )
-        for part in (*net.layers, net):
-            fully_shard(part, mesh=mesh, travel_together_bytes=nbytes)
-        return net
-
-    model, ddp = make(None), DDP(Net().double())
-    ddp.module.load_state_dict(full_state(make(0)))
+    torch.manual_seed(0)
+    ddp = DDP(Net().double())
+    model: Any = copy.deepcopy(ddp.module)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
     for step in range(3):
-        if front == "composable":
-            model.set_requires_all_reduce(False)
-            model(batch(rank, 70 + step)).square().sum().backward()
-            model.set_requires_all_reduce(True)
-            with ddp.no_sync():
-                ddp(batch(rank, 70 + step)).square().sum().backward()
+        model.set_requires_all_reduce(False)
+        model(batch(rank, 70 + step)).square().sum().backward()
+        model.set_requires_all_reduce(True)
         with count_collectives() as traffic:
             model(batch(rank, step)).square().sum().backward()
+        with ddp.no_sync():
+            ddp(batch(rank, 70 + step)).square().sum().backward()
         ddp(batch(rank, step)).square().sum().backward()
     assert {name: each.calls for name, each in traffic.items()} == {
         "all_gather_into_tensor": 2,
@@ -323,29 +316,37 @@ def test_hybrid(rank, world_size, front):
     assert_same_grads(model, ddp, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
 @ranks(2)
-def test_an_exception_frees_what_was_gathered_early(rank, world_size, where):
-    model, plain = pair("orig")
-    ddp = DDP(plain)
-    steps(model, rank, range(2))
-    steps(ddp, rank, range(2))
-
-    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    layer = inner(inner(model).layers[2])
-    hook = layer.register_forward_hook(fail if where == "forward" else fail_in_backward)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        model(batch(rank, 9)).sum().backward()
-    hook.remove()
-    early = units_of(model)[4:]  # the root comes first, and the third layer has failed
-    assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
-    steps(model, rank, range(2, 5))
-    steps(ddp, rank, range(2, 5))
-    assert_idle(model)
-    # Momentum begins anew in each call of `steps`, with both.
-    assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
+def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size, where):
+    """Also where a hook of a gradient raises: others of the same reduction have theirs nowhere then."""
+    for front, nbytes in (("orig", None), ("orig", 0), ("composable", None)):
+        model = build(front, travel_together_bytes=nbytes)
+        steps(model, rank, range(2))
+        model.zero_grad()
+        with no_sync(model):
+            model(batch(rank, 2)).square().sum().backward()
+        layer = inner(inner(model).layers[2])
+        if where == "hook":
+            param = units_of(model)[3].handle.layouts[0].sharded_params[0]
+            hook = param.register_post_accumulate_grad_hook(fail)
+        elif where == "forward":
+            hook = layer.register_forward_hook(fail)
+        else:
+            hook = layer.register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            model(batch(rank, 3)).square().sum().backward()
+        hook.remove()
+        early = units_of(model)[4:]  # the root comes first, and the third layer has failed
+        assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
+        alone = build(front, travel_together_bytes=0)
+        alone.load_state_dict(model.state_dict())
+        for each in (model, alone):
+            each.zero_grad()
+            steps(each, rank, range(4, 6))
+            each(batch(rank, 6)).square().sum().backward()
+        assert_equal_grads([model, alone])
+        assert_idle(model)
 
 
 @ranks(2)
@@ -357,7 +358,7 @@ def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_
             model = build(front, travel_together_bytes=nbytes)
             steps(model, rank, range(2))
             last = inner(inner(model).layers[-1]).linear
-            before, shown = last.weight, []
+            before, shown = last.weight, list[Any]()
             params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
 
             def write(*_: Any, params: Any = params, last: Any = last, shown: Any = shown) -> None:
@@ -436,20 +437,8 @@ def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size):
 
 
 @ranks(2)
-def test_unused_units_and_gradients_that_come_again(rank, world_size):
-    """Twice: from two losses, from two graphs, and while the first wait, of a unit checkpointed twice."""
-    model, plain = pair("orig")
-    for step in range(4):
-        output = model(batch(rank, step))
-        half = model(batch(rank, step), [0, 1, 2])
-        output.square().sum().backward(retain_graph=True)
-        output.sum().backward()
-        half.sum().backward()
-        mean_backward(lambda rank: plain(batch(rank, step)).square().sum())  # noqa: B023
-        mean_backward(lambda rank: plain(batch(rank, step)).sum())  # noqa: B023
-        mean_backward(lambda rank: plain(batch(rank, step), [0, 1, 2]).sum())  # noqa: B023
-    assert_close_grads(model, plain)
-    assert_idle(model)
+def test_gradients_that_come_again_while_the_first_wait(rank, world_size):
+    """A unit that runs twice in reentrant checkpoints: each ends a backward of its own."""
     model, plain = pair("orig", kind="reentrant")
     order = [1, 1, 4]
     for step in range(3):
@@ -468,30 +457,23 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
     """Memory that nobody has written may hold NaN, at which checks of what is sent stop a training."""
     model, _ = pair("orig")
     steps(model, rank, range(2))
-    take, finite = JointGradients.take, []
-
-    class Watched:
-        def __init__(self, communicator: Any) -> None:
-            self._communicator = communicator
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._communicator, name)
-
-        def reduce_scatter(self, shards: Any, full: Any) -> Any:
-            finite.append(all(bool(each.isfinite().all()) for each in full))
-            return self._communicator.reduce_scatter(shards, full)
+    take, communicator = JointGradients.take, units_of(model)[0].handle.communicator
+    send, finite = communicator.reduce_scatter, []
 
     def taken(self: JointGradients, index: int, full: torch.Tensor) -> None:
-        fresh = not self._begun
+        if not self._begun:
+            take(self, index, full)
+            for place in self._places:
+                place.parts.fill_(torch.nan)
         take(self, index, full)
-        if fresh:
-            self._communicator = Watched(self._communicator)  # type: ignore[assignment]
-            for number, place in enumerate(self._places):
-                if number != index:
-                    place.parts.fill_(torch.nan)
+
+    def sent(shards: Any, full: Any) -> Any:
+        finite.append(all(bool(each.isfinite().all()) for each in full))
+        return send(shards, full)
 
     with mock.patch.object(JointGradients, "take", taken):
-        model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
+        with mock.patch.object(communicator, "reduce_scatter", sent):
+            model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
     assert finite == [True]
 
 
@@ -518,30 +500,6 @@ def test_gradients_are_known_as_those_of_units_alone(rank, world_size):
             model(batch(rank, 4)).square().sum().backward()
         assert counts[0] == counts[1], front
         assert_equal_grads(models)
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
-@ranks(2)
-def test_a_hook_of_a_gradient_that_raises(rank, world_size, front):
-    """Others of the same reduction have their gradients nowhere then, also those of an accumulation."""
-    model, _ = pair(front)
-    steps(model, rank, range(2))
-    model.zero_grad()
-    with no_sync(model):
-        model(batch(rank, 2)).square().sum().backward()
-    handle = units_of(model)[3].handle
-    assert handle is not None
-    hook = handle.layouts[0].sharded_params[0].register_post_accumulate_grad_hook(fail)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        model(batch(rank, 3)).square().sum().backward()
-    hook.remove()
-    alone = build(front, travel_together_bytes=0)
-    alone.load_state_dict(model.state_dict())
-    for each in (model, alone):
-        each.zero_grad()
-        each(batch(rank, 4)).square().sum().backward()
-    assert_equal_grads([model, alone])
-    assert_idle(model)
 
 
 @ranks(2)
