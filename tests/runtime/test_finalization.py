@@ -7,7 +7,7 @@ torch's own `fully_shard` where that has the same methods (from 2.15 on).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
 from fsdp_wrap._runtime.unit import units_in
+from runtime.plain_gradients import mean_backward
 
 HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
 
@@ -46,12 +47,10 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def shard(model: Net, shard: Any = fully_shard, shape: tuple[int, ...] = (), **options: Any) -> Any:
-    shape = shape or (torch.distributed.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+def shard(model: Net, shard: Any = fully_shard, **options: Any) -> Any:
     for unit in (model.first, model.second):
-        shard(unit, mesh=mesh, **options)
-    return shard(model, mesh=mesh, **options)
+        shard(unit, **options)
+    return shard(model, **options)
 
 
 def ended_by_hand(**options: Any) -> Any:
@@ -64,57 +63,36 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).pow(2).mean()
 
 
-def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    named = model.named_parameters()
-    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in named}
-
-
 def assert_grads(model: nn.Module, *steps: int) -> None:
     """They are a plain model's, averaged over ranks and added over steps; None where that has none."""
-    plain, world_size = net(), torch.distributed.get_world_size()
+    plain = net()
     for step in steps:
-        for rank in range(world_size):
-            (loss(plain, batch(rank, step)) / world_size).backward()
-    assert_equal(full_grads(model), {name: param.grad for name, param in plain.named_parameters()})
+        mean_backward(lambda rank: loss(plain, batch(rank, step)))  # noqa: B023
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == (wanted[name].grad is None), name
+        if param.grad is not None:
+            found = param.grad.full_tensor()
+            torch.testing.assert_close(found, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
 
 
-def assert_equal(grads: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None]) -> None:
-    for name, grad in grads.items():
-        assert (grad is None) == (wanted[name] is None), name
-        if grad is not None:
-            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-12, msg=name)
+def train(model: Any, rank: int, way: str, asynchronous: bool) -> None:
+    """Two batches, whose backwards are ended each, or at last: after both graphs, or without reductions."""
 
+    def end() -> None:
+        ended = model.finalize_backward(async_op=asynchronous)
+        assert (ended is None) is not asynchronous
+        for _ in range(2 * asynchronous):
+            ended.wait()
 
-def again(model: Any, rank: int, end: Callable[[], None]) -> None:
-    """Two iterations, the gradients of the first not cleared."""
+    model.set_requires_gradient_sync(way != "accumulated")
+    graphs = [loss(model, batch(rank, step)) for step in range(2 * (way == "together"))]
     for step in (0, 1):
-        loss(model, batch(rank, step)).backward()
-        end()
-
-
-def accumulated(model: Any, rank: int, end: Callable[[], None]) -> None:
-    """No backward reduces: the end does."""
-    model.set_requires_gradient_sync(False)
-    for step in (0, 1):
-        loss(model, batch(rank, step)).backward()
+        (graphs[step] if graphs else loss(model, batch(rank, step))).backward()
+        if way == "again" and step == 0:
+            end()
     model.set_requires_gradient_sync(True)
     end()
-
-
-def together(model: Any, rank: int, end: Callable[[], None]) -> None:
-    """Both graphs first, then both backwards, which reduce."""
-    for each in [loss(model, batch(rank, step)) for step in (0, 1)]:
-        each.backward()
-    end()
-
-
-def end_of(model: Any, asynchronous: bool) -> None:
-    if not asynchronous:
-        assert model.finalize_backward() is None
-        return
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
-    handle.wait()
 
 
 @pytest.mark.parametrize("keep", [None, "forward", "backward"])
@@ -123,16 +101,15 @@ def test_gradients_of_backwards_ended_by_hand(rank, world_size, keep):
     model = ended_by_hand(reshard_after_forward=keep != "forward")
     model.set_reshard_after_backward(keep != "backward")
     model.set_is_last_backward(False)  # without effect
-    for run in (again, accumulated, together):
-        for asynchronous in (False, True):
-            run(model, rank, lambda: end_of(model, asynchronous))  # noqa: B023
-            assert_grads(model, 0, 1)
-            if HAS_TORCHS:
-                theirs = shard(net(), torch_fsdp.fully_shard)
-                theirs.set_manual_backward_finalization(True)
-                run(theirs, rank, lambda: end_of(theirs, asynchronous))  # noqa: B023
-                assert_equal(full_grads(model), full_grads(theirs))
-            model.zero_grad()
+    for way, asynchronous in itertools.product(("again", "accumulated", "together"), (False, True)):
+        train(model, rank, way, asynchronous)
+        assert_grads(model, 0, 1)
+        model.zero_grad()
+        if HAS_TORCHS:
+            theirs = shard(net(), torch_fsdp.fully_shard)
+            theirs.set_manual_backward_finalization(True)
+            train(theirs, rank, way, asynchronous)
+            assert_grads(theirs, 0, 1)
 
 
 @ranks(2)
@@ -154,7 +131,8 @@ def test_a_backward_in_parts(rank, world_size):
 
 @ranks(4)
 def test_replicas_are_summed_completely_or_refused(rank, world_size):
-    model = ended_by_hand(shape=(2, 2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = ended_by_hand(mesh=mesh)
     model.set_requires_all_reduce(False)
     loss(model, batch(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(True\)"):
