@@ -14,7 +14,7 @@ from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
 from bed.sampling import few_fast
-from fronts import accumulating, assert_same_grads, clip, each_front, full_grads, shard, within_copy
+from fronts import accumulating, assert_same_grads, clip, shard, within_copy
 from fsdp_wrap import (
     EventKind,
     MixedPrecision,
@@ -28,8 +28,10 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens
+from runtime.plain_gradients import assert_close_grads, large_batch_backward, mean_backward
 from scenario import HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, check, name_of, pairwise
 
+each_front = pytest.mark.parametrize("front", ["orig", "composable"])
 ACCUMULATIONS = ["CF", "CCF", "TCF", "CTF", "FCF"]
 """Backwards of a step: letters of `accumulating`."""
 
@@ -79,27 +81,16 @@ def hybrid(
     """Shards over two ranks and replicates over two others, a unit for each module of a class."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     param, reduce = precision or (None, None)
+    options: dict[str, Any] = {"travel_together_bytes": together}
     if front == "composable":
-        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-        reshard = strategy == "HYBRID_SHARD"
+        options |= {"mesh": mesh, "reshard_after_forward": strategy == "HYBRID_SHARD"}
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         for part in [*(each for each in net.modules() if isinstance(each, unit)), net]:
-            fully_shard(
-                part,
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=reshard,
-                travel_together_bytes=together,
-            )
+            fully_shard(part, **options)
         return net
-    return shard(
-        front,
-        net,
-        ModuleWrapPolicy({unit}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_mesh=mesh,
-        mixed_precision=MixedPrecision(param_dtype=param, reduce_dtype=reduce),
-        travel_together_bytes=together,
-    )
+    options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    options["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
+    return shard(front, net, ModuleWrapPolicy({unit}), **options)
 
 
 def twins(front: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -114,12 +105,6 @@ def backwards(model: Any, rank: int, letters: str, first: int = 0) -> None:
     for step, letter in enumerate(letters, first):
         with accumulating(model, letter):
             loss_of(model, tokens(rank, step)).backward()
-
-
-def plain_backward(plain: nn.Module, world_size: int, steps: Any) -> None:
-    """The same of the batches of all ranks."""
-    losses = [loss_of(plain, tokens(rank, step)) for rank in range(world_size) for step in steps]
-    (sum(losses) / world_size).backward()
 
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -142,28 +127,22 @@ def test_precision_and_what_is_done_with_gradients(rank, world_size, options):
         for optimizer in optimizers:
             optimizer.zero_grad()
         backwards(model, rank, letters, 10 * step)
-        plain_backward(plain, world_size, range(10 * step, 10 * step + len(letters)))
+        large_batch_backward(plain, range(10 * step, 10 * step + len(letters)))
         if options["clips"]:
             norms = clip(plain, 0.1), clip(model, 0.1)
             torch.testing.assert_close(norms[1].double(), norms[0], **(rough or EXACT))
-        assert_same_grads_or_none(model, plain, rough or EXACT)
+        assert_close_grads(model, plain, **(rough or EXACT))
         for optimizer in optimizers:
             optimizer.step()
-
-
-def assert_same_grads_or_none(model: Any, plain: nn.Module, tolerance: dict[str, Any]) -> None:
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad
-        torch.testing.assert_close(found[name].double(), expected, msg=name, **tolerance)
 
 
 UNITS = 4
 """Three blocks and the root."""
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@each_front
+@pytest.mark.parametrize(
+    ("front", "strategy"), [("orig", "HYBRID_SHARD"), ("composable", "_HYBRID_SHARD_ZERO2")]
+)
 @ranks(4)
 def test_collectives_by_kind(rank, world_size, front, strategy):
     _, model = twins(front, strategy=strategy)
@@ -195,17 +174,10 @@ class Wide(nn.Module):
         return x
 
 
-def wide(front: str) -> Any:
-    torch.manual_seed(0)
-    return hybrid(front, Wide(), unit=nn.Linear)
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(4)
-def test_what_is_kept_is_a_shard(rank, world_size, front):
+def test_what_is_kept_is_a_shard(rank, world_size):
     """Of `no_sync` it is all, and the zeros that tell of `zero_grad`."""
-    torch.manual_seed(0)
-    model = hybrid(front, Wide(), unit=nn.Linear)
+    model = hybrid("orig", Wide(), unit=nn.Linear)
     full = 4 * sum(param.numel() for param in Wide().parameters())
     kept = {}
     for letter in "FTFC":  # F ends what the one before has kept
@@ -218,26 +190,42 @@ def test_what_is_kept_is_a_shard(rank, world_size, front):
     assert 0.45 < kept["C"] < 0.55
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+def fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
 @each_front
 @ranks(4)
-def test_zero_grad_forgets_partial_sums(rank, world_size, front, to_none):
+def test_zero_grad_forgets_partial_sums(rank, world_size, front):
+    """Also where a backward has failed."""
     plain, model = twins(front)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for first in (0, 10):
-        backwards(model, rank, "CTC", first)
-        optimizer.zero_grad(set_to_none=to_none)
-        backwards(model, rank, "CF", first + 5)
-        plain_backward(plain, world_size, range(first + 5, first + 7))
-        assert_same_grads(model, plain, **EXACT)
-        backwards(model, rank, "F" if first else "FC", first)
-        for each in (plain, model):
-            each.zero_grad(set_to_none=to_none)
+    for to_none in (True, False):
+        for first in (0, 10):
+            backwards(model, rank, "CTC", first)
+            optimizer.zero_grad(set_to_none=to_none)
+            backwards(model, rank, "CF", first + 5)
+            large_batch_backward(plain, range(first + 5, first + 7))
+            assert_same_grads(model, plain, **EXACT)
+            backwards(model, rank, "F" if first else "FC", first)
+            for each in (plain, model):
+                each.zero_grad(set_to_none=to_none)
+    backwards(model, rank, "C")
+    block = [each for each in model.modules() if isinstance(each, Block)][1]
+    hook = block.register_forward_hook(lambda module, args, result: result.register_hook(fail) and None)
+    with within_copy(model), pytest.raises(ArithmeticError):
+        loss_of(model, tokens(rank, 1)).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    plain.zero_grad()
+    backwards(model, rank, "CF", 5)
+    large_batch_backward(plain, range(5, 7))
+    assert_same_grads(model, plain, **EXACT)
 
 
 @each_front
 @ranks(4)
-def test_an_optimizer_does_not_step_before_the_last_sum(rank, world_size, front):
+def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
     plain, model = twins(front)
     optimizer = torch.optim.AdamW(model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -247,8 +235,18 @@ def test_an_optimizer_does_not_step_before_the_last_sum(rank, world_size, front)
     assert not optimizer.state
     for name, value in model.state_dict().items():
         assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (value, before[name])))
+    if front == "orig":
+        with pytest.warns(UserWarning, match="are not clipped"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match="which are not reduced yet"):
+            with FSDP.summon_full_params(model, with_grads=True):
+                pass
+        with pytest.raises(RuntimeError, match="cannot go from"):
+            model.float()
+        with pytest.raises(TypeError, match="reduce_within_copy"), model.no_sync(reduce_within_copy=1):
+            pass
     backwards(model, rank, "F", 1)
-    plain_backward(plain, world_size, range(2))
+    large_batch_backward(plain, range(2))
     assert_same_grads(model, plain, **EXACT)
     optimizer.step()
     backwards(model, rank, "C")
@@ -256,13 +254,12 @@ def test_an_optimizer_does_not_step_before_the_last_sum(rank, world_size, front)
     optimizer.step()  # as there is nothing left
 
 
-@each_front
 @ranks(4)
-def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_size, front):
+def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_size):
     """Copies may have used different units before: the other one sums now what it did then."""
     torch.manual_seed(0)
     plain = Wide().double()
-    model = hybrid(front, copy.deepcopy(plain), unit=nn.Linear)
+    model = hybrid("orig", copy.deepcopy(plain), unit=nn.Linear)
     x = torch.randn(4, 3, Wide.SIDE, dtype=torch.float64)
     uses = [(0, 1, 2, 3), (2, 1), (1, 2)]
     with within_copy(model):
@@ -271,7 +268,7 @@ def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_siz
     with count_collectives() as traffic:
         model(x[rank], uses[2]).sum().backward()
     for used in uses:
-        (sum(plain(x[each], used).sum() for each in range(world_size)) / world_size).backward()
+        mean_backward(lambda each: plain(x[each], used).sum())  # noqa: B023
     assert_same_grads(model, plain, **EXACT)
     assert traffic["all_reduce"].calls == 4
 
@@ -281,19 +278,15 @@ def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_siz
 def test_switching_inside_a_backward_is_refused(rank, world_size, front):
     _, model = twins(front)
     told = []
+    words = r"inside a backward of the root unit \((FSDP)?Transformer\) on rank"
 
     def switch(grad: torch.Tensor) -> None:
-        with pytest.raises(
-            NotIdleError, match=r"inside a backward of the root unit \((FSDP)?Transformer\) on rank"
-        ):
-            with within_copy(model):
-                pass
+        with pytest.raises(NotIdleError, match=words), within_copy(model):
+            pass
         told.append(True)
 
-    blocks = [each for each in model.modules() if isinstance(each, Block)]
-    hooked = blocks[0].register_forward_hook(
-        lambda module, args, result: result.register_hook(switch) and None
-    )
+    block = next(each for each in model.modules() if isinstance(each, Block))
+    hooked = block.register_forward_hook(lambda module, args, result: result.register_hook(switch) and None)
     loss_of(model, tokens(rank, 0)).backward()
     hooked.remove()
     assert told
@@ -306,43 +299,6 @@ def test_without_replicas_nothing_changes(rank, world_size, front):
     plain = Transformer().double()
     model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({Block}))
     backwards(model, rank, "C")
-    plain_backward(plain, world_size, range(1))
+    large_batch_backward(plain, range(1))
     assert_same_grads(model, plain, **EXACT)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.parametrize("front", ["flat", "orig"])
-@ranks(4)
-def test_what_may_not_come_between(rank, world_size, front):
-    _, model = twins(front)
-    backwards(model, rank, "C")
-    with pytest.warns(UserWarning, match="are not clipped"):
-        model.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="which are not reduced yet"):
-        with FSDP.summon_full_params(model, with_grads=True):
-            pass
-    with pytest.raises(RuntimeError, match="cannot go from"):
-        model.float()
-    with pytest.raises(TypeError, match="reduce_within_copy"), model.no_sync(reduce_within_copy=1):
-        pass
-
-
-@each_front
-@ranks(4)
-def test_a_failed_backward_leaves_what_zero_grad_forgets(rank, world_size, front):
-    plain, model = twins(front)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backwards(model, rank, "C")
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("on purpose")
-
-    block = [each for each in model.modules() if isinstance(each, Block)][1]
-    hook = block.register_forward_hook(lambda module, args, result: result.register_hook(fail) and None)
-    with within_copy(model), pytest.raises(ArithmeticError):
-        loss_of(model, tokens(rank, 1)).backward()
-    hook.remove()
-    optimizer.zero_grad()
-    backwards(model, rank, "CF", 5)
-    plain_backward(plain, world_size, range(5, 7))
-    assert_same_grads(model, plain, **EXACT)

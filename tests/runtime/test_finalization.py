@@ -7,7 +7,7 @@ torch's own `fully_shard` where that has the same methods (from 2.15 on).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
 from fsdp_wrap._runtime.unit import units_in
+from runtime.plain_gradients import mean_backward
 
 HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
 
@@ -46,136 +47,92 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def shard(model: Net, shard: Any = fully_shard, shape: tuple[int, ...] = (), **options: Any) -> Any:
-    shape = shape or (torch.distributed.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+def shard(model: Net, shard: Any = fully_shard, **options: Any) -> Any:
     for unit in (model.first, model.second):
-        shard(unit, mesh=mesh, **options)
-    return shard(model, mesh=mesh, **options)
+        shard(unit, **options)
+    return shard(model, **options)
+
+
+def ended_by_hand(**options: Any) -> Any:
+    model = shard(net(), **options)
+    model.set_manual_backward_finalization(True)
+    return model
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).pow(2).mean()
 
 
-def summed(steps: list[int], world_size: int) -> dict[str, torch.Tensor | None]:
-    """Gradients of a plain model, averaged over the ranks and added over the steps."""
+def assert_grads(model: nn.Module, *steps: int) -> None:
+    """They are a plain model's, averaged over ranks and added over steps; None where that has none."""
     plain = net()
     for step in steps:
-        for rank in range(world_size):
-            (loss(plain, batch(rank, step)) / world_size).backward()
-    return {name: param.grad for name, param in plain.named_parameters()}
-
-
-def assert_grads(model: nn.Module, wanted: dict[str, torch.Tensor | None]) -> None:
+        mean_backward(lambda rank: loss(plain, batch(rank, step)))  # noqa: B023
+    wanted = dict(plain.named_parameters())
     for name, param in model.named_parameters():
-        grad = None if param.grad is None else param.grad.full_tensor()
-        assert (grad is None) == (wanted[name] is None), name
-        if grad is not None:
-            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-12, msg=name)
+        assert (param.grad is None) == (wanted[name].grad is None), name
+        if param.grad is not None:
+            found = param.grad.full_tensor()
+            torch.testing.assert_close(found, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
 
 
-def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    named = model.named_parameters()
-    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in named}
+def train(model: Any, rank: int, way: str, asynchronous: bool) -> None:
+    """Two batches, whose backwards are ended each, or at last: after both graphs, or without reductions."""
 
+    def end() -> None:
+        ended = model.finalize_backward(async_op=asynchronous)
+        assert (ended is None) is not asynchronous
+        for _ in range(2 * asynchronous):
+            ended.wait()
 
-def once(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
-    loss(model, batch(rank, 0)).backward()
-    end()
-    return [0]
-
-
-def again(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
-    """Two iterations, the gradients of the first not cleared."""
+    model.set_requires_gradient_sync(way != "accumulated")
+    graphs = [loss(model, batch(rank, step)) for step in range(2 * (way == "together"))]
     for step in (0, 1):
-        loss(model, batch(rank, step)).backward()
-        end()
-    return [0, 1]
-
-
-def accumulated(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
-    """No backward reduces: the end does."""
-    model.set_requires_gradient_sync(False)
-    for step in (0, 1, 2):
-        loss(model, batch(rank, step)).backward()
+        (graphs[step] if graphs else loss(model, batch(rank, step))).backward()
+        if way == "again" and step == 0:
+            end()
     model.set_requires_gradient_sync(True)
     end()
-    return [0, 1, 2]
 
 
-def together(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
-    """Both graphs first, then both backwards, which reduce."""
-    losses = [loss(model, batch(rank, step)) for step in (0, 1)]
-    for each in losses:
-        each.backward()
-    end()
-    return [0, 1]
-
-
-def in_parts(model: Any, rank: int, end: Callable[[], None]) -> list[int]:
-    """The last layers' backward apart from that of the first, as pipelines do it."""
-    x = batch(rank, 0)
-    hidden = model.first(x)
-    cut = hidden.detach().requires_grad_()
-    model.head(model.second(cut)).pow(2).mean().backward()
-    hidden.backward(cut.grad)
-    end()
-    return [0]
-
-
-def ended_by(model: Any, way: str) -> Callable[[], None]:
-    def end() -> None:
-        if way == "wait":
-            assert model.finalize_backward() is None
-            return
-        handle = model.finalize_backward(async_op=True)
-        handle.wait()
-        handle.wait()
-
-    return end
-
-
-RUNS = {run.__name__: run for run in (once, again, accumulated, together)}
-
-
-@pytest.mark.parametrize("way", ["wait", "async"])
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("keep", [None, "forward", "backward"])
-@ranks(2, 3)
-def test_gradients_of_backwards_ended_by_hand(rank, world_size, run, way, keep):
-    model = shard(net(), reshard_after_forward=keep != "forward")
+@ranks(3)
+def test_gradients_of_backwards_ended_by_hand(rank, world_size, keep):
+    model = ended_by_hand(reshard_after_forward=keep != "forward")
     model.set_reshard_after_backward(keep != "backward")
-    model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)  # without effect
-    for _ in range(2):
-        steps = RUNS[run](model, rank, ended_by(model, way))
-        assert_grads(model, summed(steps, world_size))
+    for way, asynchronous in itertools.product(("again", "accumulated", "together"), (False, True)):
+        train(model, rank, way, asynchronous)
+        assert_grads(model, 0, 1)
         model.zero_grad()
-    if HAS_TORCHS:
-        theirs = shard(net(), torch_fsdp.fully_shard)
-        theirs.set_manual_backward_finalization(True)
-        RUNS[run](theirs, rank, ended_by(theirs, way))
-        RUNS[run](model, rank, ended_by(model, way))
-        assert_grads(model, full_grads(theirs))
+        if HAS_TORCHS:
+            theirs = shard(net(), torch_fsdp.fully_shard)
+            theirs.set_manual_backward_finalization(True)
+            train(theirs, rank, way, asynchronous)
+            assert_grads(theirs, 0, 1)
 
 
 @ranks(2)
 def test_a_backward_in_parts(rank, world_size):
+    """The last layers' backward apart from that of the first, as pipelines do it."""
     model = shard(net(), reshard_after_forward=False)
     loss(model, batch(rank, 0))  # which makes it the root
     model.set_manual_backward_finalization(True)
     model.unshard()
     with count_collectives() as counts:
-        in_parts(model, rank, ended_by(model, "wait"))
-    assert_grads(model, summed([0], world_size))
+        hidden = model.first(batch(rank, 0))
+        cut = hidden.detach().requires_grad_()
+        model.head(model.second(cut)).pow(2).mean().backward()
+        hidden.backward(cut.grad)
+        model.finalize_backward()
+    assert_grads(model, 0)
     assert counts["reduce_scatter_tensor"].calls == 3
 
 
 @ranks(4)
 def test_replicas_are_summed_completely_or_refused(rank, world_size):
-    model = shard(net(), shape=(2, 2))
-    model.set_manual_backward_finalization(True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = ended_by_hand(mesh=mesh)
     model.set_requires_all_reduce(False)
     loss(model, batch(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(True\)"):
@@ -183,7 +140,7 @@ def test_replicas_are_summed_completely_or_refused(rank, world_size):
     model.set_requires_all_reduce(True)
     loss(model, batch(rank, 1)).backward()
     model.finalize_backward()
-    assert_grads(model, summed([0, 1], world_size))
+    assert_grads(model, 0, 1)
 
 
 @ranks(2)
@@ -212,31 +169,25 @@ def test_what_is_to_be_waited_for(rank, world_size):
         with pytest.raises(RuntimeError, match=r"before wait\(\)"):
             too_early()
     handle.wait()
-    assert_grads(model, summed([0], world_size))
+    assert_grads(model, 0)
     model.set_manual_backward_finalization(False)
     loss(model, batch(rank, 1)).backward()
-    assert_grads(model, summed([0, 1], world_size))
+    assert_grads(model, 0, 1)
     with pytest.raises(RuntimeError, match="end by themselves"):
         model.finalize_backward()
 
 
 @ranks(2)
-def test_only_the_root_ends_backwards(rank, world_size):
+def test_only_the_root_ends_backwards_and_reset_drops_what_they_left(rank, world_size):
     model = shard(net())
     for act in (model.first.finalize_backward, lambda: model.first.set_manual_backward_finalization(True)):
         with pytest.raises(RuntimeError, match="must be called on the root, and this is unit 'first'"):
             act()
     inner = net()
-    mesh = init_device_mesh("cpu", (world_size,))
-    fully_shard(inner.first, mesh=mesh).set_manual_backward_finalization(True)
-    fully_shard(inner, mesh=mesh)
+    fully_shard(inner.first).set_manual_backward_finalization(True)
+    fully_shard(inner)
     with pytest.raises(RuntimeError, match="unit 'first', which another unit encloses"):
         inner(batch(rank, 0))
-
-
-@ranks(2)
-def test_reset_drops_what_was_to_be_waited_for(rank, world_size):
-    model = shard(net())
     model.set_manual_backward_finalization(True)
     loss(model, batch(rank, 0)).backward()
     handle = model.finalize_backward(async_op=True)
@@ -246,40 +197,35 @@ def test_reset_drops_what_was_to_be_waited_for(rank, world_size):
     model.zero_grad()
     loss(model, batch(rank, 1)).backward()
     model.finalize_backward()
-    assert_grads(model, summed([1], world_size))
+    assert_grads(model, 1)
 
 
 # memory
 
 
-@pytest.mark.parametrize("reshard", [True, 2])
-@pytest.mark.parametrize("precision", [None, torch.float32])
-@ranks(1, 2, 4)
-def test_unsharded_memory_stays_where_it_is(rank, world_size, precision, reshard):
-    policy = MixedPrecisionPolicy(precision)
-    reshard = reshard if world_size == 4 else True
-    model = shard(net(), mp_policy=policy, reshard_after_forward=reshard)
-    model.set_keep_unsharded_storage(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = copy.deepcopy(model)
-    plain.set_keep_unsharded_storage(False)
-    other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    seen: list[list[int]] = []
-    layers = [model.first[0], model.second[0], model.head]
-    for layer in layers:
-        layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))
-    blockers = []
-    for step in range(4):
-        seen.append([])
-        for each, steps in ((model, optimizer), (plain, other)):
-            steps.zero_grad()
-            loss(each, batch(rank, step)).backward()
-            steps.step()
-        blockers += [torch.empty(48, dtype=torch.float64) for _ in range(50)]  # takes what is freed
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    for one, two in zip(model.parameters(), plain.parameters()):
-        assert torch.equal(one.full_tensor(), two.full_tensor())
+@ranks(1, 4)
+def test_unsharded_memory_stays_where_it_is(rank, world_size):
+    for precision, reshard in ((None, True), (torch.float32, 2 if world_size == 4 else True)):
+        model = shard(net(), mp_policy=MixedPrecisionPolicy(precision), reshard_after_forward=reshard)
+        model.set_keep_unsharded_storage(True)
+        plain = copy.deepcopy(model)
+        plain.set_keep_unsharded_storage(False)
+        both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+        seen: list[list[int]] = []
+        for layer in (model.first[0], model.second[0], model.head):
+            layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))  # noqa: B023
+        blockers = []
+        for step in range(4):
+            seen.append([])
+            for each, optimizer in both:
+                optimizer.zero_grad()
+                loss(each, batch(rank, step)).backward()
+                optimizer.step()
+            blockers += [torch.empty(48, dtype=torch.float64) for _ in range(50)]  # takes what is freed
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert seen[0] == seen[1] == seen[2] == seen[3], precision
+        for one, two in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(one.full_tensor(), two.full_tensor())
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 from bed import ranks
-from fronts import each_front, full, full_state, inner, local_numel, no_sync, shard, twins
+from fronts import FRONTS, each_front, full, full_state, inner, local_numel, no_sync, shard, twins
 from fsdp_wrap import CPUOffload
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
+
+
+def transformer(front: str, **options: Any) -> Any:
+    return twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"](), **options)[1]
 
 
 def held(model: nn.Module) -> list[nn.Parameter]:
@@ -32,108 +37,141 @@ def step_in_backward(model: nn.Module) -> list[Any]:
     return [param.register_post_accumulate_grad_hook(step) for param in optimizers]
 
 
-@each_front
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-@ranks(2)
-def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front, offload):
-    options = {"auto_wrap_policy": WRAPPINGS["block"](), "cpu_offload": CPUOffload(offload)}
-    _, usual = twins(front, Transformer, **options)
-    _, model = twins(front, Transformer, **options)
-    handles = step_in_backward(model)
-    optimizer = torch.optim.AdamW(usual.parameters(), lr=0.01)
+def assert_trains_as(
+    usual: nn.Module,
+    updated: Iterable[nn.Parameter],
+    model: nn.Module,
+    rank: int,
+    stepped: Callable[[], Iterable[nn.Parameter]],
+) -> None:
+    """A model steps in backward as an ordinary one after it."""
+    optimizer = torch.optim.AdamW(updated, lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
-        loss, expected = loss_of(model, tokens(rank, step)), loss_of(usual, tokens(rank, step))
-        assert torch.equal(loss, expected)
-        loss.backward()
-        expected.backward()
+        losses = [loss_of(each, tokens(rank, step)) for each in (model, usual)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
         optimizer.step()
-        assert all(param.grad is None for param in model.parameters())
-    found, wanted = full_state(model), full_state(usual)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    for handle in handles:  # else hooks hold their parameters for ever: garbage collection does not see them
-        handle.remove()
+        assert all(param.grad is None for param in stepped())
+    assert_same_state(model, full_state(usual))
 
 
-@pytest.mark.parametrize("register_hook", [False, True])
+def assert_same_state(model: nn.Module, expected: dict[str, torch.Tensor], same: bool = True) -> None:
+    found = full_state(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected) is same
+
+
 @each_front
 @ranks(2)
-def test_optimizers_that_torch_applies_in_backward(rank, world_size, front, register_hook):
-    """Torch notes them on the parameters; a FlatParameter, which stands for several, takes none."""
-    _, usual = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    _, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    apply = apply_optimizer_in_backward
-    apply(torch.optim.AdamW, model.parameters(), {"lr": 0.01}, register_hook=register_hook)
-    if front == "flat":
-        with pytest.raises(
-            RuntimeError, match="FlatParameter of .* only supported with use_orig_params=True"
-        ):
-            loss_of(model, tokens(rank, 0))
-        return
-    optimizer = torch.optim.AdamW(usual.parameters(), lr=0.01)
-    for step in range(3):
-        optimizer.zero_grad()
-        for each in (model, usual):
-            loss_of(each, tokens(rank, step)).backward()
-        optimizer.step()
-        assert all(param.grad is None for param in model.parameters())
-    found, expected = full_state(model), full_state(usual)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front):
+    """With a hook of the user's, or as torch applies it: a FlatParameter takes none of these."""
+    for offload in (False, True):
+        usual, model = (transformer(front, cpu_offload=CPUOffload(offload)) for _ in range(2))
+        handles = step_in_backward(model)
+        assert_trains_as(usual, usual.parameters(), model, rank, model.parameters)
+        for handle in handles:  # else hooks hold their parameters for ever: garbage collection is blind
+            handle.remove()
+    for register_hook in (False, True):
+        usual, model = transformer(front), transformer(front)
+        params = model.parameters()
+        apply_optimizer_in_backward(torch.optim.AdamW, params, {"lr": 0.01}, register_hook=register_hook)
+        if front == "flat":
+            words = "FlatParameter of .* only supported with use_orig_params=True"
+            with pytest.raises(RuntimeError, match=words):
+                loss_of(model, tokens(rank, 0))
+        else:
+            assert_trains_as(usual, usual.parameters(), model, rank, model.parameters)
 
 
-@pytest.mark.parametrize("register_hook", [False, True])
 @each_front
 @ranks(2)
-def test_optimizers_that_torch_applied_in_backward_before_sharding(rank, world_size, front, register_hook):
+def test_optimizers_of_before_sharding(rank, world_size, front):
     """They train the same where the Parameter objects stay; elsewhere they would train nothing."""
     policy = WRAPPINGS["block"]()
-    _, usual = twins(front, Transformer, auto_wrap_policy=policy)
-    torch.manual_seed(0)
-    model: Any = Transformer()
-    inside = model.blocks[1].parameters()
-    apply_optimizer_in_backward(torch.optim.AdamW, inside, {"lr": 0.01}, register_hook=register_hook)
-    if front != "orig":
-        cure = {"flat": "use_orig_params=True", "composable": "after fully_shard"}[front]
-        rule = r"'(blocks\.1\.)?\w+\.\w+.*' has an optimizer .* would train nothing.*"
-        with pytest.raises(ValueError, match=rule + cure):
-            shard(front, model, policy)
-        assert type(model) is Transformer and model(tokens(rank, 0)) is not None
-        return
-    model = shard(front, model, policy)
-    optimizer = torch.optim.AdamW(inner(usual).blocks[1].parameters(), lr=0.01)
-    for step in range(3):
-        optimizer.zero_grad()
-        for each in (model, usual):
-            loss_of(each, tokens(rank, step)).backward()
-        optimizer.step()
-        assert all(param.grad is None for param in inner(model).blocks[1].parameters())
-    found, expected = full_state(model), full_state(usual)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@each_front
-@ranks(2)
-def test_gradient_hooks_before_sharding_are_refused(rank, world_size, front, register):
+    cure = {"flat": "use_orig_params=True", "composable": "after fully_shard", "orig": ""}[front]
+    rule = r"'(blocks\.1\.)?\w+\.\w+.*' has an optimizer .* would train nothing.*"
+    for register_hook in (False, True):
+        usual = transformer(front)
+        torch.manual_seed(0)
+        model: Any = Transformer()
+        inside = model.blocks[1].parameters()
+        apply_optimizer_in_backward(torch.optim.AdamW, inside, {"lr": 0.01}, register_hook=register_hook)
+        if cure:
+            with pytest.raises(ValueError, match=rule + cure):
+                shard(front, model, policy)
+            assert type(model) is Transformer and model(tokens(rank, 0)) is not None
+            continue
+        model = shard(front, model, policy)
+        blocks = [inner(each).blocks[1] for each in (usual, model)]
+        assert_trains_as(usual, blocks[0].parameters(), model, rank, blocks[1].parameters)
     model = Transformer()
-    handle = getattr(model.blocks[1].norm1.weight, register)(lambda _: None)
-    with pytest.raises(ValueError, match="norm1.weight' has gradient hooks, .* sharded parameters after it"):
-        shard(front, model, WRAPPINGS["block"]())
-    handle.remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = shard(front, model, policy)
+    before = {name: value.clone() for name, value in full_state(wrapped).items()}
+    loss_of(wrapped, tokens(rank, 0)).backward()
+    if front != "orig":
+        words = rf"SGD was made before .* '.+' .*rank {rank}.* after sharding"
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+        assert_same_state(wrapped, before)
+        left = optimizer.param_groups[0]["params"][-1]
+        mixed = torch.optim.AdamW([{"params": [*wrapped.parameters()]}, {"params": [left]}])
+        with pytest.raises(RuntimeError, match=r"AdamW was made before"):
+            mixed.step()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    optimizer.step()
+    assert_same_state(wrapped, before, same=False)
+
+
+@ranks(2)
+def test_gradient_hooks_that_are_refused(rank, world_size):
+    """Those of before sharding, and those that would run before the gradient has come."""
+    for front in FRONTS:
+        for register in ("register_hook", "register_post_accumulate_grad_hook"):
+            plain = Transformer()
+            handle = getattr(plain.blocks[1].norm1.weight, register)(lambda _: None)
+            words = "norm1.weight' has gradient hooks, .* sharded parameters after it"
+            with pytest.raises(ValueError, match=words):
+                shard(front, plain, WRAPPINGS["block"]())
+            handle.remove()
+        model = transformer(front)
+        param = next(iter(held(inner(model).blocks[1])))
+        if front == "flat":
+            with pytest.raises(ValueError, match=r"register_hook on .* register_post_accumulate_grad_hook"):
+                param.register_hook(lambda grad: None)
+        else:
+            handle = param.register_hook(lambda grad: None)
+            rule = r"register_hook on .*blocks\.1\..* register_post_accumulate_grad_hook"
+            with pytest.raises(ValueError, match=rf"rank {rank}: {rule}"):
+                loss_of(model, tokens(rank, 0))
+            handle.remove()
+        loss_of(model, tokens(rank, 0)).backward()
+
+
+class Some(nn.Module):
+    """One parameter that only the first rank uses, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return (self.used * x).sum() if rank == 0 else (self.used * 0).sum()
+
+
+def tied_and_frozen() -> nn.Module:
+    block = Block()
+    model = nn.Sequential(block, Block(), block)
+    model[1].requires_grad_(False)
+    return model
 
 
 @each_front
 @ranks(2)
 def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):
     """Not before, under `no_sync`; not after its handle was removed; tied ones call it once."""
-
-    def make() -> nn.Module:
-        block = Block()
-        model = nn.Sequential(block, Block(), block)
-        model[1].requires_grad_(False)
-        return model
-
-    plain, model = twins(front, make, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    _, model = twins(front, tied_and_frozen, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
     seen: list[tuple[nn.Parameter, torch.Tensor]] = []
     trained = [param for param in held(model) if param.requires_grad]
     handles = [
@@ -152,66 +190,11 @@ def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):
     model(x).sum().backward()
     assert len(seen) == len(trained)
 
-
-@each_front
-@ranks(2)
-def test_a_parameter_that_no_rank_uses_calls_no_hook(rank, world_size, front):
-    class Some(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.used * x).sum() if rank == 0 else (self.used * 0).sum()
-
     model = shard(front, Some())
-    seen: list[nn.Parameter] = []
+    called: list[nn.Parameter] = []
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(seen.append)
-    model(torch.ones(4)).backward()
+        param.register_post_accumulate_grad_hook(called.append)
+    model(torch.ones(4), rank).backward()
     holds = front == "flat" or any(param is inner(model).used for param in held(model))
-    assert len(seen) == holds and all(param is not getattr(inner(model), "idle", None) for param in seen)
-
-
-@each_front
-@ranks(2)
-def test_an_optimizer_made_before_sharding(rank, world_size, front):
-    """It would train nothing, save where the Parameter objects stay."""
-    torch.manual_seed(0)
-    model = Transformer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = shard(front, model, WRAPPINGS["block"]())
-    before = {name: value.clone() for name, value in full_state(wrapped).items()}
-    loss_of(wrapped, tokens(rank, 0)).backward()
-    if front == "orig":
-        optimizer.step()
-        assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
-        return
-    with pytest.raises(RuntimeError, match=rf"SGD was made before .* '.+' .*rank {rank}.* after sharding"):
-        optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
-    inside = torch.optim.AdamW(
-        [{"params": [*wrapped.parameters()]}, {"params": [optimizer.param_groups[0]["params"][-1]]}]
-    )
-    with pytest.raises(RuntimeError, match=r"AdamW was made before"):
-        inside.step()
-    torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
-    assert not all(torch.equal(value, before[name]) for name, value in full_state(wrapped).items())
-
-
-@each_front
-@ranks(2)
-def test_hooks_before_the_gradient_are_refused(rank, world_size, front):
-    _, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    block = inner(model).blocks[1]
-    param = next(iter(held(block)))
-    rule = r"register_hook on .*blocks\.1\..* register_post_accumulate_grad_hook"
-    if front == "flat":
-        with pytest.raises(ValueError, match=r"register_hook on .* register_post_accumulate_grad_hook"):
-            param.register_hook(lambda grad: None)
-    else:
-        handle = param.register_hook(lambda grad: None)
-        with pytest.raises(ValueError, match=rf"rank {rank}: {rule}"):
-            loss_of(model, tokens(rank, 0))
-        handle.remove()
-    loss_of(model, tokens(rank, 0)).backward()
+    idle = getattr(inner(model), "idle", None)
+    assert len(called) == holds and all(param is not idle for param in called), "of what no rank uses"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from fsdp_wrap import CPUOffloadPolicy, fully_shard
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._runtime.travel import JointReduction
+from runtime.plain_gradients import assert_close_grads, mean_backward
 from stream_programs import batch, net, one_step
 
 
@@ -29,74 +31,61 @@ def sharded(most: int | None, **options: Any) -> Any:
     return model
 
 
-def reducing_after_each(model: nn.Module, step: Any) -> list[int]:
-    """Returns how many units' reductions were in flight just after each reduction of a step was issued."""
-    handles = [part.__dict__[UNIT_ATTR].handle for part in model]  # type: ignore[attr-defined]
-    found, reduce = [], Unit.reduce
-
-    def counted(unit: Unit, phase: Any) -> None:
-        reduce(unit, phase)
-        if unit.handle in handles:
-            found.append(sum(handle.reduction is not None for handle in handles))
-
-    with mock.patch.object(Unit, "reduce", counted):
-        step()
-    return found
-
-
-def train_both(rank: int, most: int | None, **options: Any) -> list[int]:
-    """Trains beside a model as it is by default; returns the reductions in flight in one step."""
-    models = sharded(most, **options), sharded(None, **options)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers):
-            one_step(model, optimizer, rank, step, accumulates=step == 1)
-    found = reducing_after_each(models[0], lambda: models[0](batch(rank, 9)).sum().backward())
-    models[1](batch(rank, 9)).sum().backward()
-    for one, other in zip(*(model.parameters() for model in models)):
-        assert torch.equal(one.to_local(), other.to_local())
-        assert torch.equal(one.grad.to_local(), other.grad.to_local())
-    assert not any(part.__dict__[UNIT_ATTR].handle.reduction for part in models[0])
-    return found
-
-
-EXPECTED = {None: [1, 1, 1, 1], 1: [1, 1, 1, 1], 2: [1, 2, 2, 2], 3: [1, 2, 3, 3], 9: [1, 2, 3, 4]}
-
-
-@pytest.mark.parametrize("most", EXPECTED)
 @ranks(2)
-def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size, most):
-    assert train_both(rank, most) == EXPECTED[most]
+def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
+    """Beside a model as it is by default, which has the same numbers to the bit."""
+    reduce = Unit.reduce
+    for most, expected in ((None, [1, 1, 1, 1]), (1, [1, 1, 1, 1]), (2, [1, 2, 2, 2]), (9, [1, 2, 3, 4])):
+        models = sharded(most), sharded(None)
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(3):
+                one_step(model, optimizer, rank, step, accumulates=step == 1)
+        handles = [part.__dict__[UNIT_ATTR].handle for part in models[0]]
+        found: list[int] = []
+
+        def counted(unit: Unit, phase: Any) -> None:
+            reduce(unit, phase)
+            if unit.handle in handles:  # noqa: B023
+                found.append(sum(each.reduction is not None for each in handles))  # noqa: B023
+
+        with mock.patch.object(Unit, "reduce", counted):
+            models[0](batch(rank, 9)).sum().backward()
+        assert found == expected, most
+        models[1](batch(rank, 9)).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models)):
+            assert torch.equal(one.to_local(), other.to_local())
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+        assert not any(handle.reduction for handle in handles)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
 @ranks(2)
-def test_so_are_those_of_units_that_travel_together(rank, world_size, most):
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+def test_so_are_those_of_units_that_travel_together(rank, world_size):
     of_two_units = 2 * 4 * (16 * 16 + 48)  # with what aligns them
-    for part in (*model, model):
-        fully_shard(part, travel_together_bytes=2 * of_two_units)
-    model.set_reduce_scatter_max_input_buffers(most)
-    sent: list[JointReduction] = []
     send = JointReduction.send
-
-    def counted(joint: JointReduction, phase: Any) -> None:
-        send(joint, phase)
-        sent.append(joint)
-        in_flight.append(sum(bool(each.taken) for each in sent))
-
-    for _ in range(3):
-        in_flight: list[int] = []
-        model.zero_grad()
-        with mock.patch.object(JointReduction, "send", counted):
-            model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
-    assert in_flight == {1: [1, 1, 1], 2: [1, 2, 2], 3: [1, 2, 3]}[most]
-    found = [param.grad.full_tensor() for param in model.parameters()]
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    (sum(plain(torch.full((2, 16), rank + 1.0)).square().sum() for rank in range(2)) / 2).backward()
-    torch.testing.assert_close(found, [param.grad for param in plain.parameters()])
+    for most, expected in ((1, [1, 1, 1]), (2, [1, 2, 2]), (3, [1, 2, 3])):
+        plain.zero_grad()
+        model: Any = copy.deepcopy(plain)
+        for part in (*model, model):
+            fully_shard(part, travel_together_bytes=2 * of_two_units)
+        model.set_reduce_scatter_max_input_buffers(most)
+        sent: list[JointReduction] = []
+
+        def counted(joint: JointReduction, phase: Any) -> None:
+            send(joint, phase)
+            sent.append(joint)  # noqa: B023
+            in_flight.append(sum(bool(each.taken) for each in sent))  # noqa: B023
+
+        for _ in range(3):
+            in_flight: list[int] = []
+            model.zero_grad()
+            with mock.patch.object(JointReduction, "send", counted):
+                model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
+        assert in_flight == expected
+        mean_backward(lambda rank: plain(torch.full((2, 16), rank + 1.0)).square().sum())
+        assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", ["nothing", "hybrid", "offload"])

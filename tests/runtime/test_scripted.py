@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, full_state, inner, shard
+from fronts import full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
+from fsdp_wrap.wrap import always_wrap_policy
 from nets import WIDTH
 from nets import Middle as Layer
+
+COMPILERS: tuple[Any, ...] = (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, WIDTH)))
+each_front = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class Shift(nn.Module):
@@ -29,43 +33,13 @@ class Shift(nn.Module):
         return self.act(x + self.by)
 
 
-def scripted(module: nn.Module) -> Any:
-    return torch.jit.script(module)
-
-
-def traced(module: nn.Module) -> Any:
-    return torch.jit.trace(module, torch.ones(2, WIDTH))
-
-
-def fx(module: nn.Module) -> Any:
-    return torch.fx.symbolic_trace(module)
-
-
-each_compiler = pytest.mark.parametrize("make", [scripted, traced])
-
-
-def net_around(middle: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
-
-
 def two_nets(make: Callable[[nn.Module], nn.Module], cls: type[nn.Module]) -> list[nn.Sequential]:
     """Equal ones; a deep copy of a compiled module has no leaves."""
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
-        nets.append(net_around(make(cls())))
+        nets.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), make(cls()), nn.Linear(WIDTH, WIDTH)))
     return nets
-
-
-def every_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    return True
-
-
-def shard_without(front: str, net: nn.Sequential, **options: Any) -> nn.Module:
-    """Shards all but the middle."""
-    if front == "composable":
-        return fully_shard(net, ignored_params=set(net[1].parameters()))
-    return FSDP(net, use_orig_params=front == "orig", ignored_states=[*net[1].parameters()], **options)
 
 
 def assert_trains(plain: nn.Module, model: nn.Module) -> None:
@@ -92,53 +66,44 @@ def refuse(wrap: Callable[[nn.Module], Any], module: nn.Module, *words: str) -> 
     assert [(name, id(param)) for name, param in module.named_parameters()] == before, "half done"
 
 
-@each_compiler
 @each_front
 @ranks(2)
-def test_parameters_of_compiled_modules_are_refused(rank, world_size, front, make):
-    plain, net = two_nets(make, Layer)
+def test_parameters_of_compiled_modules_are_refused(rank, world_size, front):
     words = ["torch.jit.script", "torch.compile", "plain module", "ignored"]
-    refuse(lambda net: shard(front, net), net, "'1.linear.weight'", *words)
-    refuse(lambda root: shard(front, root), make(Layer()), "torch.jit.script", "plain module")
-    if front == "composable":
-        refuse(lambda net: fully_shard(net[1]), net, "changes a module's class", "torch.jit.script")
-        refuse(lambda net: fully_shard([net[0], net[1]]), net, "changes a module's class")
-        assert_trains(plain, shard_without(front, net))
-    else:
-        refuse(lambda net: shard(front, net, every_module), net, "'1.linear.weight'", *words)
-        assert_trains(plain, shard_without(front, net, auto_wrap_policy=every_module))
-
-
-@each_front
-@ranks(2)
-def test_a_parameter_that_a_compiled_module_shares(rank, world_size, front):
+    for make in COMPILERS:
+        plain, net = two_nets(make, Layer)
+        refuse(lambda net: shard(front, net), net, "'1.linear.weight'", *words)
+        refuse(lambda root: shard(front, root), make(Layer()), "torch.jit.script", "plain module")
+        left_out = [*net[1].parameters()]
+        if front == "composable":
+            refuse(lambda net: fully_shard(net[1]), net, "changes a module's class", "torch.jit.script")
+            refuse(lambda net: fully_shard([net[0], net[1]]), net, "changes a module's class")
+            assert_trains(plain, fully_shard(net, ignored_params={*left_out}))
+        else:
+            refuse(lambda net: shard(front, net, always_wrap_policy), net, "'1.linear.weight'", *words)
+            assert_trains(plain, shard(front, net, always_wrap_policy, ignored_states=left_out))
     first = Layer()
-    net = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), scripted(first))
+    net = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), torch.jit.script(first))
     refuse(lambda net: shard(front, net), net, "'0.linear.weight'", "torch.jit.script")
     net[0] = shard(front, first)  # the compiled one computes with the former parameters still
     with pytest.raises(TypeError, match=r"'2\.linear\.weight'.*torch\.jit\.script"):
         shard(front, net)
 
 
-@each_compiler
 @each_front
 @ranks(2)
-def test_compiled_modules_without_parameters_run_on(rank, world_size, front, make):
-    plain, net = two_nets(make, Shift)
-    if front == "composable":
-        refuse(lambda net: fully_shard(net[1]), net, "changes a module's class")
-        assert_trains(plain, fully_shard(net))
-    else:
-        model = shard(front, net, every_module)
-        assert isinstance(inner(model)[1], FSDP), "a unit as the policy wants"
-        assert_trains(plain, model)
-
-
-@each_front
-@ranks(2)
-def test_graph_modules_shard_as_others(rank, world_size, front):
-    plain, net = two_nets(fx, Layer)
-    assert_trains(plain, shard(front, net))
-    plain, net = two_nets(fx, Layer)
-    net[1] = shard(front, net[1])
-    assert_trains(plain, shard(front, net))
+def test_compiled_modules_without_parameters_and_graph_modules_run_on(rank, world_size, front):
+    for make in COMPILERS:
+        plain, net = two_nets(make, Shift)
+        if front == "composable":
+            refuse(lambda net: fully_shard(net[1]), net, "changes a module's class")
+            assert_trains(plain, fully_shard(net))
+        else:
+            model = shard(front, net, always_wrap_policy)
+            assert isinstance(inner(model)[1], FSDP), "a unit as the policy wants"
+            assert_trains(plain, model)
+    for as_unit in (False, True):
+        plain, net = two_nets(torch.fx.symbolic_trace, Layer)
+        if as_unit:
+            net[1] = shard(front, net[1])
+        assert_trains(plain, shard(front, net))

@@ -1,4 +1,7 @@
-"""Derivatives of derivatives, graphs that outlive what follows them, and leaves that are freed meanwhile."""
+"""Derivatives of derivatives, graphs that outlive what follows them, and leaves that are freed meanwhile.
+
+And transforms of `torch.func` over sharded models: by inputs, and backward into the parameters after them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import func, nn
 
 from bed import ranks
-from fronts import FULL, KEPT, each_front, full_grads, no_sync, shard, twins
+from fronts import FRONTS, FULL, KEPT, no_sync, shard, twins
 from fsdp_wrap import ShardingStrategy
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import WIDTH, Block
+from runtime.plain_gradients import assert_close_grads, mean_backward
 
-each_strategy = pytest.mark.parametrize("strategy", [FULL, KEPT], ids=["full", "kept"])
 PER_LAYER = ModuleWrapPolicy({nn.Linear})
 
 
@@ -24,6 +30,11 @@ def make_net() -> nn.Module:
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Softplus(), nn.Linear(6, 5), nn.Linear(5, 1)]
     layers[4].requires_grad_(False)
     return nn.Sequential(*layers)
+
+
+def pair(front: str, strategy: ShardingStrategy = FULL, make: Callable[[], nn.Module] = make_net) -> Any:
+    """A plain net, and one with a unit for each layer."""
+    return twins(front, make, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=strategy)
 
 
 def inputs(seed: int = 1) -> torch.Tensor:
@@ -37,29 +48,20 @@ def slope_of(out: torch.Tensor, x: torch.Tensor, create_graph: bool = True) -> t
     return slope
 
 
-def forward_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    slope = slope_of(model(x), x)
-    model(inputs(2))
-    return slope.square().sum()
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return out.sum() + slope_of(out, x).square().sum()
 
 
-def evaluation_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def much_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Forwards, an evaluation, a step of another loss, and derivatives without graphs."""
     slope = slope_of(model(x), x)
     with torch.no_grad():
         model(inputs(2))
-    return slope.square().sum()
-
-
-def step_of_another_loss_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    slope = slope_of(model(x), x)
     model(inputs(2)).sum().backward()
-    return slope.square().sum()
-
-
-def plain_derivative_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    slope = slope_of(model(x), x)
     slope_of(slope, x, create_graph=False)
     slope_of(model(x), x, create_graph=False)
+    model(inputs(2))
     return slope.square().sum()
 
 
@@ -86,35 +88,7 @@ def hessian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return found.square().sum()
 
 
-LOSSES = [
-    forward_between,
-    evaluation_between,
-    step_of_another_loss_between,
-    plain_derivative_between,
-    third_order,
-    product_with_the_jacobian,
-    hessian,
-]
-
-
-@each_front
-@each_strategy
-@ranks(1, 2)
-def test_derivatives_of_derivatives_outlive_what_comes_between(rank, world_size, front, strategy):
-    plain, model = twins(
-        front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=strategy
-    )
-    for loss_of in LOSSES:
-        found = []
-        for net in (plain, model):
-            x = inputs()
-            loss_of(net, x).backward()
-            found.append(x.grad)
-        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, msg=loss_of.__name__)
-    grads = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad
-        torch.testing.assert_close(grads[name], expected, rtol=1e-10, atol=1e-10)
+LOSSES = [penalty, much_between, third_order, product_with_the_jacobian, hessian]
 
 
 class _Force(nn.Module):
@@ -129,17 +103,24 @@ class _Force(nn.Module):
             return slope_of(self.energy(x), x)
 
 
-@each_front
-@ranks(2)
-def test_a_derivative_inside_of_forward(rank, world_size, front):
-    plain, model = twins(front, _Force, torch.float64, auto_wrap_policy=PER_LAYER)
+@pytest.mark.parametrize("front", ["orig", "composable"])
+@ranks(1, 2)
+def test_derivatives_of_derivatives_outlive_what_comes_between(rank, world_size, front):
+    for strategy in (FULL, KEPT):
+        plain, model = pair(front, strategy)
+        for loss_of in LOSSES:
+            found = []
+            for net in (plain, model):
+                x = inputs()
+                loss_of(net, x).backward()
+                found.append(x.grad)
+            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, msg=loss_of.__name__)
+        assert_close_grads(model, plain, rtol=1e-10, atol=1e-10)
+    plain, model = pair(front, make=_Force)  # a derivative inside of forward
     for net in (plain, model):
         first, _ = net(inputs()), net(inputs(2))
         first.square().sum().backward()
-    grads = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad
-        torch.testing.assert_close(grads[name], expected, rtol=1e-12, atol=1e-12)
+    assert_close_grads(model, plain)
 
 
 def refusal(backward: Callable[[], object]) -> str:
@@ -148,73 +129,64 @@ def refusal(backward: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-@each_front
-@pytest.mark.parametrize("second_order", [False, True], ids=["first", "second"])
 @ranks(2)
-def test_a_backward_after_a_step_is_refused_by_name(rank, world_size, front, second_order):
-    torch.manual_seed(0)
-    model = shard(front, make_net().double(), auto_wrap_policy=PER_LAYER, sharding_strategy=FULL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = inputs()
-    out = model(x)
-    loss = slope_of(out, x).square().sum() if second_order else out.sum()
-    model(x).sum().backward()
-    optimizer.step()
-    model(x)
-    said = refusal(loss.backward)
-    for word in ("unit '", f"between forward and backward on rank {rank}", "run the forward again"):
-        assert word in said, said
-    model(x).sum().backward()  # still of use
-    optimizer.step()
+def test_a_backward_after_a_step_is_refused_by_name(rank, world_size):
+    for front, second_order in [(front, way) for front in FRONTS for way in (False, True)]:
+        model = shard(front, make_net().double(), auto_wrap_policy=PER_LAYER, sharding_strategy=FULL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = inputs()
+        out = model(x)
+        loss = slope_of(out, x).square().sum() if second_order else out.sum()
+        model(x).sum().backward()
+        optimizer.step()
+        model(x)
+        said = refusal(loss.backward)
+        for word in ("unit '", f"between forward and backward on rank {rank}", "run the forward again"):
+            assert word in said, (front, second_order, said)
+        model(x).sum().backward()  # still of use
+        optimizer.step()
+    for front in ("flat", "orig"):  # leaves that are the shards
+        model = shard(front, make_net().double(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(inputs()).sum().backward()
+        loss = model(inputs()).sum()
+        optimizer.step()
+        assert "between forward and backward" in refusal(loss.backward)
 
 
-@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
-def test_leaves_that_are_the_shards_do_not_change_between_forward_and_backward(rank, world_size, front):
-    model = shard(front, make_net().double(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(inputs()).sum().backward()
-    loss = model(inputs()).sum()
-    optimizer.step()
-    assert "between forward and backward" in refusal(loss.backward)
-
-
-@each_front
-@ranks(2)
-def test_a_step_of_other_parameters_is_no_change(rank, world_size, front):
+def test_a_step_of_other_parameters_is_no_change(rank, world_size):
     """As a generator's backward goes on after its critic has stepped."""
-    plain, model = twins(front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=FULL)
+    plain, model = pair("orig")
     for net in (plain, model):
         made = net(inputs())
         critic: nn.Module = nn.Linear(1, 1).double()
         if net is model:
-            critic = shard(front, critic, sharding_strategy=FULL)
+            critic = shard("orig", critic, sharding_strategy=FULL)
         optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
         critic(made.detach()).sum().backward()
         optimizer.step()
         net(inputs())
         made.sum().backward()
-    grads = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad
-        torch.testing.assert_close(grads[name], expected, rtol=1e-12, atol=1e-12)
+    assert_close_grads(model, plain)
 
 
-@each_front
 @ranks(2)
-def test_what_a_hook_captured_inside_of_a_unit_reaches_no_freed_leaf(rank, world_size, front):
+def test_what_a_hook_captured_inside_of_a_unit_reaches_no_freed_leaf(rank, world_size):
     """Outside of the contract; what autograd saved of leaves is refused, and the process lives."""
-    block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).double()
-    captured: list[torch.Tensor] = []
-    block[2].register_forward_hook(lambda module, args, output: captured.append(output))
-    outer = nn.Sequential(block, nn.Linear(6, 1).double())
-    model = shard(front, outer, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), sharding_strategy=FULL)
-    x = inputs()
-    model(x)
-    with torch.no_grad():
+    for front in FRONTS:
+        block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).double()
+        captured: list[torch.Tensor] = []
+        block[2].register_forward_hook(lambda module, args, output: captured.append(output))  # noqa: B023
+        outer = nn.Sequential(block, nn.Linear(6, 1).double())
+        policy = ModuleWrapPolicy({nn.Sequential})
+        model = shard(front, outer, auto_wrap_policy=policy, sharding_strategy=FULL)
+        x = inputs()
         model(x)
-    assert "modified by an inplace operation" in refusal(captured[0].sum().backward)
-    model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        assert "modified by an inplace operation" in refusal(captured[0].sum().backward)
+        model(x).sum().backward()
 
 
 OPERATIONS = ["forward", "evaluate", "slope", "backward", "no_sync", "step", "fail"]
@@ -232,65 +204,64 @@ class _Walk:
         said = []
         for _ in range(12):
             operation = self._draw.choices(OPERATIONS, [4, 1, 4, 3, 1, 0.5, 0.3])[0]
-            numbers = [self._draw.random() for _ in range(3)]
+            self._chosen, self._keeps, self._graph = (self._draw.random() for _ in range(3))
             try:
-                said.append(getattr(self, operation)(*numbers))
+                said.append(getattr(self, operation)())
             except (RuntimeError, KeyError):
                 said.append("failed")
                 self._live.clear()
-                self.evaluate(*numbers)
+                self.evaluate()
                 self._optimizer.zero_grad()
         return said
 
-    def forward(self, chosen: float, keeps: float, graph: float) -> Any:
-        x = inputs(int(chosen * 1000))
+    def _one(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._live[int(self._chosen * len(self._live))]
+
+    def forward(self) -> Any:
+        x = inputs(int(self._chosen * 1000))
         self._live.append((self.model(x), x))
         return self._live[-1][0].detach()
 
-    def evaluate(self, chosen: float, keeps: float, graph: float) -> Any:
+    def evaluate(self) -> Any:
         with torch.no_grad():
-            return self.model(inputs(int(chosen * 1000)))
+            return self.model(inputs(int(self._chosen * 1000)))
 
-    def slope(self, chosen: float, keeps: float, graph: float) -> Any:
+    def slope(self) -> Any:
         if not self._live:
             return None
-        out, x = self._live[int(chosen * len(self._live))]
-        options: dict[str, Any] = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
-        (slope,) = torch.autograd.grad(out.square().sum(), x, **options)
+        out, x = self._one()
+        keeps = True if self._keeps < 0.7 else None
+        graph = self._graph < 0.7
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=graph, retain_graph=keeps)
         if slope.requires_grad:
             self._live.append((slope, x))
         return slope.detach()
 
-    def backward(self, chosen: float, keeps: float, graph: float) -> Any:
+    def backward(self) -> Any:
         if not self._live:
             return None
-        out, x = self._live[int(chosen * len(self._live))]
-        out.square().sum().backward(retain_graph=keeps < 0.6)
+        out, x = self._one()
+        out.square().sum().backward(retain_graph=self._keeps < 0.6)
         return x.grad.clone()
 
-    def no_sync(self, chosen: float, keeps: float, graph: float) -> Any:
-        if type(self.model) is nn.Sequential:  # the plain one
-            return self.backward(chosen, keeps, graph)
-        with no_sync(self.model):
-            return self.backward(chosen, keeps, graph)
+    def no_sync(self) -> Any:
+        with no_sync(self.model):  # which is nothing for a plain model
+            return self.backward()
 
-    def step(self, chosen: float, keeps: float, graph: float) -> Any:
+    def step(self) -> Any:
         self._live.clear()
         self.model(inputs()).sum().backward()
         self._optimizer.step()
 
-    def fail(self, chosen: float, keeps: float, graph: float) -> Any:
+    def fail(self) -> Any:
         raise KeyError
 
 
-@each_front
-@each_strategy
+@pytest.mark.parametrize("front", FRONTS)
 @ranks(2)
-def test_random_walks(rank, world_size, front, strategy):
+def test_random_walks(rank, world_size, front):
     for seed in range(8):
-        plain, model = twins(
-            front, make_net, torch.float64, auto_wrap_policy=PER_LAYER, sharding_strategy=strategy
-        )
+        plain, model = pair(front, FULL if seed % 2 else KEPT)
         for expected, found in zip(_Walk(plain, seed).go(), _Walk(model, seed).go(), strict=True):
             if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
                 torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=f"seed {seed}")
@@ -298,7 +269,144 @@ def test_random_walks(rank, world_size, front, strategy):
                 assert found == expected, seed
         model(inputs()).sum().backward()
         plain(inputs()).sum().backward()
-        grads = full_grads(model)
-        for name, param in plain.named_parameters():
-            expected = torch.zeros_like(param) if param.grad is None else param.grad
-            torch.testing.assert_close(grads[name], expected, rtol=1e-8, atol=1e-9)
+        assert_close_grads(model, plain, rtol=1e-8, atol=1e-9)
+
+
+# transforms
+
+
+class Energy(nn.Module):
+    """Uses a transform of its own in forward, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        forces = func.grad(lambda x: self.block(x).square().sum())(x)
+        return self.head(forces + self.block(x))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def make_stack() -> nn.Module:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3))
+
+
+def total(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: net(x).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "jvp": lambda net, x: func.jvp(net, (x,), (x.cos(),)),
+    "grad": lambda net, x: func.grad(total(net))(x),
+    "vmap": lambda net, x: func.vmap(net)(x),
+    "grad_of_each": lambda net, x: func.vmap(func.grad(total(net)))(x),
+    "vjp": lambda net, x: func.vjp(net, x)[1](torch.ones(2, 3, dtype=x.dtype)),
+    "jacrev": lambda net, x: func.jacrev(net)(x),
+    "jacfwd": lambda net, x: func.jacfwd(net)(x),
+    "hessian": lambda net, x: func.hessian(total(net))(x),
+}
+
+
+def batches(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(dist.get_world_size(), 2, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def assert_sharded(model: nn.Module) -> None:
+    for unit in units_in(model).values():
+        assert unit.handle is None or unit.handle.state.name == "SHARDED"
+        assert not unit.running
+
+
+def assert_transformed_alike(model: nn.Module, plain: nn.Module) -> None:
+    x = batches(0)[dist.get_rank()]
+    for transform in TRANSFORMS.values():
+        with torch.no_grad():
+            assert_close(transform(model, x), transform(plain, x))
+        assert_close(transform(model, x), transform(plain, x))
+        assert_sharded(model)
+
+
+def assert_steps_alike(model: nn.Module, plain: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+    """Steps that go backward from a transform, and ordinary ones between them."""
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.001) for net in (model, plain)]
+    for step in range(3):
+        x = batches(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_now = loss if step != 1 else lambda net, x: total(net)(x)
+        loss_now(model, x[dist.get_rank()]).backward()
+        mean_backward(lambda rank: loss_now(plain, x[rank]))  # noqa: B023
+        assert_close_grads(model, plain, rtol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_sharded(model)
+
+
+@ranks(1, 2)
+def test_by_batches(rank, world_size):
+    """Whatever came before: a transform that failed, or an ordinary forward that waits for its backward."""
+    for front, strategy in (("flat", FULL), ("orig", KEPT), ("composable", FULL)):
+        policy = ModuleWrapPolicy({Block})
+        plain, model = twins(
+            front, make_stack, torch.float64, auto_wrap_policy=policy, sharding_strategy=strategy
+        )
+        with pytest.raises(RuntimeError, match="shapes|size"):
+            func.vmap(model)(torch.ones(2, 2, WIDTH + 1, dtype=torch.float64))
+        assert_sharded(model)
+        assert_transformed_alike(model, plain)
+        x = batches(0)
+        own = total(model)(x[rank])
+        func.vmap(model)(x[rank])
+        own.backward()
+        mean_backward(lambda rank: total(plain)(x[rank]))  # noqa: B023
+        assert_close_grads(model, plain, rtol=0)
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+@ranks(2)
+def test_backward_after_a_transform(rank, world_size, front):
+    for name in ("jvp", "grad", "vmap", "grad_of_each"):
+
+        def loss(net: nn.Module, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            found = TRANSFORMS[name](net, x)
+            return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
+
+        plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert_steps_alike(model, plain, loss)
+
+
+@ranks(2)
+def test_transforms_in_the_root_s_forward_and_of_modules_with_lists_of_parameters(rank, world_size):
+    def tangent(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return sum(func.jvp(net, (x,), (x.cos(),))).square().sum()
+
+    for front in FRONTS:
+        plain, model = twins(front, Energy, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert_steps_alike(model, plain, lambda net, x: total(net)(x))
+        plain, model = twins(front, lambda: Recurrent(WIDTH, 3), torch.float64)
+        assert_steps_alike(model, plain, tangent)
+
+
+@ranks(2)
+def test_parameters_written_inside_are_refused(rank, world_size):
+    model = shard("orig", nn.Sequential(Clamped(WIDTH, 3)), ModuleWrapPolicy({Clamped}))
+    with pytest.raises(RuntimeError, match=rf"unit '0' wrote to the parameter '0.weight'.* on rank {rank}, "):
+        func.vmap(model)(torch.ones(2, WIDTH))
+    assert_sharded(model)

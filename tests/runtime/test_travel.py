@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from typing import Any
@@ -23,7 +24,6 @@ from fronts import (
     SIDE,
     assert_same_grads,
     assert_same_values,
-    each_front,
     full_grads,
     full_state,
     inner,
@@ -35,7 +35,6 @@ from fsdp_wrap import (
     BackwardPrefetch,
     EventKind,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
     record_events,
@@ -48,6 +47,7 @@ from fsdp_wrap._params import JointGradients
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from runtime.plain_gradients import assert_close_grads, mean_backward
 
 WIDTH, UNITS = 8, 6
 WEIGHT = (WIDTH + 2) * WIDTH * 4
@@ -133,8 +133,23 @@ def steps(model: Any, rank: int, number: range, **optimizer: Any) -> None:
         chosen.step()
 
 
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
-@each_front
+LAYERS = tuple(f"layers.{index}" for index in range(UNITS))
+
+
+def assert_equal_grads(models: list[nn.Module]) -> None:
+    """Two sharded models have the same gradients, to the bit."""
+    found, expected = map(full_grads, models)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("front", "shared_memory"), [("orig", False), ("composable", True)], ids=["gloo", "memory"]
+)
 @ranks(2)
 def test_the_second_step_has_one_collective_for_all_units(rank, world_size, front, shared_memory):
     model, plain = pair(front, shared_memory=shared_memory)
@@ -143,6 +158,7 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
         steps(model, rank, range(1))
     assert first["all_gather_into_tensor"].calls == 2 * UNITS + 1
     assert first["reduce_scatter_tensor"].calls == UNITS + 1
+    assert "gathered with" not in repr(model)
     for step in (1, 2):
         with count_collectives() as traffic, record_events() as events:
             steps(model, rank, range(step, step + 1))
@@ -150,20 +166,20 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
             "all_gather_into_tensor": 2,
             "reduce_scatter_tensor": 1,
         }
-        layers = tuple(f"layers.{index}" for index in range(UNITS))
-        assert shared(events, EventKind.UNSHARD) == [("", *layers), layers[::-1]]
-        assert [sorted(units) for units in shared(events, EventKind.REDUCE)] == [["", *layers]]
+        assert shared(events, EventKind.UNSHARD) == [("", *LAYERS), LAYERS[::-1]]
+        assert [sorted(units) for units in shared(events, EventKind.REDUCE)] == [["", *LAYERS]]
         assert_idle(model)
+    if front == "orig":
+        assert "gathered with '', 'layers.1', 'layers.2' and 3 more" in repr(model.layers[0])
     for step in range(3):
         steps(ddp, rank, range(step, step + 1))
     assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
 
 
-@each_front
 @ranks(2)
-def test_the_budget_cuts_what_travels_together(rank, world_size, front):
+def test_the_budget_cuts_what_travels_together(rank, world_size):
     # Each unit has fewer than WEIGHT bytes in float32, and half of the budget holds two of them.
-    model = build(front, torch.float32, travel_together_bytes=2 * 2 * WEIGHT)
+    model = build("orig", torch.float32, travel_together_bytes=2 * 2 * WEIGHT)
     for step in range(2):
         with record_events() as events:
             model(batch(rank, step, torch.float32)).sum().backward()
@@ -191,6 +207,7 @@ OPTIONS: dict[str, list[Any]] = {
     "backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", None],
     "frozen": [False, True],
     "evaluates": [False, True],
+    "again": [False, True],
 }
 
 
@@ -215,6 +232,10 @@ def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
             with no_sync(model):
                 model(batch(rank, 50 + step), order).square().sum().backward()
         output = model(batch(rank, step), order)
+        if chosen["again"]:  # from two graphs, of which one reaches some units only, and from two losses
+            half = model(batch(rank, step), [0, 1, 2])
+            output.sum().backward(retain_graph=True)
+            half.sum().backward()
         output.square().sum().backward()
         optimizer.step()
         found.append(output.detach())
@@ -223,53 +244,38 @@ def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(5))
 @ranks(2)
 def test_numbers_are_those_of_units_alone(rank, world_size, number):
     """To the bit: with two ranks there is one order of a sum."""
-    chosen = drawn(number)
-    options: dict[str, Any] = {"shared_memory": chosen["shared_memory"]}
-    if chosen["front"] != "composable":
-        name = chosen["backward_prefetch"]
-        options["backward_prefetch"] = BackwardPrefetch[name] if name else None
-        options["forward_prefetch"] = chosen["forward_prefetch"]
-    if chosen["kept"]:
-        options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
-    alone = build(chosen["front"], kind=chosen["kind"], travel_together_bytes=0, **options)
-    together, _ = pair(chosen["front"], chosen["nbytes"], chosen["kind"], **options)
-    with record_events() as events:
-        found = _walk(together, rank, chosen)
-    assert any(len(units) > 2 for units in shared(events, EventKind.UNSHARD)), chosen
-    assert any(len(units) > 2 for units in shared(events, EventKind.REDUCE)), chosen
-    expected = _walk(alone, rank, chosen)
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), (index, chosen)
+    for chosen in (drawn(number), drawn(5 + number)):
+        options: dict[str, Any] = {"shared_memory": chosen["shared_memory"]}
+        if chosen["front"] != "composable":
+            name = chosen["backward_prefetch"]
+            options["backward_prefetch"] = BackwardPrefetch[name] if name else None
+            options["forward_prefetch"] = chosen["forward_prefetch"]
+        if chosen["kept"]:
+            options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+        alone = build(chosen["front"], kind=chosen["kind"], travel_together_bytes=0, **options)
+        together, _ = pair(chosen["front"], chosen["nbytes"], chosen["kind"], **options)
+        with record_events() as events:
+            found = _walk(together, rank, chosen)
+        for kind in (EventKind.UNSHARD, EventKind.REDUCE):
+            assert any(len(units) > 2 for units in shared(events, kind)), chosen
+        expected = _walk(alone, rank, chosen)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(one, other), (index, chosen)
 
 
-@each_front
 @ranks(2)
-def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size, front):
-    if front == "composable":
-
-        def policy(layer: nn.Module) -> Any:
-            dtype = {0: torch.bfloat16, 1: torch.float16, 2: None}[layer.number % 3]
-            return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
-    else:
-
-        def policy(layer: nn.Module) -> Any:
-            dtype = {0: torch.bfloat16, 1: torch.float16, 2: None}[layer.number % 3]
-            return {"mixed_precision": MixedPrecision(dtype, torch.float32)}
-
+def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size):
     def make(nbytes: int | None) -> Any:
         torch.manual_seed(0)
         net = Net()
         for number, layer in enumerate(net.layers):
-            layer.number = number
-            if front == "composable":
-                fully_shard(layer, **policy(layer))
-            else:
-                net.layers[number] = FSDP(layer, use_orig_params=front == "orig", **policy(layer))
-        return shard(front, net, travel_together_bytes=nbytes)
+            casts = MixedPrecision((torch.bfloat16, torch.float16, None)[number % 3], torch.float32)
+            net.layers[number] = FSDP(layer, use_orig_params=True, mixed_precision=casts)
+        return shard("orig", net, travel_together_bytes=nbytes)
 
     models = [make(nbytes) for nbytes in (None, 0)]
     for step in range(4):
@@ -281,41 +287,26 @@ def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size, front):
                 losses.append(loss.detach())
         assert torch.equal(*losses)
     assert max(len(units) for units in shared(events, EventKind.UNSHARD)) == UNITS + 1
-    found, expected = map(full_grads, models)
-    for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
+    assert_equal_grads(models)
 
 
-@pytest.mark.parametrize("sums", [True, False], ids=["whole", "partial"])
-@each_front
 @ranks(4)
-def test_hybrid(rank, world_size, front, sums):
+def test_hybrid(rank, world_size):
+    """Sums over the replicas travel together as well, also of what was summed in part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-
-    def make(nbytes: int | None) -> Any:
-        torch.manual_seed(0)
-        net = Net().double()
-        if front != "composable":
-            strategy = ShardingStrategy.HYBRID_SHARD
-            policy = ModuleWrapPolicy({Layer})
-            return shard(
-                front, net, policy, sharding_strategy=strategy, device_mesh=mesh, travel_together_bytes=nbytes
-            )
-        for part in (*net.layers, net):
-            fully_shard(part, mesh=mesh, travel_together_bytes=nbytes)
-        return net
-
-    model, ddp = make(None), DDP(Net().double())
-    ddp.module.load_state_dict(full_state(make(0)))
+    torch.manual_seed(0)
+    ddp = DDP(Net().double())
+    model: Any = copy.deepcopy(ddp.module)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
     for step in range(3):
-        if not sums and front == "composable":
-            model.set_requires_all_reduce(False)
-            model(batch(rank, 70 + step)).square().sum().backward()
-            model.set_requires_all_reduce(True)
-            with ddp.no_sync():
-                ddp(batch(rank, 70 + step)).square().sum().backward()
+        model.set_requires_all_reduce(False)
+        model(batch(rank, 70 + step)).square().sum().backward()
+        model.set_requires_all_reduce(True)
         with count_collectives() as traffic:
             model(batch(rank, step)).square().sum().backward()
+        with ddp.no_sync():
+            ddp(batch(rank, 70 + step)).square().sum().backward()
         ddp(batch(rank, step)).square().sum().backward()
     assert {name: each.calls for name, each in traffic.items()} == {
         "all_gather_into_tensor": 2,
@@ -325,81 +316,72 @@ def test_hybrid(rank, world_size, front, sums):
     assert_same_grads(model, ddp, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@each_front
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
 @ranks(2)
-def test_an_exception_frees_what_was_gathered_early(rank, world_size, front, where):
-    model, plain = pair(front)
-    ddp = DDP(plain)
-    steps(model, rank, range(2))
-    steps(ddp, rank, range(2))
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("on purpose")
-
-    def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    layer = inner(inner(model).layers[2])
-    hook = layer.register_forward_hook(fail if where == "forward" else fail_in_backward)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        model(batch(rank, 9)).sum().backward()
-    hook.remove()
-    early = units_of(model)[4:]  # the root comes first, and the third layer has failed
-    assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
-    steps(model, rank, range(2, 5))
-    steps(ddp, rank, range(2, 5))
-    assert_idle(model)
-    # Momentum begins anew in each call of `steps`, with both.
-    assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
-
-
-@each_front
-@ranks(2)
-def test_what_is_gathered_early_shows_its_shards(rank, world_size, front):
-    model, _ = pair(front)
-    steps(model, rank, range(2))
-    last = inner(inner(model).layers[-1]).linear
-    shown = []
-    before = last.weight
-    hook = inner(inner(model).layers[0]).register_forward_pre_hook(lambda *_: shown.append(last.weight))
-    model(batch(rank, 2))
-    hook.remove()
-    handle = units_of(model)[-1].handle
-    assert handle is not None
-    assert len(shown) == 1 and shown[0] is before
-
-
-@each_front
-@ranks(2)
-def test_a_write_in_the_forward_before_a_unit_counts(rank, world_size, front):
-    """As it does where the unit travels alone."""
-    outputs = []
-    for nbytes in (None, 0):
+def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size, where):
+    """Also where a hook of a gradient raises: others of the same reduction have theirs nowhere then."""
+    for front, nbytes in (("orig", None), ("orig", 0), ("composable", None)):
         model = build(front, travel_together_bytes=nbytes)
         steps(model, rank, range(2))
-        params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
-
-        def write(*_: Any, params: Any = params) -> None:
-            with torch.no_grad():
-                for param in params:
-                    param.mul_(0.5)
-
-        hook = inner(inner(model).layers[0]).register_forward_hook(write)
-        outputs.append(model(batch(rank, 2)).detach())
+        model.zero_grad()
+        with no_sync(model):
+            model(batch(rank, 2)).square().sum().backward()
+        layer = inner(inner(model).layers[2])
+        if where == "hook":
+            param = units_of(model)[3].handle.layouts[0].sharded_params[0]
+            hook = param.register_post_accumulate_grad_hook(fail)
+        elif where == "forward":
+            hook = layer.register_forward_hook(fail)
+        else:
+            hook = layer.register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            model(batch(rank, 3)).square().sum().backward()
         hook.remove()
-        outputs.append(model(batch(rank, 2)).detach())
-    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
-    assert not torch.equal(outputs[0], model(batch(rank, 3)).detach())
+        early = units_of(model)[4:]  # the root comes first, and the third layer has failed
+        assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
+        alone = build(front, travel_together_bytes=0)
+        alone.load_state_dict(model.state_dict())
+        for each in (model, alone):
+            each.zero_grad()
+            steps(each, rank, range(4, 6))
+            each(batch(rank, 6)).square().sum().backward()
+        assert_equal_grads([model, alone])
+        assert_idle(model)
 
 
-@each_front
 @ranks(2)
-def test_memory_grows_by_the_budget_at_most(rank, world_size, front):
+def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_size):
+    """Until its forward it shows its shards, and what is written to these counts."""
+    for front in FRONTS:
+        outputs = []
+        for nbytes in (None, 0):
+            model = build(front, travel_together_bytes=nbytes)
+            steps(model, rank, range(2))
+            last = inner(inner(model).layers[-1]).linear
+            before, shown = last.weight, list[Any]()
+            params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
+
+            def write(*_: Any, params: Any = params, last: Any = last, shown: Any = shown) -> None:
+                shown.append(last.weight)
+                with torch.no_grad():
+                    for param in params:
+                        param.mul_(0.5)
+
+            hook = inner(inner(model).layers[0]).register_forward_hook(write)
+            outputs.append(model(batch(rank, 2)).detach())
+            hook.remove()
+            outputs.append(model(batch(rank, 2)).detach())
+            assert len(shown) == 1 and shown[0] is before, front
+        assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3]), front
+        assert not torch.equal(outputs[0], model(batch(rank, 3)).detach()), front
+
+
+@ranks(2)
+def test_memory_grows_by_the_budget_at_most(rank, world_size):
     budget, peaks, counts = 7 * ONE, {}, {}  # half of it holds three units
     with only_new_objects():
         for nbytes in (0, budget):
-            model = squares(front, per_unit=1, units=12)
+            model = squares("orig", per_unit=1, units=12)
             set_travel_together_bytes(model, nbytes)
             seen: list[int] = []
             for layer in model.modules():
@@ -423,7 +405,7 @@ def test_a_dropped_model_is_freed_at_once(rank, world_size):
     """Though the schedule knows which units travel together."""
     gc.collect()
     with only_new_objects():
-        for front in FRONTS:
+        for front in ("orig", "composable"):
             model = squares(front, per_unit=1, units=4)
             for _ in range(3):
                 model(torch.ones(1, SIDE)).sum().backward()
@@ -438,173 +420,86 @@ def test_a_dropped_model_is_freed_at_once(rank, world_size):
 
 
 @ranks(2)
-def test_repr_tells_what_travels_together(rank, world_size):
-    model = build("orig")
-    steps(model, rank, range(1))
-    assert "gathered with" not in repr(model)
-    steps(model, rank, range(1, 3))
-    assert "gathered with '', 'layers.1', 'layers.2' and 3 more" in repr(model.layers[0])
-
-
-@pytest.mark.parametrize("own", ["in_place", "hook"])
-@ranks(2)
-def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size, own):
-    model = build("orig")
-    if own == "in_place":
-        set_gradients_in_place(model.layers[2])
-    else:
-        hook = lambda state, full, shard: torch.distributed.reduce_scatter_tensor(shard, full)  # noqa: E731
-        model.register_comm_hook(None, hook)
+def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size):
+    in_place, hooked = build("orig"), build("orig")
+    set_gradients_in_place(in_place.layers[2])
+    hook = lambda state, full, shard: torch.distributed.reduce_scatter_tensor(shard, full)  # noqa: E731
+    hooked.register_comm_hook(None, hook)
     for step in range(3):
         with record_events() as events:
-            model(batch(rank, step)).sum().backward()
-    if own == "in_place":
-        for kind in (EventKind.UNSHARD, EventKind.REDUCE):
-            alone = [units for units in shared(events, kind) if "layers.2" in units]
-            assert set(alone) == {("layers.2",)} and max(map(len, shared(events, kind))) == UNITS
-    else:
-        assert not any(event.together for event in events if event.kind is EventKind.REDUCE)
+            in_place(batch(rank, step)).sum().backward()
+        with record_events() as of_hooked:
+            hooked(batch(rank, step)).sum().backward()
+    for kind in (EventKind.UNSHARD, EventKind.REDUCE):
+        alone = [units for units in shared(events, kind) if "layers.2" in units]
+        assert set(alone) == {("layers.2",)} and max(map(len, shared(events, kind))) == UNITS
+    assert not any(event.together for event in of_hooked if event.kind is EventKind.REDUCE)
 
 
-@each_front
 @ranks(2)
-def test_unused_units_and_two_backwards(rank, world_size, front):
-    """Gradients that come twice, from two losses or two graphs, and units that a loss does not reach."""
-    model, plain = pair(front)
-    ddp = DDP(plain, find_unused_parameters=True)
-    for step in range(4):
-        for module in (model, plain):
-            output = module(batch(rank, step))
-            half = module(batch(rank, step), [0, 1, 2])
-            output.square().sum().backward(retain_graph=True)
-            output.sum().backward()
-            half.sum().backward()
-    del ddp
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = param.grad.clone()
-        torch.distributed.all_reduce(expected)
-        torch.testing.assert_close(found[name], expected / world_size, rtol=1e-12, atol=1e-12)
-    assert_idle(model)
-
-
-@each_front
-@ranks(2)
-def test_gradients_that_come_again_while_the_first_wait(rank, world_size, front):
+def test_gradients_that_come_again_while_the_first_wait(rank, world_size):
     """A unit that runs twice in reentrant checkpoints: each ends a backward of its own."""
-    model, plain = pair(front, kind="reentrant")
+    model, plain = pair("orig", kind="reentrant")
     order = [1, 1, 4]
     for step in range(3):
         model.zero_grad()
         plain.zero_grad()
         with record_events() as events:
             model(batch(rank, step).requires_grad_(), order).square().sum().backward()
-        plain(batch(rank, step).requires_grad_(), order).square().sum().backward()
+        mean_backward(lambda rank: plain(batch(rank, step).requires_grad_(), order).square().sum())  # noqa: B023
     assert shared(events, EventKind.REDUCE) == [("layers.4", "layers.1"), ("layers.1", "")]
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        expected = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        torch.distributed.all_reduce(expected)
-        torch.testing.assert_close(found[name], expected / world_size, rtol=1e-12, atol=1e-12)
+    assert_close_grads(model, plain)
     assert_idle(model)
 
 
-@each_front
 @ranks(2)
-def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size, front):
+def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
     """Memory that nobody has written may hold NaN, at which checks of what is sent stop a training."""
-    model, _ = pair(front)
+    model, _ = pair("orig")
     steps(model, rank, range(2))
-    take, finite = JointGradients.take, []
-
-    class Watched:
-        def __init__(self, communicator: Any) -> None:
-            self._communicator = communicator
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._communicator, name)
-
-        def reduce_scatter(self, shards: Any, full: Any) -> Any:
-            finite.append(all(bool(each.isfinite().all()) for each in full))
-            return self._communicator.reduce_scatter(shards, full)
+    take, communicator = JointGradients.take, units_of(model)[0].handle.communicator
+    send, finite = communicator.reduce_scatter, []
 
     def taken(self: JointGradients, index: int, full: torch.Tensor) -> None:
-        fresh = not self._begun
+        if not self._begun:
+            take(self, index, full)
+            for place in self._places:
+                place.parts.fill_(torch.nan)
         take(self, index, full)
-        if fresh:
-            self._communicator = Watched(self._communicator)  # type: ignore[assignment]
-            for number, place in enumerate(self._places):
-                if number != index:
-                    place.parts.fill_(torch.nan)
+
+    def sent(shards: Any, full: Any) -> Any:
+        finite.append(all(bool(each.isfinite().all()) for each in full))
+        return send(shards, full)
 
     with mock.patch.object(JointGradients, "take", taken):
-        model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
+        with mock.patch.object(communicator, "reduce_scatter", sent):
+            model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
     assert finite == [True]
 
 
-@each_front
 @ranks(2)
-def test_what_is_written_to_one_gradient_says_nothing_of_others(rank, world_size, front):
-    """A gradient of zeros, beside which another unit's is zeroed before the end of an accumulation."""
-    models = [build(front, travel_together_bytes=nbytes) for nbytes in (None, 0)]
-    for model in models:
-        steps(model, rank, range(2))
-        model.zero_grad()
-        layers = inner(model).layers
-        hook = layers[1].register_forward_hook(lambda _, args, output: args[0] + 0 * (output - args[0]))
-        model(batch(rank, 2)).square().sum().backward()
-        hook.remove()
-        with no_sync(model):
-            model(batch(rank, 3)).square().sum().backward()
-        for param in layers[3].parameters():
-            if param.grad is not None:
-                param.grad.zero_()
-        model(batch(rank, 4)).square().sum().backward()
-    found, expected = map(full_grads, models)
-    for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
-
-
-@each_front
-@ranks(2)
-def test_clipping_sees_as_many_gradients_as_of_units_alone(rank, world_size, front):
-    counts = []
-    for nbytes in (None, 0):
-        model = build(front, travel_together_bytes=nbytes)
-        steps(model, rank, range(3))
-        known = HeldGradients(model)
-        counts.append([len(known.held(share)) for share in known.shares])
-    assert counts[0] == counts[1]
-
-
-@each_front
-@ranks(2)
-def test_a_hook_of_a_gradient_that_raises(rank, world_size, front):
-    """Others of the same reduction have their gradients nowhere then, also those of an accumulation."""
-    model, _ = pair(front)
-    steps(model, rank, range(2))
-    model.zero_grad()
-    with no_sync(model):
-        model(batch(rank, 2)).square().sum().backward()
-    handle = units_of(model)[3].handle
-    assert handle is not None
-
-    def fail(_: Any) -> None:
-        raise ArithmeticError("on purpose")
-
-    hook = handle.layouts[0].sharded_params[0].register_post_accumulate_grad_hook(fail)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        model(batch(rank, 3)).square().sum().backward()
-    hook.remove()
-    alone = build(front, travel_together_bytes=0)
-    alone.load_state_dict(model.state_dict())
-    for each in (model, alone):
-        each.zero_grad()
-        each(batch(rank, 4)).square().sum().backward()
-    found, expected = full_grads(model), full_grads(alone)
-    for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
-    assert_idle(model)
+def test_gradients_are_known_as_those_of_units_alone(rank, world_size):
+    """How many clipping sees; and one that is zero says nothing of another, zeroed in an accumulation."""
+    for front in FRONTS:
+        models = [build(front, travel_together_bytes=nbytes) for nbytes in (None, 0)]
+        counts = []
+        for model in models:
+            steps(model, rank, range(2))
+            known = HeldGradients(model)
+            counts.append([len(known.held(share)) for share in known.shares])
+            model.zero_grad()
+            layers = inner(model).layers
+            hook = layers[1].register_forward_hook(lambda _, args, output: args[0] + 0 * (output - args[0]))
+            model(batch(rank, 2)).square().sum().backward()
+            hook.remove()
+            with no_sync(model):
+                model(batch(rank, 3)).square().sum().backward()
+            for param in layers[3].parameters():
+                if param.grad is not None:
+                    param.grad.zero_()
+            model(batch(rank, 4)).square().sum().backward()
+        assert counts[0] == counts[1], front
+        assert_equal_grads(models)
 
 
 @ranks(2)
@@ -621,8 +516,9 @@ def test_a_unit_that_goes_before_its_gradients_have_come(rank, world_size):
     assert_idle(model)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "memory"])
-@each_front
+@pytest.mark.parametrize(
+    ("front", "shared_memory"), [("orig", False), ("composable", True)], ids=["gloo", "memory"]
+)
 @ranks(2)
 def test_a_rank_that_runs_another_order_is_told(rank, world_size, front, shared_memory):
     """What has come for all may be used in any order; the backward's order is compared."""
@@ -631,19 +527,11 @@ def test_a_rank_that_runs_another_order_is_told(rank, world_size, front, shared_
     with pytest.raises(RuntimeError, match="^ranks communicate for different units") as caught:
         for _ in range(2):
             model(batch(rank, 2), [0, 1, 2, 3, 4, 5][:: 1 - 2 * rank]).sum().backward()
-    last, first = ("layers.5", "layers.0")
-    assert f"rank 0 gathers unit '{last}' and unit 'layers.4'" in str(caught.value)
-    assert f"rank 1 gathers unit '{first}' and unit 'layers.1'" in str(caught.value)
+    assert "rank 0 gathers unit 'layers.5' and unit 'layers.4'" in str(caught.value)
+    assert "rank 1 gathers unit 'layers.0' and unit 'layers.1'" in str(caught.value)
 
 
 @ranks(2)
-def test_ranks_that_are_set_differently_are_told(rank, world_size):
-    model = build("orig", travel_together_bytes=0 if rank else 1 << 20)
-    with pytest.raises(RuntimeError, match=r"travel_together_bytes"):
-        model(batch(rank, 0))
-
-
-@ranks(1)
 def test_what_it_takes(rank, world_size):
     for make in (FSDP, fully_shard):
         for wrong in (True, 1.5, "1"):
@@ -657,3 +545,6 @@ def test_what_it_takes(rank, world_size):
     with pytest.raises(ValueError, match="Linear is neither wrapped nor sharded"):
         set_travel_together_bytes(nn.Linear(2, 2), 0)
     assert model.__dict__[UNIT_ATTR].options.travel_together_bytes is None
+    model = build("orig", travel_together_bytes=0 if rank else 1 << 20)
+    with pytest.raises(RuntimeError, match=r"travel_together_bytes"):
+        model(batch(rank, 0))
