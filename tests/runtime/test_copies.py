@@ -126,15 +126,13 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-# Copies.
-
-
 @pytest.mark.parametrize(
     ("wrap", "front", "strategy"),
     [
         (whole, "flat", "SHARD_GRAD_OP"),
         (by_hand, "flat", "FULL_SHARD"),
         (per_block, "flat", "NO_SHARD"),
+        (per_block, "flat", "offloaded"),
         (by_hand, "orig", "FULL_SHARD"),
         (per_block, "orig", "SHARD_GRAD_OP"),
         (by_hand, "orig", "NO_SHARD"),
@@ -354,8 +352,6 @@ def test_copies_are_refused_while_parameters_are_full(rank, world_size):
     train((model, plain), seed=1)
     assert_same(model, plain)
 
-
-# Averages.
 
 AVERAGES: dict[str, dict[str, Any]] = {
     "equal": {},

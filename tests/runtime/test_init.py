@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,15 +149,15 @@ def assert_trains_like(model: FSDP, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-# From the meta device.
+OFFLOADED = {"cpu_offload": CPUOffload(offload_params=True)}
 
 
 @pytest.mark.parametrize(
     ("wrapping", "function", "options"),
     [
         ("whole", materialise_and_fill, {}),
-        ("policy", replace_and_fill, {"cpu_offload": CPUOffload(offload_params=True)}),
-        ("policy", materialise_and_fill, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        ("policy", replace_and_fill, OFFLOADED),
+        ("policy", materialise_and_fill, {"sharding_strategy": ShardingStrategy.NO_SHARD, **OFFLOADED}),
         ("always", materialise_and_fill, {}),
         ("hand", materialise_and_fill, {"use_orig_params": False}),
         ("hand", replace_and_fill, {}),
@@ -189,8 +190,7 @@ def test_reset_parameters(rank, world_size, wrapping, synchronised):
     plain.load_state_dict(model.state_dict())
     states = gather_objects(plain.state_dict())
     for name, value in states[0].items():
-        buffers = name in dict(plain.named_buffers())
-        assert all(torch.equal(value, state[name]) for state in states) or not (synchronised or buffers), name
+        assert all(torch.equal(value, state[name]) for state in states), name
     for value in plain.parameters():
         assert value.isfinite().all() and value.abs().max() < 5
     assert plain.head.weight.std() > 0.5  # an embedding's values, not those of a linear layer
@@ -344,11 +344,8 @@ def test_what_param_init_fn_may_do_and_what_is_refused(rank, world_size):
     assert held == {(torch.float64, False), (torch.float32, True)}
 
 
-# From the first rank.
-
-
 @pytest.mark.parametrize("wrapping", list(WRAPPINGS))
-@ranks(3)
+@ranks(1, 3)
 def test_ranks_on_meta_get_the_states_of_the_first(rank, world_size, wrapping):
     torch.manual_seed(rank)
     net = Net() if rank == 0 else on_meta(Net)
@@ -384,9 +381,9 @@ class Typed(nn.Module):
 
 @ranks(2)
 def test_states_of_every_dtype_travel(rank, world_size):
-    for dtype in DTYPES:
+    for dtype, use_orig_params in itertools.product(DTYPES, (False, True)):
         net = Typed(dtype) if rank == 0 else on_meta(lambda dtype=dtype: Typed(dtype))
-        model = FSDP(net, sync_module_states=True, use_orig_params=True)
+        model = FSDP(net, sync_module_states=True, use_orig_params=use_orig_params)
         expected = Typed(dtype)
         found = model.state_dict()
         for name, value in expected.state_dict().items():
@@ -438,9 +435,6 @@ def test_modules_that_differ_between_ranks(rank, world_size):
         messages = gather_objects(str(caught.value))
         assert f"rank {culprit} has '1." in messages[culprit], other
         assert "the first '1." in messages[culprit] and "errors of the other ranks" in messages[0], other
-
-
-# Memory.
 
 
 class Square(nn.Module):
@@ -532,16 +526,13 @@ def test_values_arrive_in_the_memory_of_the_shard_and_one_unit(
     assert (traffic == {}) == (way != "received")
 
 
-# Loading without communication.
-
-
-@pytest.mark.parametrize("wrapping", ["policy", "hand"])
+@pytest.mark.parametrize(("wrapping", "use_orig_params"), [("policy", True), ("hand", False)])
 @ranks(3)
-def test_every_rank_loads_its_part(rank, world_size, wrapping):
+def test_every_rank_loads_its_part(rank, world_size, wrapping, use_orig_params):
     torch.manual_seed(0)
     net = Net()
     layer = net.layers[1].up
-    model = WRAPPINGS[wrapping](net, use_orig_params=True)
+    model = WRAPPINGS[wrapping](net, use_orig_params=use_orig_params)
     train(model)
     torch.manual_seed(1)
     plain = Net()
@@ -562,11 +553,11 @@ def test_every_rank_loads_its_part(rank, world_size, wrapping):
 @ranks(4)
 def test_loading_after_a_forward_that_keeps_parameters(rank, world_size):
     tokens = torch.arange(5)
-    for strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
+    for strategy, use_orig_params in (("SHARD_GRAD_OP", False), ("HYBRID_SHARD", True), ("NO_SHARD", False)):
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2, 2) if strategy == "HYBRID_SHARD" else (4,))
         options: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-        model = by_policy(Net(), use_orig_params=True, **options)
+        model = by_policy(Net(), use_orig_params=use_orig_params, **options)
         model.eval()(tokens)
         plain = Net()
         with count_collectives() as traffic:

@@ -168,33 +168,44 @@ class Spy(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype)) * self.scale.to(self.linear.weight.dtype)
 
 
-@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", [BF16, FP64])
 @ranks(2)
-def test_users_see_and_load_full_precision(rank, world_size, kind):
+def test_users_see_and_load_full_precision(rank, world_size, dtype):
     spy = Spy()
     original = copy.deepcopy(spy.state_dict())
-    policy = MixedPrecision(BF16, BF16, buffer_dtype=BF16)
-    model = FSDP(spy, mixed_precision=policy, use_orig_params=True)
-    out = model(torch.ones(2, 4))
-    assert out.dtype == BF16
-    assert spy.seen[1] == [BF16, BF16, torch.long]
-    out.sum().backward()
-    for param in model.parameters():
-        assert param.dtype == FP32
-        assert param.grad is None or param.grad.dtype == FP32
-    with FSDP.state_dict_type(model, kind):
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        assert {value.dtype for value in state.values()} == {FP32, torch.long}
-        assert torch.equal(state["scale"], original["scale"])
-        with FSDP.summon_full_params(model):
-            assert {param.dtype for param in model.parameters()} == {FP32}
-            for tensor in (*model.parameters(), model.module.scale):
-                tensor.data.zero_()
-        model(torch.ones(2, 4))
-        model.load_state_dict(state)
-    assert model.module.scale.dtype == BF16
-    loaded = model.state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in original.items())
+    model = FSDP(spy, mixed_precision=MixedPrecision(BF16, BF16, buffer_dtype=dtype), use_orig_params=True)
+    assert model.module.scale.dtype == FP32
+    for kind in StateDictType:
+        out = model(torch.ones(2, 4))
+        assert out.dtype == BF16
+        assert spy.seen[-1] == [BF16, dtype, torch.long]
+        out.sum().backward()
+        for param in model.parameters():
+            assert param.dtype == FP32
+            assert param.grad is None or param.grad.dtype == FP32
+        with FSDP.state_dict_type(model, kind):
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            assert {value.dtype for value in state.values()} == {FP32, torch.long}, kind
+            assert torch.equal(state["scale"], original["scale"]), kind
+            assert model.module.scale.dtype == dtype
+            with FSDP.summon_full_params(model), torch.no_grad():
+                assert {param.dtype for param in model.parameters()} == {FP32}
+                assert torch.equal(model.module.scale, original["scale"].to(dtype)), "as torch shows it"
+                model(torch.ones(2, 4))
+                assert spy.seen[-1] == [FP32, FP32, torch.long], (
+                    "what computes with originals has all of them"
+                )
+                for tensor in (*model.parameters(), model.module.scale):
+                    tensor.data.zero_()
+            assert model.module.scale.dtype == dtype
+            model(torch.ones(2, 4))
+            model.load_state_dict(state)
+        loaded = model.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in original.items()), kind
+    model.load_state_dict({**model.state_dict(), "scale": original["scale"] + 2**-10})
+    assert torch.equal(model.state_dict()["scale"], original["scale"] + 2**-10)
+    model(torch.ones(2, 4))
+    assert torch.equal(model.module.scale, (original["scale"] + 2**-10).to(dtype))
 
 
 @ranks(2)
@@ -227,32 +238,7 @@ def test_which_inputs_are_cast(rank, world_size):
         assert x.grad is not None and x.grad.dtype == FP32 and x.grad.any()
         extra = {"pair": (torch.ones(2, dtype=BF16),) * 2, "count": count}
         model(torch.ones(2, 4, dtype=BF16), extra=extra)
-        assert outer.seen[2] is extra or not (cast_root or cast_nested), "what needs no cast stays the same"
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP64])
-@ranks(2)
-def test_buffers_are_cast_and_come_back_exactly(rank, world_size, dtype):
-    spy = Spy()
-    original = spy.scale.clone()
-    model = FSDP(spy, mixed_precision=MixedPrecision(buffer_dtype=dtype))
-    assert model.module.scale.dtype == FP32
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        assert spy.seen[-1] == [FP32, dtype, torch.long]
-        assert model.module.scale.dtype == dtype
-        with FSDP.summon_full_params(model), torch.no_grad():
-            assert torch.equal(model.module.scale, original.to(dtype)), "as torch shows it"
-            model(torch.ones(2, 4))
-            assert spy.seen[-1] == [FP32, FP32, torch.long], "what computes with the originals has these too"
-        assert model.module.scale.dtype == dtype
-        assert torch.equal(model.state_dict()["scale"], original)
-        assert model.module.scale.dtype == dtype
-    changed = {**model.state_dict(), "scale": original + 2**-10}
-    model.load_state_dict(changed)
-    assert torch.equal(model.state_dict()["scale"], original + 2**-10)
-    model(torch.ones(2, 4))
-    assert torch.equal(model.module.scale, (original + 2**-10).to(dtype))
+        assert outer.seen[2] is extra, "what needs no cast stays the same"
 
 
 @ranks(2)
@@ -278,9 +264,6 @@ def test_buffers_of_a_unit_without_parameters_keep_what_forward_adds(rank, world
         state = model.state_dict()
         assert torch.equal(state["1.total"], torch.full((3,), float(count)))
         assert torch.equal(state["1.table"], torch.full((3,), 1 + 2**-20))
-
-
-# --- classes in full precision -------------------------------------------------------------------------
 
 
 def _with_norms() -> nn.Sequential:
@@ -363,38 +346,16 @@ def test_what_stays_in_full_precision_is_told(rank, world_size):
         FSDP(_with_norms(), mixed_precision=policy)  # a unit that is wrapped whole is as its policy says
 
 
-# --- units that differ ---------------------------------------------------------------------------------
-
-
 @ranks(2)
 def test_units_of_different_precision(rank, world_size):
-    policies = {0: None, 1: MixedPrecision(BF16, FP32), 2: MixedPrecision(FP16, cast_forward_inputs=True)}
-    spies = nn.ModuleList(Spy() for _ in range(3))
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.units = nn.ModuleList(
-                FSDP(spy, mixed_precision=policies[index], use_orig_params=True)
-                for index, spy in enumerate(spies)
-            )
-            self.own = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for unit in self.units:
-                x = unit(x)
-            return x * self.own
-
-    model = FSDP(Chain(), use_orig_params=True)
-    out = model(torch.ones(2, 4))
+    policies = [None, MixedPrecision(BF16, FP32), MixedPrecision(FP16, cast_forward_inputs=True)]
+    spies = [Spy() for _ in policies]
+    units = [FSDP(spy, mixed_precision=each, use_orig_params=True) for spy, each in zip(spies, policies)]
+    model = FSDP(nn.Sequential(*units, nn.Flatten()), use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
     assert [spy.seen[1][0] for spy in spies] == [FP32, BF16, FP16]
     assert [spy.seen[0][0] for spy in spies] == [FP32, FP32, FP16]
-    assert out.dtype == FP32  # of FP16 and FP32
-    out.sum().backward()
     assert all(value.dtype == FP32 for value in full_grads(model).values() if value.is_floating_point())
-
-
-# --- bytes ---------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -415,9 +376,6 @@ def test_half_the_bytes_on_the_wire(rank, world_size):
     sum_as_they_travel = os.environ.get("FSDP_WRAP_SHARED_MEMORY") == "0"  # as gloo's own collectives do
     summed = full if sum_as_they_travel else low
     assert mixed == {gathers: low[gathers], reductions: summed[reductions]}
-
-
-# --- options -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -465,9 +423,6 @@ def test_dtypes_that_cannot_be_computed_in_are_refused(rank, world_size):
             with pytest.raises(ValueError, match=field):
                 FSDP(net, mixed_precision=policy)
             FSDP(net)
-
-
-# --- quantised frozen weights ----------------------------------------------------------------------------
 
 
 class Quantised(nn.Module):
@@ -538,9 +493,6 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-# --- traps ---------------------------------------------------------------------------------------------
-
-
 class Pair(nn.Module):
     """A module in full precision that takes a keyword and a container, and returns a dictionary."""
 
@@ -556,32 +508,31 @@ class Pair(nn.Module):
 
 
 class UsesPair(nn.Module):
-    def __init__(self, checkpointing: bool) -> None:
+    """Twice, the second time under checkpointing."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.pair, self.linear = Pair(), nn.Linear(4, 4)
-        self.checkpointing = checkpointing
 
     def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         def pair(y: torch.Tensor, x: torch.Tensor) -> Any:
             return self.pair(y, others=[x], index=index)
 
-        for _ in range(2):
+        for again in (False, True):
             y = self.linear(x)
-            out = checkpoint(pair, y, x, use_reentrant=False) if self.checkpointing else pair(y, x)
+            out = checkpoint(pair, y, x, use_reentrant=False) if again else pair(y, x)
             assert (out["y"].dtype, out["index"].dtype, out["plain"]) == (BF16, torch.long, 3)
             x = out["y"]
         return x
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @ranks(2)
-def test_full_precision_class_used_twice_with_keywords(rank, world_size, checkpointing):
-    policy = MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm))
+def test_full_precision_class_used_twice_with_keywords(rank, world_size):
     torch.manual_seed(0)
     model = FSDP(
-        UsesPair(checkpointing),
+        UsesPair(),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm}),
-        mixed_precision=policy,
+        mixed_precision=MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm)),
         use_orig_params=True,
     )
     model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()

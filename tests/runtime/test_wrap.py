@@ -121,9 +121,6 @@ def random_tree(rng: random.Random, depth: int = 4) -> nn.Module:
     return nn.Sequential(*children)
 
 
-# --- the same choices as torch ------------------------------------------------------------------------
-
-
 def over_twenty(module, recurse, nonwrapped_numel):
     return recurse or nonwrapped_numel > 20
 
@@ -236,9 +233,6 @@ def test_signatures_equal_those_of_torch():
         assert shape(getattr(our_wrap, name)) == shape(getattr(torch_wrap, name)), name
 
 
-# --- what is wrapped, and in which order --------------------------------------------------------------
-
-
 def test_children_are_wrapped_before_their_parents_and_the_root_never():
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))))
     names = {module: name for name, module in model.named_modules()}
@@ -296,9 +290,6 @@ def test_tied_parameter_counts_only_where_all_its_uses_are():
     assert plan.owners == {}
 
 
-# --- arguments of the units ---------------------------------------------------------------------------
-
-
 def test_custom_policy_overrides_arguments_unit_by_unit():
     answers: dict[str, Any] = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
     root = Uses(**{name: nn.Linear(1, 1) for name in answers})
@@ -340,9 +331,6 @@ def test_ignored_modules_are_not_wrapped_though_the_policy_names_them():
     assert unit_names(model) == {"layers.0", "layers.1", "layers.2"}
 
 
-# --- refusals leave the tree untouched ----------------------------------------------------------------
-
-
 def raises_midway(module, recurse, nonwrapped_numel):
     if isinstance(module, SpecialBlock):
         raise RuntimeError("midway")
@@ -378,15 +366,6 @@ def test_module_that_is_wrapped_already_is_refused_before_the_policy_is_asked():
         rewrite(Unit(Block()), our_wrap.always_wrap_policy)
 
 
-def test_wrapper_may_be_a_function():
-    model = Model()
-    plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
-    assert unit_names(model) == {"embed"}
-
-
-# --- policy by name -----------------------------------------------------------------------------------
-
-
 def test_names_match_whole_parts_of_a_class_path():
     for names, expected in (
         ("Block", {"block", "outer"}),
@@ -417,7 +396,6 @@ def test_name_that_matches_nothing_is_answered_with_what_there_is():
     with pytest.raises(ValueError) as error:
         plan_wrapping(Block(), NameWrapPolicy("Zzz"), Unit)
     assert "did you mean" not in str(error.value)
-
     model = Model()
     with pytest.warns(UserWarning, match=r"named 'Blokc' \(did you mean 'Block'\?\)"):
         rewrite(model, NameWrapPolicy(("Blokc", "Embedding")))
@@ -428,6 +406,8 @@ def test_name_matches_the_root_and_ignored_modules_without_wrapping_them():
     assert not plan_wrapping(Block(), NameWrapPolicy("Block"), Unit).targets
     model = Model()
     assert not plan_wrapping(model, NameWrapPolicy("Embedding"), Unit, ignored_modules=[model.embed]).targets
+    plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
+    assert unit_names(model) == {"embed"}, "by a function in place of a class"
 
 
 def test_policies_hold_and_show_names_or_classes():
@@ -440,9 +420,6 @@ def test_policies_hold_and_show_names_or_classes():
     assert policy._module_classes == {nn.Linear, Block}
     assert repr(policy) == f"ModuleWrapPolicy({{{__name__}.Block, torch.nn.modules.linear.Linear}})"
     assert repr(NameWrapPolicy("Block")) == "NameWrapPolicy(['Block'])"
-
-
-# --- wrapping by hand ---------------------------------------------------------------------------------
 
 
 def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
@@ -472,15 +449,12 @@ def test_modules_that_wrap_their_own_children_nest():
     assert unit_names(Layered(2)) == set()
 
 
-# --- owners of tied parameters ------------------------------------------------------------------------
-
-
 def weight() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2))
 
 
 class Cell(Uses):
-    """The class that the policies of this section wrap."""
+    """The class that `planned` wraps."""
 
 
 def planned(root: nn.Module, **options) -> our_wrap.WrapPlan:
@@ -538,7 +512,7 @@ def claim(root: nn.Module, plan: our_wrap.WrapPlan) -> dict[nn.Parameter, list[n
     return takers
 
 
-def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths():
+def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths_and_each_unit_its_places():
     tied = 0
     for seed in range(300):
         root = random_graph(random.Random(seed))
@@ -547,18 +521,13 @@ def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths():
         assert all(expected[param] is owner for param, owner in plan.owners.items()), seed
         assert set(plan.owners) == set().union(*plan.left_to_ancestor.values()), seed
         tied += len(plan.owners)
-    assert tied > 300, "the graphs hold too few ties"
-
-
-def test_random_graphs_are_rewritten_in_every_place_and_once():
-    for seed in range(100):
-        root = random_graph(random.Random(seed))
         cells = {module for module in root.modules() if isinstance(module, Cell)}
-        planned(root).apply(make_unit)
+        plan.apply(make_unit)
         units = [module for module in root.modules() if isinstance(module, Unit)]
         assert Counter(unit._fsdp_wrapped_module for unit in units) == Counter(cells), seed
         holders = [m for m in root.modules() if not isinstance(m, Unit)]
         assert not any(isinstance(child, Cell) for m in holders for child in m.children()), seed
+    assert tied > 300, "the graphs hold too few ties"
 
 
 def test_owners_are_in_the_order_of_the_tree_and_make_unit_receives_what_is_left_to_them():
