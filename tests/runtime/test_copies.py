@@ -245,14 +245,14 @@ def test_a_part_that_is_copied_is_a_root_and_can_be_wrapped_into_a_whole(rank, w
     train((model, plain), seed=1)
     assert_same(model, plain)
     parent = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    plain = copy.deepcopy(parent)
+    unwrapped = copy.deepcopy(parent)
     parent[1] = shard("orig", parent[1])
     second = copy.deepcopy(parent)
     with pytest.raises(ValueError, match="already wrapped"):
         FSDP(second[1].module)
     model = shard("orig", second)
-    train((model, plain), seed=1)
-    assert_same(model, plain)
+    train((model, unwrapped), seed=1)
+    assert_same(model, unwrapped)
     assert second[1].check_is_root() is False
 
 

@@ -173,7 +173,8 @@ def test_what_an_override_and_inputs_and_outputs_may_be(rank, world_size):
     assert seen == [(BF16, FP32)]
     for answer in (FP16, "float32"):
         layer = nn.Linear(4, 4)
-        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param, answer=answer: answer)
+        chosen: Any = dict.fromkeys(layer.parameters(), answer)
+        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=chosen.get)
         before = dict(layer.named_parameters())
         wanted = r"param_dtype_override_fn returned .* for parameter 'weight'; .*bfloat16.*float32"
         with pytest.raises(ValueError, match=wanted):

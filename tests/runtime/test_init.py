@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +270,9 @@ def test_initialisation_that_fails_leaves_tied_parameters_in_place(rank, world_s
 
 @ranks(2)
 def test_device_id_on_a_host_without_accelerators(rank, world_size):
-    for device_id in ("cpu", "cpu:0", 0, torch.device("cpu")):
-        device = "cpu" if torch.accelerator.is_available() else device_id
-        model = FSDP(on_meta(Net), device_id=device)
+    devices: list[Any] = ["cpu", "cpu:0", 0, torch.device("cpu")]
+    for device_id in devices[: 1 if torch.accelerator.is_available() else None]:
+        model = FSDP(on_meta(Net), device_id=device_id)
         assert all(value.device == torch.device("cpu") for value in model.state_dict().values()), device_id
         train(model)
 
@@ -382,7 +383,7 @@ class Typed(nn.Module):
 @ranks(2)
 def test_states_of_every_dtype_travel(rank, world_size):
     for dtype, use_orig_params in itertools.product(DTYPES, (False, True)):
-        net = Typed(dtype) if rank == 0 else on_meta(lambda dtype=dtype: Typed(dtype))
+        net = Typed(dtype) if rank == 0 else on_meta(partial(Typed, dtype))
         model = FSDP(net, sync_module_states=True, use_orig_params=use_orig_params)
         expected = Typed(dtype)
         found = model.state_dict()
@@ -504,7 +505,7 @@ def test_values_arrive_in_the_memory_of_the_shard_and_one_unit(
     options: dict[str, Any] = {"use_orig_params": use_orig_params, "sync_module_states": way == "received"}
     state: Any = None
     with only_new_objects():
-        net = Tower()
+        net: nn.Module = Tower()
         torch.save(net.state_dict(), tmp_path / f"all{rank}")
         reading = Reading(tmp_path, rank, net.state_dict())
         if way.startswith("mapp"):

@@ -213,12 +213,13 @@ def test_policies_of_torch_are_accepted_and_torch_accepts_ours():
     for theirs in (torch_wrap.ModuleWrapPolicy({Block}), torch_wrap.CustomPolicy(lambda m: True)):
         expected = unit_names(torch_rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), theirs))
         assert unit_names(rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), theirs)) == expected != set()
-    for policy in (
+    policies: list[Any] = [
         ModuleWrapPolicy({Block}),
         NameWrapPolicy(["Block", "SpecialBlock"]),
         CustomPolicy(lambda m: isinstance(m, Block)),
         functools.partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    ):
+    ]
+    for policy in policies:
         model = Model()
         torch_checkpoint.apply_activation_checkpointing(model, auto_wrap_policy=policy)
         assert all(isinstance(layer, torch_checkpoint.CheckpointWrapper) for layer in model.layers), policy
@@ -411,7 +412,8 @@ def test_name_matches_the_root_and_ignored_modules_without_wrapping_them():
 
 
 def test_policies_hold_and_show_names_or_classes():
-    for names in ("", [], [""], [Block]):
+    wrong: list[Any] = ["", [], [""], [Block]]
+    for names in wrong:
         with pytest.raises(ValueError, match="one or more names"):
             NameWrapPolicy(names)
     with pytest.raises(TypeError, match="NameWrapPolicy takes the names"):
