@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,14 +19,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import tp_nets
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_front, full_state, inner, shard
+from fronts import full_state, inner, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_form = pytest.mark.parametrize("front", ["flat", "orig"])
+each_end = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class Block(nn.Module):
@@ -86,19 +85,12 @@ def by_hand(front: str, net: Net, **options: Any) -> Any:
     return shard(front, net, **options)
 
 
-each_wrapping = pytest.mark.parametrize(
-    "wrap", [whole, per_block, by_hand], ids=["whole", "per_block", "by_hand"]
-)
-
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "offloaded": {"cpu_offload": CPUOffload(True)},
 }
-
-
-OF_WRAPPERS = [*itertools.product(("flat", "orig"), STRATEGIES)]
 
 
 def make_plain() -> Net:
@@ -134,19 +126,29 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-# Copies.
-
-
-@pytest.mark.each_value
-@each_wrapping
-@pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "FULL_SHARD")])
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    ("wrap", "front", "strategy"),
+    [
+        (whole, "flat", "SHARD_GRAD_OP"),
+        (by_hand, "flat", "FULL_SHARD"),
+        (per_block, "flat", "NO_SHARD"),
+        (per_block, "flat", "offloaded"),
+        (by_hand, "orig", "FULL_SHARD"),
+        (per_block, "orig", "SHARD_GRAD_OP"),
+        (by_hand, "orig", "NO_SHARD"),
+        (whole, "orig", "offloaded"),
+        (by_hand, "composable", "FULL_SHARD"),
+        (per_block, "composable", "offloaded"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 @ranks(2)
-def test_copy_and_original_train_on_their_own(rank, world_size, front, wrap, strategy, trained):
+def test_copy_and_original_train_on_their_own(rank, world_size, wrap, front, strategy):
     model, plain = make_pair(wrap, front, **STRATEGIES[strategy])
-    if trained:
-        train((model, plain), seed=1)
-        model.zero_grad()
+    model = copy.deepcopy(copy.deepcopy(model))  # which are made before a first forward, and go
+    train((model, plain), seed=1)
+    assert_same(model, plain)
+    model.zero_grad()
     with count_collectives() as counts:
         second = copy.deepcopy(model)
     assert counts == {}
@@ -156,6 +158,11 @@ def test_copy_and_original_train_on_their_own(rank, world_size, front, wrap, str
     assert all(param.grad is None for param in second.parameters())
     held = {param.untyped_storage()._cdata for param in model.parameters()}
     assert not held & {param.untyped_storage()._cdata for param in second.parameters()}
+    if front != "composable":
+        with FSDP.summon_full_params(second):
+            assert second.embed.weight is second.head.weight
+            assert second.first.weight is second.last.weight
+            assert not any(param is other for param in second.parameters() for other in model.parameters())
     assert_same(second, twin)
     train((second, twin), seed=2)
     assert_same(second, twin)
@@ -165,34 +172,35 @@ def test_copy_and_original_train_on_their_own(rank, world_size, front, wrap, str
     assert_same(second, twin)
 
 
-@each_form
 @ranks(4)
-def test_copy_under_a_hybrid_strategy(rank, world_size, front):
+def test_copies_on_meshes_of_two_dims(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2))
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model, plain = make_pair(per_block, front, **options)
+    model, plain = make_pair(per_block, "orig", **options)
     train((model, plain), seed=1)
     second, twin = copy.deepcopy(model), copy.deepcopy(plain)
     train((second, twin, model), seed=2)
     train((plain,), seed=2)
     assert_same(second, twin)
     assert_same(model, plain)
+    expected = tp_nets.net(seed=0).state_dict()
+    _, data, tensor = tp_nets.mesh_of("flat")
+    for use_orig_params in (False, True):
+        parallel = FSDP(
+            tp_nets.parallelize(tp_nets.net(seed=0), tensor, "sequence"),
+            device_mesh=data,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=use_orig_params,
+        )
+        copied = copy.deepcopy(parallel)
+        with torch.no_grad():
+            for param in parallel.parameters():
+                param.zero_()
+        for name, value in copied.state_dict().items():
+            assert torch.equal(value, expected[name]), name
 
 
-@each_form
-@each_wrapping
-@ranks(2)
-def test_tied_parameters_stay_tied(rank, world_size, front, wrap):
-    model, _ = make_pair(wrap, front)
-    second = copy.deepcopy(model)
-    assert len(list(second.parameters())) == len(list(model.parameters()))
-    with FSDP.summon_full_params(second):
-        assert second.embed.weight is second.head.weight
-        assert second.first.weight is second.last.weight
-        assert not any(param is other for param in second.parameters() for other in model.parameters())
-
-
-@each_front
+@each_end
 @pytest.mark.parametrize("parts", [(0, 1), (1, 0)], ids=["lender first", "borrower first"])
 @ranks(2)
 def test_plain_parent_of_wrappers(rank, world_size, front, parts):
@@ -219,10 +227,9 @@ def test_plain_parent_of_wrappers(rank, world_size, front, parts):
     assert_same(second, twin)
 
 
-@each_form
 @ranks(2)
-def test_copy_of_a_nested_unit_is_a_root(rank, world_size, front):
-    model, plain = make_pair(per_block, front)
+def test_a_part_that_is_copied_is_a_root_and_can_be_wrapped_into_a_whole(rank, world_size):
+    model, plain = make_pair(per_block, "orig")
     model(batches_of(0)[rank])
     part, twin = copy.deepcopy(model.blocks[1]), copy.deepcopy(plain.blocks[1])
     x = torch.ones(1, 3, WIDTH, dtype=torch.float64)
@@ -237,25 +244,20 @@ def test_copy_of_a_nested_unit_is_a_root(rank, world_size, front):
             torch.testing.assert_close(param.grad, twin.get_parameter(name).grad)
     train((model, plain), seed=1)
     assert_same(model, plain)
-
-
-@each_form
-@ranks(2)
-def test_copied_modules_can_be_wrapped_into_a_whole_but_not_again(rank, world_size, front):
     parent = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    plain = copy.deepcopy(parent)
-    parent[1] = shard(front, parent[1])
+    unwrapped = copy.deepcopy(parent)
+    parent[1] = shard("orig", parent[1])
     second = copy.deepcopy(parent)
     with pytest.raises(ValueError, match="already wrapped"):
         FSDP(second[1].module)
-    model = shard(front, second)
-    train((model, plain), seed=1)
-    assert_same(model, plain)
+    model = shard("orig", second)
+    train((model, unwrapped), seed=1)
+    assert_same(model, unwrapped)
     assert second[1].check_is_root() is False
 
 
 @ranks(2)
-def test_a_copied_state_dict_of_shards_stays_as_it_was(rank, world_size):
+def test_copies_of_what_is_of_fully_shard_alone(rank, world_size):
     model, _ = make_pair(per_block, "composable")
     kept = copy.deepcopy(model.state_dict())
     before = {name: value.to_local().clone() for name, value in kept.items() if isinstance(value, DTensor)}
@@ -267,34 +269,16 @@ def test_a_copied_state_dict_of_shards_stays_as_it_was(rank, world_size):
         assert torch.equal(model.state_dict()[name].to_local(), value + 1), "of the model's own memory"
     model.load_state_dict(kept)
     assert all(torch.equal(model.state_dict()[name].to_local(), value) for name, value in before.items())
+    one = shard("composable", nn.Linear(WIDTH, 3, bias=False))
+    one.set_gradient_divide_factor(5.0)
+    for each in (one, copy.deepcopy(one)):
+        each(torch.ones(1, WIDTH)).sum().backward()
+        assert torch.all(each.weight.grad.full_tensor() == 2 / 5), "a factor is copied"
 
 
-@each_form
 @ranks(2)
-def test_guards_of_a_copy_look_at_the_copy(rank, world_size, front):
-    model, _ = make_pair(whole, front)
-    second = copy.deepcopy(model)
-    assert parametrize.is_parametrized(second.blocks[0].normed)
-    with FSDP.summon_full_params(model):
-        assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
-        with pytest.raises(RuntimeError, match="parametrised tensor"):
-            second.blocks[0].normed.weight  # noqa: B018
-
-
-@each_front
-@each_wrapping
-@ranks(2)
-def test_copy_of_a_copy_after_the_original_is_gone(rank, world_size, front, wrap):
-    model, plain = make_pair(wrap, front)
-    model = copy.deepcopy(copy.deepcopy(model))
-    train((model, plain), seed=1)
-    assert_same(model, plain)
-
-
-@each_form
-@ranks(2)
-def test_copy_keeps_what_users_set(rank, world_size, front):
-    model, _ = make_pair(per_block, front)
+def test_copy_keeps_what_users_set(rank, world_size):
+    model, _ = make_pair(per_block, "orig")
     for param in model.parameters():
         param.note = "weight decay"
     model.blocks[0].set_reshard_after_forward(False)
@@ -304,6 +288,11 @@ def test_copy_keeps_what_users_set(rank, world_size, front):
     assert second.blocks[0]._unit.options == model.blocks[0]._unit.options != model.blocks[1]._unit.options
     assert not second.training and repr(second) == repr(model)
     assert [name for name, _ in second.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert parametrize.is_parametrized(second.blocks[0].normed)
+    with FSDP.summon_full_params(model):
+        assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
+        with pytest.raises(RuntimeError, match="parametrised tensor"):
+            second.blocks[0].normed.weight  # noqa: B018
 
 
 class Shift(nn.Linear):
@@ -315,12 +304,11 @@ class Shift(nn.Linear):
         return super().forward(x) + self.third
 
 
-@each_form
 @ranks(1)
-def test_buffers_of_a_copy_are_cast_where_modules_copy_themselves(rank, world_size, front):
+def test_buffers_of_a_copy_are_cast_where_modules_copy_themselves(rank, world_size):
     # A GraphModule's copy gets its buffers one by one, in a dict of its own.
     half = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = FSDP(torch.fx.symbolic_trace(Shift()), mixed_precision=half, use_orig_params=front == "orig")
+    model = FSDP(torch.fx.symbolic_trace(Shift()), mixed_precision=half, use_orig_params=True)
     for _ in range(2):  # before a forward and after
         second = copy.deepcopy(model)
         for each in (second, model):
@@ -329,12 +317,17 @@ def test_buffers_of_a_copy_are_cast_where_modules_copy_themselves(rank, world_si
             assert torch.equal(each.state_dict()["third"], torch.full((WIDTH,), 1 / 3))
 
 
-@each_front
+@each_end
 @ranks(2)
-def test_references_to_parameters_are_copied_along(rank, world_size, front):
+def test_copy_with_an_optimizer_after_a_failed_backward(rank, world_size, front):
     model, plain = make_pair(per_block, front)
     inner(model).kept = [inner(model).first._parameters["weight"]]
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, plain)]
+    hook = inner(model.blocks[1]).down.register_full_backward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batches_of(0)[rank]).sum().backward()
+    hook.remove()
+    twin = copy.deepcopy(plain)
     second, optimizer = copy.deepcopy((model, optimizers[0]))
     assert inner(second).kept[0] is inner(second).first._parameters["weight"]
     for net, its in ((second, optimizer), (plain, optimizers[1])):
@@ -342,13 +335,13 @@ def test_references_to_parameters_are_copied_along(rank, world_size, front):
         net(batches[rank] if net is second else batches.flatten(0, 1)).square().mean().backward()
         its.step()
     assert_same(second, plain)
+    train((model, twin), seed=1)
+    assert_same(model, twin)
 
 
-@each_form
-@each_wrapping
 @ranks(2)
-def test_copies_are_refused_while_parameters_are_full(rank, world_size, front, wrap):
-    model, plain = make_pair(wrap, front)
+def test_copies_are_refused_while_parameters_are_full(rank, world_size):
+    model, plain = make_pair(by_hand, "orig")
     model.module.spy = lambda: copy.deepcopy(model)
     with pytest.raises(RuntimeError, match=r"copy.deepcopy\(\) must not run inside the forward"):
         model(batches_of(0)[rank])
@@ -360,22 +353,6 @@ def test_copies_are_refused_while_parameters_are_full(rank, world_size, front, w
     assert_same(model, plain)
 
 
-@each_front
-@ranks(2)
-def test_copy_after_a_failed_backward(rank, world_size, front):
-    model, plain = make_pair(per_block, front)
-    hook = inner(model.blocks[1]).down.register_full_backward_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(batches_of(0)[rank]).sum().backward()
-    hook.remove()
-    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
-    train((second, twin, model, plain), seed=1)
-    assert_same(second, twin)
-    assert_same(model, plain)
-
-
-# Averages.
-
 AVERAGES: dict[str, dict[str, Any]] = {
     "equal": {},
     "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
@@ -384,22 +361,18 @@ AVERAGES: dict[str, dict[str, Any]] = {
 }
 
 
-class Normed(Net):
-    """With statistics that forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(11)
-
-    def forward(self, tokens):
-        return self.norm(super().forward(tokens).flatten(0, 1))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("how", list(AVERAGES))
-@pytest.mark.parametrize(("front", "strategy"), [*OF_WRAPPERS, ("composable", "offloaded")])
+@pytest.mark.parametrize(
+    ("front", "strategy", "how"),
+    [
+        ("flat", "FULL_SHARD", "ema"),
+        ("flat", "NO_SHARD", "equal"),
+        ("orig", "SHARD_GRAD_OP", "ema_with_buffers"),
+        ("orig", "offloaded", "ema_one_by_one"),
+        ("composable", "offloaded", "ema"),
+    ],
+)
 @ranks(2)
-def test_average_of_parameters(rank, world_size, front, how, strategy):
+def test_average_of_parameters(rank, world_size, front, strategy, how):
     model, plain = make_pair(per_block, front, **STRATEGIES[strategy])
     averages = [AveragedModel(module, **AVERAGES[how]) for module in (model, plain)]
     for step in range(3):
@@ -418,15 +391,14 @@ def test_average_of_parameters(rank, world_size, front, how, strategy):
     assert_same(resumed, averages[1])
 
 
-@each_front
+@each_end
 @ranks(2)
 def test_statistics_of_an_average(rank, world_size, front):
     torch.manual_seed(0)
-    net = Normed().double()
-    plain = copy.deepcopy(net)
-    model = per_block(front, net)
+    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)).double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.BatchNorm1d}))
     averages = [AveragedModel(module, use_buffers=True) for module in (model, plain)]
-    batch = batches_of(0)[0]  # the same on all ranks: statistics are not shared
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).double()  # same on all ranks
     for _ in range(2):
         for module, average in zip((model, plain), averages):
             module(batch)
@@ -437,17 +409,7 @@ def test_statistics_of_an_average(rank, world_size, front):
     assert_same(*averages)
 
 
-@ranks(2)
-def test_a_copy_divides_gradients_by_the_same_number(rank, world_size):
-    model = shard("composable", nn.Linear(WIDTH, 3, bias=False))
-    model.set_gradient_divide_factor(5.0)
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
-        each(torch.ones(1, WIDTH)).sum().backward()
-        assert torch.all(each.weight.grad.full_tensor() == 2 / 5)
-
-
-@each_front
+@each_end
 @ranks(2)
 def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters(rank, world_size, front):
     torch.manual_seed(0)
@@ -460,21 +422,3 @@ def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters(rank, worl
         for param in model.parameters():
             param.zero_()
         torch.testing.assert_close(twin(batch), plain(batch))
-
-
-@each_form
-@ranks(4)
-def test_copy_of_whole_parameters_under_tensor_parallelism(rank, world_size, front):
-    _, data, tensor = tp_nets.mesh_of("flat")
-    model = FSDP(
-        tp_nets.parallelize(tp_nets.net(seed=0), tensor, "sequence"),
-        device_mesh=data,
-        sharding_strategy=ShardingStrategy.NO_SHARD,
-        use_orig_params=front == "orig",
-    )
-    twin, expected = copy.deepcopy(model), tp_nets.net(seed=0).state_dict()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    for name, value in twin.state_dict().items():
-        assert torch.equal(value, expected[name]), name

@@ -7,6 +7,7 @@ the ranks in the reduce dtype with a plain all-reduce, and updates the master we
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import warnings
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import assert_same_grads, each_form
+from fronts import assert_same_grads
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
@@ -72,6 +73,7 @@ class Reference:
         self.master = copy.deepcopy(net)
         self.param = policy.param_dtype or FP32
         self.reduce = policy.reduce_dtype or self.param
+        self.keeps = policy.keep_low_precision_grads
         self.grads = [torch.zeros_like(p, dtype=self.reduce) for p in self.master.parameters()]
 
     def backward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +91,8 @@ class Reference:
         """Sums over the ranks and hands the result to the master weights."""
         for total, param in zip(self.grads, self.master.parameters()):
             dist.all_reduce(total)
-            param.grad = total.to(param.dtype, copy=True)
+            param.grad_dtype = self.reduce if self.keeps else param.dtype
+            param.grad = total.to(param.grad_dtype, copy=True)
             total.zero_()
 
 
@@ -101,6 +104,7 @@ SPACE: dict[str, list[Any]] = {
     "per_block": [False, True],
     "accumulation": ["F", "TF", "TTF"],
     "offload": [False, True],
+    "keep": [False, True],
     "checkpointing": [False, True],
 }
 
@@ -108,7 +112,11 @@ SPACE: dict[str, list[Any]] = {
 @pytest.mark.parametrize("scenario", pairwise(SPACE, seed=4), ids=lambda s: "-".join(map(str, s.values())))
 @ranks(2)
 def test_training_equals_training_by_hand(rank, world_size, scenario):
-    policy = MixedPrecision(param_dtype=scenario["param"], reduce_dtype=scenario["reduce"])
+    policy = MixedPrecision(
+        param_dtype=scenario["param"],
+        reduce_dtype=scenario["reduce"],
+        keep_low_precision_grads=scenario["keep"],
+    )
     net = _net(scenario["checkpointing"])
     reference = Reference(net, policy)
     model = FSDP(
@@ -119,8 +127,9 @@ def test_training_equals_training_by_hand(rank, world_size, scenario):
         cpu_offload=CPUOffload(scenario["offload"]),
         mixed_precision=policy,
     )
-    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    theirs = torch.optim.AdamW(reference.master.parameters(), lr=1e-2, foreach=False)
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+    ours = torch.optim.SGD(model.parameters(), **sgd)
+    theirs = torch.optim.SGD(reference.master.parameters(), **sgd)
     for step in range(3):
         for part, unsynced in enumerate(scenario["accumulation"]):
             x = _batch(rank, 10 * step + part)
@@ -129,8 +138,11 @@ def test_training_equals_training_by_hand(rank, world_size, scenario):
                 loss.backward()
             assert torch.equal(loss.detach(), reference.backward(x))
         reference.reduce_grads()
+        kept = {param.grad.dtype for param in model.parameters() if param.grad is not None}
+        assert kept == {reference.reduce if scenario["keep"] else FP32}
+        grads = full_grads(model)
         for name, param in reference.master.named_parameters():
-            assert torch.equal(full_grads(model)[name], param.grad), (step, name)
+            assert torch.equal(grads[name], param.grad.to(FP32)), (step, name)
         ours.step()
         theirs.step()
         ours.zero_grad()
@@ -156,33 +168,48 @@ class Spy(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype)) * self.scale.to(self.linear.weight.dtype)
 
 
-@each_form
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("dtype", [BF16, FP64])
 @ranks(2)
-def test_parameters_and_gradients_are_in_full_precision_outside(rank, world_size, strategy, use_orig_params):
+def test_users_see_and_load_full_precision(rank, world_size, dtype):
     spy = Spy()
-    model = FSDP(
-        spy,
-        mixed_precision=MixedPrecision(BF16, BF16),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-    )
-    out = model(torch.ones(2, 4))
-    assert out.dtype == BF16
-    assert spy.seen[1] == [BF16, FP32, torch.long]
-    out.sum().backward()
-    for param in model.parameters():
-        assert param.dtype == FP32
-        assert param.grad is None or param.grad.dtype == FP32
-    with FSDP.summon_full_params(model):
-        assert {param.dtype for param in model.parameters()} == {FP32}
-    assert {value.dtype for value in model.state_dict().values()} == {FP32, torch.long}
+    original = copy.deepcopy(spy.state_dict())
+    model = FSDP(spy, mixed_precision=MixedPrecision(BF16, BF16, buffer_dtype=dtype), use_orig_params=True)
+    assert model.module.scale.dtype == FP32
+    for kind in StateDictType:
+        out = model(torch.ones(2, 4))
+        assert out.dtype == BF16
+        assert spy.seen[-1] == [BF16, dtype, torch.long]
+        out.sum().backward()
+        for param in model.parameters():
+            assert param.dtype == FP32
+            assert param.grad is None or param.grad.dtype == FP32
+        with FSDP.state_dict_type(model, kind):
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            assert {value.dtype for value in state.values()} == {FP32, torch.long}, kind
+            assert torch.equal(state["scale"], original["scale"]), kind
+            assert model.module.scale.dtype == dtype
+            with FSDP.summon_full_params(model), torch.no_grad():
+                assert {param.dtype for param in model.parameters()} == {FP32}
+                assert torch.equal(model.module.scale, original["scale"].to(dtype)), "as torch shows it"
+                model(torch.ones(2, 4))
+                assert spy.seen[-1] == [FP32, FP32, torch.long], (
+                    "what computes with originals has all of them"
+                )
+                for tensor in (*model.parameters(), model.module.scale):
+                    tensor.data.zero_()
+            assert model.module.scale.dtype == dtype
+            model(torch.ones(2, 4))
+            model.load_state_dict(state)
+        loaded = model.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in original.items()), kind
+    model.load_state_dict({**model.state_dict(), "scale": original["scale"] + 2**-10})
+    assert torch.equal(model.state_dict()["scale"], original["scale"] + 2**-10)
+    model(torch.ones(2, 4))
+    assert torch.equal(model.module.scale, (original["scale"] + 2**-10).to(dtype))
 
 
-@pytest.mark.parametrize("cast_root", [False, True])
-@pytest.mark.parametrize("cast_nested", [False, True])
 @ranks(2)
-def test_which_inputs_are_cast(rank, world_size, cast_nested, cast_root):
+def test_which_inputs_are_cast(rank, world_size):
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,114 +218,52 @@ def test_which_inputs_are_cast(rank, world_size, cast_nested, cast_root):
             self.seen: list[Any] = []
 
         def forward(self, x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            self.seen.append(extra)
             values = [x, extra["pair"][0], extra["pair"][1], extra["count"]]
             self.seen.append([each.dtype for each in values])
             return self.inner(x.float(), torch.ones(1, dtype=FP64), 3, mask=torch.ones(4, dtype=torch.bool))
 
-    policy = MixedPrecision(BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root)
-    outer = Outer()
-    inner = outer.inner
-    model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Spy}), mixed_precision=policy)
-    count = torch.ones(1, dtype=torch.int32)
-    model(torch.ones(2, 4), extra={"pair": (torch.ones(2), torch.ones(2, dtype=FP64)), "count": count})
-    cast = cast_root or cast_nested
-    low, wide = (BF16, BF16) if cast else (FP32, FP64)
-    assert outer.seen == [[low, low, wide, torch.int32]]
-    assert inner.seen[0] == ([BF16, BF16, 3, torch.bool] if cast_nested else [FP32, FP64, 3, torch.bool])
+    for cast_root, cast_nested in itertools.product([False, True], repeat=2):
+        policy = MixedPrecision(BF16, cast_forward_inputs=cast_nested, cast_root_forward_inputs=cast_root)
+        outer = Outer()
+        inner = outer.inner
+        model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Spy}), mixed_precision=policy)
+        x, count = torch.ones(2, 4, requires_grad=True), torch.ones(1, dtype=torch.int32)
+        extra = {"pair": (torch.ones(2), torch.ones(2, dtype=FP64)), "count": count}
+        model(x, extra=extra).sum().backward()
+        low, wide = (BF16, BF16) if cast_root or cast_nested else (FP32, FP64)
+        assert outer.seen[1] == [low, low, wide, torch.int32], (cast_root, cast_nested)
+        cast = [BF16, BF16, 3, torch.bool] if cast_nested else [FP32, FP64, 3, torch.bool]
+        assert inner.seen[0] == cast, (cast_root, cast_nested)
+        assert x.grad is not None and x.grad.dtype == FP32 and x.grad.any()
+        extra = {"pair": (torch.ones(2, dtype=BF16),) * 2, "count": count}
+        model(torch.ones(2, 4, dtype=BF16), extra=extra)
+        assert outer.seen[2] is extra, "what needs no cast stays the same"
 
 
 @ranks(2)
-def test_gradients_of_inputs_come_back_in_their_dtype(rank, world_size):
-    model = FSDP(_net(), mixed_precision=MixedPrecision(BF16))
-    x = torch.ones(4, 8, requires_grad=True)
-    model(x).sum().backward()
-    assert x.grad is not None and x.grad.dtype == FP32 and x.grad.any()
-
-
-@ranks(2)
-def test_tensors_that_need_no_cast_stay_the_same_objects(rank, world_size):
-    seen: list[Any] = []
-
-    class Keep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            seen.append(batch)
-            return self.weight.sum()
-
-    batch = {"ids": torch.arange(3), "low": torch.ones(3, dtype=BF16)}
-    FSDP(Keep(), mixed_precision=MixedPrecision(BF16))(batch)
-    assert seen[0] is batch
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP64])
-@ranks(2)
-def test_buffers_are_cast_and_come_back_exactly(rank, world_size, dtype):
-    spy = Spy()
-    original = spy.scale.clone()
-    model = FSDP(spy, mixed_precision=MixedPrecision(buffer_dtype=dtype))
-    assert model.module.scale.dtype == FP32
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        assert spy.seen[-1] == [FP32, dtype, torch.long]
-        assert model.module.scale.dtype == dtype
-        with FSDP.summon_full_params(model), torch.no_grad():
-            assert torch.equal(model.module.scale, original.to(dtype)), "as torch shows it"
-            model(torch.ones(2, 4))
-            assert spy.seen[-1] == [FP32, FP32, torch.long], "what computes with the originals has these too"
-        assert model.module.scale.dtype == dtype
-        assert torch.equal(model.state_dict()["scale"], original)
-        assert model.module.scale.dtype == dtype
-    changed = {**model.state_dict(), "scale": original + 2**-10}
-    model.load_state_dict(changed)
-    assert torch.equal(model.state_dict()["scale"], original + 2**-10)
-    model(torch.ones(2, 4))
-    assert torch.equal(model.module.scale, (original + 2**-10).to(dtype))
-
-
-@ranks(2)
-def test_buffers_that_forward_updates_keep_their_updates(rank, world_size):
+def test_buffers_of_a_unit_without_parameters_keep_what_forward_adds(rank, world_size):
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
             self.register_buffer("total", torch.zeros(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.total.add_(x.detach())
-            return self.weight * x
-
-    model = FSDP(Running(), mixed_precision=MixedPrecision(buffer_dtype=BF16))
-    for count in range(1, 4):
-        model(torch.ones(3))
-        state = model.state_dict()
-        assert torch.equal(state["total"], torch.full((3,), float(count)))
-
-
-@ranks(2)
-def test_buffers_of_a_unit_without_parameters(rank, world_size):
-    class Position(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
             self.register_buffer("table", torch.full((3,), 1 + 2**-20))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert self.table.dtype == BF16
+            self.total.add_(1)
             return x + self.table
 
-    net = nn.Sequential(nn.Linear(3, 3), Position())
     model = FSDP(
-        net,
-        auto_wrap_policy=ModuleWrapPolicy({Position}),
+        nn.Sequential(nn.Linear(3, 3), Running()),
+        auto_wrap_policy=ModuleWrapPolicy({Running}),
         mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
     )
-    assert model(torch.ones(2, 3)).dtype == BF16
-    assert torch.equal(model.state_dict()["1.table"], torch.full((3,), 1 + 2**-20))
-
-
-# --- classes in full precision -------------------------------------------------------------------------
+    for count in range(1, 4):
+        assert model(torch.ones(2, 3)).dtype == BF16
+        state = model.state_dict()
+        assert torch.equal(state["1.total"], torch.full((3,), float(count)))
+        assert torch.equal(state["1.table"], torch.full((3,), 1 + 2**-20))
 
 
 def _with_norms() -> nn.Sequential:
@@ -319,11 +284,17 @@ def _low(net: nn.Module, dtype: torch.dtype, full: tuple[type[nn.Module], ...]) 
     return low
 
 
-@each_form
-@pytest.mark.parametrize("classes", [None, (nn.LayerNorm,), (nn.LayerNorm, nn.BatchNorm1d)], ids=str)
-@pytest.mark.parametrize("style", ["module_wrap", "function", "custom"])
+@pytest.mark.parametrize(
+    ("style", "classes"),
+    [
+        ("module_wrap", None),
+        ("function", (nn.LayerNorm,)),
+        ("custom", (nn.LayerNorm, nn.BatchNorm1d)),
+    ],
+    ids=["module_wrap", "function", "custom"],
+)
 @ranks(2)
-def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, use_orig_params):
+def test_classes_that_stay_in_full_precision(rank, world_size, style, classes):
     net = _with_norms()
     kwargs = {} if classes is None else {"_module_classes_to_ignore": classes}
     policy = MixedPrecision(BF16, buffer_dtype=BF16, **kwargs)
@@ -337,7 +308,7 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes, u
             "custom": CustomPolicy(lambda module: isinstance(module, nn.Sequential)),
         }[style],
         mixed_precision=policy,
-        use_orig_params=use_orig_params,
+        use_orig_params=True,
     )
     wrapped = [m.module for m in FSDP.fsdp_modules(model)]
     assert {type(m) for m in wrapped} == {nn.Sequential, *full}
@@ -375,39 +346,16 @@ def test_what_stays_in_full_precision_is_told(rank, world_size):
         FSDP(_with_norms(), mixed_precision=policy)  # a unit that is wrapped whole is as its policy says
 
 
-# --- units that differ ---------------------------------------------------------------------------------
-
-
-@each_form
 @ranks(2)
-def test_units_of_different_precision(rank, world_size, use_orig_params):
-    policies = {0: None, 1: MixedPrecision(BF16, FP32), 2: MixedPrecision(FP16, cast_forward_inputs=True)}
-    spies = nn.ModuleList(Spy() for _ in range(3))
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.units = nn.ModuleList(
-                FSDP(spy, mixed_precision=policies[index], use_orig_params=use_orig_params)
-                for index, spy in enumerate(spies)
-            )
-            self.own = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for unit in self.units:
-                x = unit(x)
-            return x * self.own
-
-    model = FSDP(Chain(), use_orig_params=use_orig_params)
-    out = model(torch.ones(2, 4))
+def test_units_of_different_precision(rank, world_size):
+    policies = [None, MixedPrecision(BF16, FP32), MixedPrecision(FP16, cast_forward_inputs=True)]
+    spies = [Spy() for _ in policies]
+    units = [FSDP(spy, mixed_precision=each, use_orig_params=True) for spy, each in zip(spies, policies)]
+    model = FSDP(nn.Sequential(*units, nn.Flatten()), use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
     assert [spy.seen[1][0] for spy in spies] == [FP32, BF16, FP16]
     assert [spy.seen[0][0] for spy in spies] == [FP32, FP32, FP16]
-    assert out.dtype == FP32  # of FP16 and FP32
-    out.sum().backward()
     assert all(value.dtype == FP32 for value in full_grads(model).values() if value.is_floating_point())
-
-
-# --- bytes ---------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -430,46 +378,15 @@ def test_half_the_bytes_on_the_wire(rank, world_size):
     assert mixed == {gathers: low[gathers], reductions: summed[reductions]}
 
 
-# --- options -------------------------------------------------------------------------------------------
-
-
-@each_form
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @ranks(2)
-def test_keep_low_precision_grads(rank, world_size, accumulate, use_orig_params):
-    net = _net()
-    policy = MixedPrecision(BF16, keep_low_precision_grads=True)
-    reference = Reference(net, policy)
-    model = FSDP(net, mixed_precision=policy, use_orig_params=use_orig_params)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        for part in range(1 + accumulate):
-            x = _batch(rank, 10 * step + part)
-            with model.no_sync() if part < accumulate else nullcontext():
-                model(x).float().square().mean().backward()
-            reference.backward(x)
-        reference.reduce_grads()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        assert grads and {grad.dtype for grad in grads} == {BF16}
-        for name, param in reference.master.named_parameters():
-            assert torch.equal(full_grads(model)[name], param.grad), name
-            param.data.add_(param.grad, alpha=-0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, reference.master.state_dict()[name])
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@each_form
-@ranks(2)
-def test_autocast_equals_ddp(rank, world_size, use_orig_params, strategy):
+def test_autocast_equals_ddp(rank, world_size, strategy):
     net = _net()
     ddp = DDP(copy.deepcopy(net))
     model = FSDP(
         net,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
+        use_orig_params=True,
         sharding_strategy=ShardingStrategy[strategy],
     )
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (ddp, model)]
@@ -486,32 +403,27 @@ def test_autocast_equals_ddp(rank, world_size, use_orig_params, strategy):
     for name, value in model.state_dict().items():
         assert torch.equal(value, ddp.module.state_dict()[name]), name
 
-
-@ranks(2)
-def test_autocast_within_mixed_precision(rank, world_size):
-    model = FSDP(_net(), mixed_precision=MixedPrecision(BF16, FP32))
+    low = FSDP(_net(), mixed_precision=MixedPrecision(BF16, FP32))
     with torch.autocast("cpu", dtype=BF16):
-        out = model(_batch(rank, 0))
+        out = low(_batch(rank, 0))
     assert out.dtype == BF16
     out.float().sum().backward()
-    assert all(value.isfinite().all() for value in full_grads(model).values())
+    assert all(value.isfinite().all() for value in full_grads(low).values())
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "bfloat16"], ids=str)
 @ranks(2)
-def test_dtypes_that_cannot_be_computed_in_are_refused(rank, world_size, dtype, field):
-    with pytest.raises(ValueError, match=field):
-        MixedPrecision(**{field: dtype})
-    policy = MixedPrecision()
-    setattr(policy, field, dtype)
-    net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=field):
-        FSDP(net, mixed_precision=policy)
-    FSDP(net)
-
-
-# --- quantised frozen weights ----------------------------------------------------------------------------
+def test_dtypes_that_cannot_be_computed_in_are_refused(rank, world_size):
+    for dtype in (torch.int8, torch.float8_e4m3fn, "bfloat16"):
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            given: dict[str, Any] = {field: dtype}
+            with pytest.raises(ValueError, match=field):
+                MixedPrecision(**given)
+            policy = MixedPrecision()
+            setattr(policy, field, dtype)
+            net = nn.Linear(2, 2)
+            with pytest.raises(ValueError, match=field):
+                FSDP(net, mixed_precision=policy)
+            FSDP(net)
 
 
 class Quantised(nn.Module):
@@ -532,16 +444,25 @@ class Quantised(nn.Module):
         return F.linear(x, weight) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("policy", [None, MixedPrecision(BF16, FP32)], ids=["full", "bf16"])
-@each_form
+@pytest.mark.parametrize(
+    ("dtype", "use_orig_params", "strategy", "policy"),
+    [
+        (torch.uint8, True, "FULL_SHARD", MixedPrecision(BF16, FP32)),
+        (torch.int8, False, "SHARD_GRAD_OP", None),
+        (torch.float8_e4m3fn, True, "NO_SHARD", MixedPrecision(BF16, FP32)),
+        (torch.float8_e5m2, False, "FULL_SHARD", MixedPrecision(BF16, FP32)),
+    ],
+    ids=["uint8", "int8-flat", "float8-no_shard", "float8-flat"],
+)
 @ranks(2)
-def test_adapters_over_quantised_weights(rank, world_size, use_orig_params, policy, strategy, dtype):
+def test_adapters_over_quantised_weights(rank, world_size, dtype, use_orig_params, strategy, policy):
     torch.manual_seed(0)
     net = nn.Sequential(*[Quantised(6, dtype) for _ in range(3)])
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    plain = copy.deepcopy(net)
+    low = copy.deepcopy(net)
+    for param in low.parameters():
+        if policy is not None and param.dtype == FP32:
+            param.data = param.data.to(policy.param_dtype)
     model = FSDP(
         net,
         auto_wrap_policy=ModuleWrapPolicy({Quantised}),
@@ -549,47 +470,28 @@ def test_adapters_over_quantised_weights(rank, world_size, use_orig_params, poli
         sharding_strategy=ShardingStrategy[strategy],
         mixed_precision=policy,
     )
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    ours = torch.optim.AdamW(trainable, lr=1e-2, foreach=False)
-    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    for step in range(3):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        low = _low_floats(plain, policy)
-        expected = low(x.to(low[0].scale.dtype)).float().square().mean()
-        loss = model(x).float().square().mean()
-        assert torch.equal(loss, expected)
-        loss.backward()
-        expected.backward()
-        for param, computed in zip(plain.parameters(), low.parameters()):
-            if param.requires_grad:
-                param.grad = computed.grad.to(FP32) / world_size
-                dist.all_reduce(param.grad)
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        assert state[name].dtype == value.dtype
-        assert _same_bytes(state[name], value), name
-        if "levels" in name:
-            assert _same_bytes(state[name], before[name])
-    model.load_state_dict(before)
-    assert all(_same_bytes(value, before[name]) for name, value in model.state_dict().items())
-
-
-def _low_floats(plain: nn.Module, policy: MixedPrecision | None) -> nn.Module:
-    low = copy.deepcopy(plain)
-    for param in low.parameters():
-        if policy is not None and param.dtype == FP32:
-            param.data = param.data.to(policy.param_dtype)
-    return low
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    loss, expected = (each.float().square().mean() for each in (model(x), low(x.to(low[0].scale.dtype))))
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    optimizer.step()
+    trained = {name: value.clone() for name, value in before.items()}
+    for name, param in low.named_parameters():
+        if param.requires_grad:
+            grad = param.grad.to(FP32) / world_size
+            dist.all_reduce(grad)
+            trained[name].add_(grad, alpha=-0.1)
+    for wanted in (trained, before):
+        for name, value in model.state_dict().items():
+            assert value.dtype == wanted[name].dtype
+            assert _same_bytes(value, wanted[name]), name
+        model.load_state_dict(before)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-# --- traps ---------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -607,46 +509,39 @@ class Pair(nn.Module):
 
 
 class UsesPair(nn.Module):
-    def __init__(self, checkpointing: str) -> None:
+    """Twice, the second time under checkpointing."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.pair, self.linear = Pair(), nn.Linear(4, 4)
-        self.checkpointing = checkpointing
 
     def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
+        def pair(y: torch.Tensor, x: torch.Tensor) -> Any:
+            return self.pair(y, others=[x], index=index)
+
+        for again in (False, True):
             y = self.linear(x)
-            if self.checkpointing == "none":
-                out = self.pair(y, others=[x], index=index)
-            else:
-                reentrant = self.checkpointing == "reentrant"
-                out = checkpoint(
-                    lambda y, x: self.pair(y, others=[x], index=index), y, x, use_reentrant=reentrant
-                )
+            out = checkpoint(pair, y, x, use_reentrant=False) if again else pair(y, x)
             assert (out["y"].dtype, out["index"].dtype, out["plain"]) == (BF16, torch.long, 3)
             x = out["y"]
         return x
 
 
-@each_form
-@pytest.mark.parametrize("checkpointing", ["none", "early_stop"])
-@ranks(1, 2, 3)
-def test_full_precision_class_used_twice_with_keywords(rank, world_size, checkpointing, use_orig_params):
-    policy = MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm))
+@ranks(2)
+def test_full_precision_class_used_twice_with_keywords(rank, world_size):
     torch.manual_seed(0)
     model = FSDP(
-        UsesPair(checkpointing),
+        UsesPair(),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm}),
-        mixed_precision=policy,
-        use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair, nn.LayerNorm)),
+        use_orig_params=True,
     )
     model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()
     assert all(value.any() for name, value in full_grads(model).items())
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@each_form
 @ranks(4)
-def test_hybrid_mixed_precision(rank, world_size, use_orig_params, strategy):
+def test_hybrid_mixed_precision(rank, world_size):
     net = _net()
     policy = MixedPrecision(BF16, FP64)
     reference = Reference(net, policy)
@@ -654,8 +549,8 @@ def test_hybrid_mixed_precision(rank, world_size, use_orig_params, strategy):
         net,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
         mixed_precision=policy,
     )
     model(_batch(rank, 0)).float().square().mean().backward()
@@ -676,45 +571,21 @@ def test_evaluation_and_half_precision_range(rank, world_size):
         assert model(torch.ones(1, 4)).dtype == FP32
 
 
-@each_form
-@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
 @ranks(2)
-def test_state_dicts_of_every_kind_hold_and_take_full_precision(rank, world_size, kind, use_orig_params):
-    spy = Spy()
-    original = copy.deepcopy(spy.state_dict())
-    policy = MixedPrecision(BF16, buffer_dtype=BF16)
-    model = FSDP(spy, mixed_precision=policy, use_orig_params=use_orig_params)
-    model(torch.ones(2, 4)).sum().backward()
-    with FSDP.state_dict_type(model, kind):
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        assert all(value.dtype != BF16 for value in state.values())
-        assert torch.equal(state["scale"], original["scale"])
-        with FSDP.summon_full_params(model):
-            for tensor in (*model.parameters(), model.module.scale):
-                tensor.data.zero_()
-        model(torch.ones(2, 4))
-        model.load_state_dict(state)
-    assert model.module.scale.dtype == BF16
-    loaded = model.state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in original.items())
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["even", "uneven"])
-@ranks(2)
-def test_gradients_of_one_dtype_are_reduced_in_any_other(rank, world_size, whole):
+def test_gradients_of_one_dtype_are_reduced_in_any_other(rank, world_size):
     """However rows divide: of the composable form, where those that divide evenly take a way of their own."""
-    for param_dtype in (None, BF16, FP16):
-        for reduce_dtype in (None, BF16, FP16, FP32, FP64):
-            model, reference = (nn.Sequential(nn.Linear(8, 6 - (not whole)), nn.Tanh()) for _ in range(2))
-            reference.load_state_dict(model.state_dict())
-            dist.broadcast(reference[0].weight.data, 0)
-            model.load_state_dict(reference.state_dict())
-            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
-            batch = _batch(0, 0)
-            model(batch).float().sum().backward()
-            reference(batch).sum().backward()
-            tolerance = 1e-6 if {param_dtype, reduce_dtype} <= {None, FP32, FP64} else 0.03
-            for param, plain in zip(model.parameters(), reference.parameters()):
-                assert param.grad.dtype == torch.float32
-                found = param.grad.full_tensor()
-                torch.testing.assert_close(found, plain.grad, rtol=tolerance, atol=tolerance)
+    dtypes = itertools.product((None, BF16, FP16), (None, BF16, FP16, FP32, FP64), (6, 5))
+    for param_dtype, reduce_dtype, rows in dtypes:
+        model, reference = (nn.Sequential(nn.Linear(8, rows), nn.Tanh()) for _ in range(2))
+        dist.broadcast(reference[0].weight.data, 0)
+        dist.broadcast(reference[0].bias.data, 0)
+        model.load_state_dict(reference.state_dict())
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+        batch = _batch(0, 0)
+        model(batch).float().sum().backward()
+        reference(batch).sum().backward()
+        tolerance = 1e-6 if {param_dtype, reduce_dtype} <= {None, FP32, FP64} else 0.03
+        for param, plain in zip(model.parameters(), reference.parameters()):
+            assert param.grad.dtype == torch.float32
+            found = param.grad.full_tensor()
+            torch.testing.assert_close(found, plain.grad, rtol=tolerance, atol=tolerance)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -77,9 +76,15 @@ def _train(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@each_form
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "offload", "use_orig_params"),
+    [
+        ("FULL_SHARD", False, False),
+        ("FULL_SHARD", True, True),
+        ("SHARD_GRAD_OP", False, True),
+        ("NO_SHARD", True, False),
+    ],
+)
 @ranks(2)
 def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strategy, offload, use_orig_params):
     options = {
@@ -105,11 +110,10 @@ def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strateg
         assert torch.equal(value, expected[name]), name
 
 
-@each_form
 @ranks(2)
-def test_backward_in_eval_is_in_full_precision(rank, world_size, use_orig_params):
+def test_backward_in_eval_is_in_full_precision(rank, world_size):
     with _variable():
-        model = _wrapped(_net(), use_orig_params=use_orig_params)
+        model = _wrapped(_net(), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _train(model, optimizer)
     plain = _plain(model)
@@ -127,10 +131,18 @@ def test_backward_in_eval_is_in_full_precision(rank, world_size, use_orig_params
 
 
 @ranks(2)
-def test_each_unit_follows_its_own_mode(rank, world_size):
+def test_the_variable_counts_when_modules_are_wrapped_and_each_unit_follows_its_own_mode(rank, world_size):
+    low, full = [torch.bfloat16] * 3, [torch.float32] * 3
+    never = _wrapped(_net()).eval()
     with _variable():
         model = _wrapped(_net()[:3], mixed_precision=replace(LOW, cast_forward_inputs=True))
-    low, full = [torch.bfloat16] * 3, [torch.float32] * 3
+        with torch.no_grad():
+            never(BATCH)
+        with _variable("0"):
+            off = _wrapped(_net()).eval()
+    with torch.no_grad():
+        off(BATCH)
+    assert _seen(never) == _seen(off) == [low, low]
     for training, expected in (((), [full, full]), ((2,), [full, low]), ((1, 2), [low, low])):
         model.eval()
         for index in training:
@@ -144,26 +156,9 @@ def test_each_unit_follows_its_own_mode(rank, world_size):
 
 
 @ranks(2)
-def test_the_variable_counts_when_modules_are_wrapped(rank, world_size):
-    model = _wrapped(_net()).eval()
-    with _variable(), torch.no_grad():
-        model(BATCH)
-        other = _wrapped(_net()).eval()
-    assert _seen(model) == [[torch.bfloat16] * 3] * 2
-    with torch.no_grad():
-        other(BATCH)
-        assert _seen(other) == [[torch.float32] * 3] * 2
-        with _variable("0"):
-            off = _wrapped(_net()).eval()
-        off(BATCH)
-    assert _seen(off) == [[torch.bfloat16] * 3] * 2
-
-
-@each_form
-@ranks(2)
-def test_what_waits_for_a_backward_is_not_lost(rank, world_size, use_orig_params):
+def test_what_waits_for_a_backward_is_not_lost(rank, world_size):
     with _variable():
-        model = _wrapped(_net(), use_orig_params=use_orig_params)
+        model = _wrapped(_net(), use_orig_params=True)
     loss = model(BATCH).sum()
     with torch.no_grad():
         model.eval()(BATCH)

@@ -121,14 +121,11 @@ def random_tree(rng: random.Random, depth: int = 4) -> nn.Module:
     return nn.Sequential(*children)
 
 
-# --- the same choices as torch ------------------------------------------------------------------------
-
-
 def over_twenty(module, recurse, nonwrapped_numel):
     return recurse or nonwrapped_numel > 20
 
 
-def function_policies(lib) -> dict[str, object]:
+def policies_of(lib) -> dict[str, object]:
     size = functools.partial(lib.size_based_auto_wrap_policy, min_num_params=60)
     linears = functools.partial(lib.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
     return {
@@ -144,11 +141,6 @@ def function_policies(lib) -> dict[str, object]:
         "or": functools.partial(lib._or_policy, policies=[size, linears]),
         "user": over_twenty,
         "module_as_function": functools.partial(lib.ModuleWrapPolicy({Block, nn.ReLU}).__call__),
-    }
-
-
-def object_policies(lib) -> dict[str, object]:
-    return {
         "module": lib.ModuleWrapPolicy({Block, nn.ReLU}),
         "module_list": lib.ModuleWrapPolicy([nn.Linear, nn.Embedding, nn.MultiheadAttention]),
         "custom": lib.CustomPolicy(
@@ -157,35 +149,15 @@ def object_policies(lib) -> dict[str, object]:
     }
 
 
-def policies_of(lib) -> dict[str, object]:
-    return {**function_policies(lib), **object_policies(lib)}
-
-
-each_seeds = pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 30), marks=pytest.mark.slow)], ids=["10", "20"]
-)
-
-
-@each_seeds
 @pytest.mark.parametrize("name", list(policies_of(our_wrap)))
-def test_random_trees_are_wrapped_as_torch_wraps_them(name, seeds):
-    units = 0
-    for seed in seeds:
-        tree = nn.Sequential(*(random_tree(random.Random(f"{seed}.{i}")) for i in range(3)))
-        expected = unit_names(torch_rewrite(copy.deepcopy(tree), policies_of(torch_wrap)[name]))
-        assert unit_names(rewrite(tree, policies_of(our_wrap)[name])) == expected
-        units += len(expected)
-    assert units > len(seeds), "the trees do not exercise the policy"
-
-
-@each_seeds
-@pytest.mark.parametrize("name", list(policies_of(our_wrap)))
-def test_random_trees_with_ignored_modules_are_wrapped_as_torch_wraps_them(name, seeds):
-    differs = 0
-    for seed in seeds:
+def test_random_trees_are_wrapped_as_torch_wraps_them(name):
+    units = differs = 0
+    for seed in range(12):
         rng = random.Random(seed)
         tree = nn.Sequential(*(random_tree(rng) for _ in range(3)))
-        reference, whole = copy.deepcopy(tree), copy.deepcopy(tree)
+        other, reference, whole = (copy.deepcopy(tree) for _ in range(3))
+        expected = unit_names(torch_rewrite(whole, policies_of(torch_wrap)[name]))
+        assert unit_names(rewrite(other, policies_of(our_wrap)[name])) == expected, seed
         picked = rng.sample([n for n, _ in tree.named_modules() if n], 2)
         theirs = {m for n in picked for m in reference.get_submodule(n).modules()}
         their_params = {p for m in theirs for p in m.parameters()}
@@ -193,26 +165,38 @@ def test_random_trees_with_ignored_modules_are_wrapped_as_torch_wraps_them(name,
         # Ours are given without what lies below them, and without their parameters.
         ours = {tree.get_submodule(n) for n in picked}
         rewrite(tree, policies_of(our_wrap)[name], ignored_modules=ours)
-        assert unit_names(tree) == unit_names(reference)
-        differs += unit_names(reference) != unit_names(torch_rewrite(whole, policies_of(torch_wrap)[name]))
+        assert unit_names(tree) == unit_names(reference), f"{seed}: with ignored modules"
+        units += len(expected)
+        differs += unit_names(reference) != expected
+    assert units > 12, "the trees do not exercise the policy"
     assert differs, "ignoring never changed anything"
 
 
-@pytest.mark.parametrize("name", sorted(policies_of(our_wrap).keys() - {"always", "user"}))
 @pytest.mark.parametrize(
     "build", [Model, lambda: nn.Transformer(8, 2, 2, 2, 8), lambda: nn.Sequential(Model(), Model())]
 )
-def test_models_with_containers_are_wrapped_as_torch_wraps_them(build, name):
-    expected = unit_names(torch_rewrite(build(), policies_of(torch_wrap)[name]))
-    expected -= {n for n, m in build().named_modules() if isinstance(m, nn.ParameterList)}
-    assert unit_names(rewrite(build(), policies_of(our_wrap)[name])) == expected
+def test_models_with_containers_are_wrapped_as_torch_wraps_them(build):
+    for name in policies_of(our_wrap).keys() - {"always", "user"}:
+        expected = unit_names(torch_rewrite(build(), policies_of(torch_wrap)[name]))
+        expected -= {n for n, m in build().named_modules() if isinstance(m, nn.ParameterList)}
+        assert unit_names(rewrite(build(), policies_of(our_wrap)[name])) == expected, name
 
 
-def test_always_wrap_leaves_out_only_the_containers():
+def test_only_containers_without_a_forward_are_left_out():
+    class Stack(nn.ModuleList):
+        def forward(self, x):
+            return x
+
     containers = {"layers", "heads", "extra"}
     expected = unit_names(torch_rewrite(Model(), torch_wrap.always_wrap_policy))
     assert containers < expected
     assert unit_names(rewrite(Model(), our_wrap.always_wrap_policy)) == expected - containers
+    root = Uses(stack=Stack([nn.Linear(1, 1)]), plain=nn.ModuleList([nn.Linear(1, 1)]))
+    assert unit_names(rewrite(root, our_wrap.always_wrap_policy)) == {"stack", "stack.0", "plain.0"}
+    named = Model()
+    with pytest.warns(UserWarning, match=r"'layers' \(ModuleList\) has no forward"):
+        rewrite(named, ModuleWrapPolicy({nn.ModuleList, SpecialBlock}))
+    assert unit_names(named) == {"layers.2"}
 
 
 def test_ignored_params_do_not_count():
@@ -225,48 +209,32 @@ def test_ignored_params_do_not_count():
     assert "embed" in unit_names(rewrite(Model(), policy))
 
 
-@pytest.mark.parametrize(
-    "policy", [torch_wrap.ModuleWrapPolicy({Block}), torch_wrap.CustomPolicy(lambda m: True)]
-)
-def test_policies_of_torch_are_accepted(policy):
-    expected = unit_names(torch_rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), policy))
-    assert unit_names(rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), policy)) == expected != set()
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
+def test_policies_of_torch_are_accepted_and_torch_accepts_ours():
+    for theirs in (torch_wrap.ModuleWrapPolicy({Block}), torch_wrap.CustomPolicy(lambda m: True)):
+        expected = unit_names(torch_rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), theirs))
+        assert unit_names(rewrite(nn.Sequential(Block(), nn.Linear(2, 2)), theirs)) == expected != set()
+    policies: list[Any] = [
         ModuleWrapPolicy({Block}),
         NameWrapPolicy(["Block", "SpecialBlock"]),
         CustomPolicy(lambda m: isinstance(m, Block)),
         functools.partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    ],
-)
-def test_torch_applies_activation_checkpointing_by_our_policies(policy):
-    model = Model()
-    torch_checkpoint.apply_activation_checkpointing(model, auto_wrap_policy=policy)
-    assert all(isinstance(layer, torch_checkpoint.CheckpointWrapper) for layer in model.layers)
-    assert isinstance(model.heads["a"], nn.Linear)
+    ]
+    for policy in policies:
+        model = Model()
+        torch_checkpoint.apply_activation_checkpointing(model, auto_wrap_policy=policy)
+        assert all(isinstance(layer, torch_checkpoint.CheckpointWrapper) for layer in model.layers), policy
+        assert isinstance(model.heads["a"], nn.Linear), policy
 
 
-@pytest.mark.parametrize("name", [*torch_wrap.__all__, "_or_policy", "_module_wrap_policy"])
-def test_signatures_equal_those_of_torch(name):
+def test_signatures_equal_those_of_torch():
     def shape(fn):
         return [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()]
 
-    assert shape(getattr(our_wrap, name)) == shape(getattr(torch_wrap, name))
+    for name in (*torch_wrap.__all__, "_or_policy", "_module_wrap_policy"):
+        assert shape(getattr(our_wrap, name)) == shape(getattr(torch_wrap, name)), name
 
 
-# --- what is wrapped, and in which order --------------------------------------------------------------
-
-
-def test_root_is_never_wrapped_though_the_policy_matches_it():
-    for policy in (ModuleWrapPolicy({Block, nn.Linear}), our_wrap.always_wrap_policy):
-        plan = plan_wrapping(Block(), policy, Unit)
-        assert [type(module) for module in plan.targets] == [nn.Linear, nn.Linear]
-
-
-def test_children_are_wrapped_before_their_parents():
+def test_children_are_wrapped_before_their_parents_and_the_root_never():
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))))
     names = {module: name for name, module in model.named_modules()}
     made = []
@@ -279,66 +247,25 @@ def test_children_are_wrapped_before_their_parents():
     assert made == ["0.0", "0.1.0", "0.1", "0"]
 
 
-@pytest.mark.parametrize("policy", [our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear})])
-def test_shared_module_becomes_one_unit_in_every_place(policy):
-    shared = nn.Linear(2, 2)
-    root = Uses(a=Uses(x=shared, y=shared), b=Uses(deep=Uses(x=shared)), c=shared)
-    rewrite(root, policy)
-    units = [m for n, m in root.named_modules(remove_duplicate=False) if n.split(".")[-1] in ("x", "y", "c")]
-    assert len(units) == 4
-    assert all(unit is units[0] for unit in units)
-    assert isinstance(units[0], Unit)
-    assert units[0]._fsdp_wrapped_module is shared
-
-
-def test_policy_is_asked_about_a_shared_module_once():
-    shared, asked = nn.Linear(2, 2), []
+def test_shared_module_is_asked_about_once_and_becomes_one_unit_in_every_place():
+    asked = []
 
     def spy(module, recurse, nonwrapped_numel):
         asked.append((module, recurse))
         return True
 
-    root = Uses(a=Uses(x=shared), b=Uses(x=shared))
-    plan_wrapping(root, spy, Unit)
-    assert sorted(recurse for module, recurse in asked if module is shared) == [False, True]
-
-
-def test_container_with_a_forward_can_be_a_unit():
-    class Stack(nn.ModuleList):
-        def forward(self, x):
-            return x
-
-    root = Uses(stack=Stack([nn.Linear(1, 1)]), plain=nn.ModuleList([nn.Linear(1, 1)]))
-    assert unit_names(rewrite(root, our_wrap.always_wrap_policy)) == {"stack", "stack.0", "plain.0"}
-
-
-def test_policy_object_that_names_a_container_is_told_so():
-    root = Model()
-    with pytest.warns(UserWarning, match=r"'layers' \(ModuleList\) has no forward"):
-        rewrite(root, ModuleWrapPolicy({nn.ModuleList, SpecialBlock}))
-    assert unit_names(root) == {"layers.2"}
-
-
-def test_size_policy_gives_the_remainder_to_the_parent():
-    # 30 elements are enough by themselves; 8 + 8 + 8 are enough only together, in their parent.
-    small = nn.Sequential(*(nn.Linear(8, 1, bias=False) for _ in range(3)))
-    root = nn.Sequential(nn.Sequential(nn.Linear(30, 1, bias=False), small), nn.ReLU())
-    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=24)
-    asked = []
-
-    def spy(module, recurse, nonwrapped_numel):
-        asked.append((type(module).__name__, recurse, nonwrapped_numel))
-        return policy(module, recurse, nonwrapped_numel)
-
-    assert unit_names(rewrite(root, spy)) == {"0.0", "0.1"}
-    assert asked[:5] == [
-        ("Sequential", True, 54),
-        ("Sequential", True, 54),
-        ("Linear", True, 30),
-        ("Linear", False, 30),
-        ("Sequential", True, 24),
-    ]
-    assert asked[-3:] == [("Sequential", False, 24), ("Sequential", False, 0), ("ReLU", True, 0)]
+    for policy in (spy, ModuleWrapPolicy({nn.Linear})):
+        shared = nn.Linear(2, 2)
+        root = Uses(a=Uses(x=shared, y=shared), b=Uses(deep=Uses(x=shared)), c=shared)
+        rewrite(root, policy)
+        places = root.named_modules(remove_duplicate=False)
+        units = [module for name, module in places if name.split(".")[-1] in ("x", "y", "c")]
+        assert len(units) == 4
+        assert all(unit is units[0] for unit in units)
+        assert isinstance(units[0], Unit)
+        assert units[0]._fsdp_wrapped_module is shared
+        if policy is spy:
+            assert sorted(recurse for module, recurse in asked if module is shared) == [False, True]
 
 
 def test_size_policy_defaults_follow_the_attributes_of_the_function(monkeypatch):
@@ -364,9 +291,6 @@ def test_tied_parameter_counts_only_where_all_its_uses_are():
     assert plan.owners == {}
 
 
-# --- arguments of the units ---------------------------------------------------------------------------
-
-
 def test_custom_policy_overrides_arguments_unit_by_unit():
     answers: dict[str, Any] = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
     root = Uses(**{name: nn.Linear(1, 1) for name in answers})
@@ -386,30 +310,26 @@ class Identical(our_wrap._Policy):
         return dict.fromkeys(root_module.modules(), root_kwargs)
 
 
-@pytest.mark.parametrize("policy", [our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear}), Identical()])
-def test_units_do_not_share_a_dict_of_arguments(policy):
-    first, second = plan_wrapping(Block(), policy, Unit, wrapper_kwargs={"tag": "t"}).targets.values()
-    assert first == second == {"tag": "t"}
-    assert first is not second
-
-
-@pytest.mark.parametrize(
-    "policy", [ModuleWrapPolicy({Block}), NameWrapPolicy("Block"), CustomPolicy(lambda m: True)]
-)
-def test_policy_objects_pass_over_ignored_modules(policy):
-    root = nn.Sequential(Block(), Block())
-    chosen = policy._run_policy(root, {root[0]}, {})
-    assert root[1] in chosen
-    assert root[0] not in chosen
+def test_units_do_not_share_a_dict_of_arguments():
+    for policy in (our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear}), Identical()):
+        first, second = plan_wrapping(Block(), policy, Unit, wrapper_kwargs={"tag": "t"}).targets.values()
+        assert first == second == {"tag": "t"}
+        assert first is not second
 
 
 def test_ignored_modules_are_not_wrapped_though_the_policy_names_them():
-    root = nn.Sequential(Block(), Block())
+    for policy in (ModuleWrapPolicy({Block}), NameWrapPolicy("Block"), CustomPolicy(lambda m: True)):
+        root = nn.Sequential(Block(), Block())
+        chosen = policy._run_policy(root, {root[0]}, {})
+        assert root[1] in chosen
+        assert root[0] not in chosen
     plan = plan_wrapping(root, Identical(), Unit, ignored_modules=[root[0]])
     assert list(plan.targets) == [root[1].up, root[1].down, root[1]]
-
-
-# --- refusals leave the tree untouched ----------------------------------------------------------------
+    model = Model()
+    ignored = model.layers[1] = Unit(model.layers[1])
+    rewrite(model, ModuleWrapPolicy({Block}), ignored_modules=[ignored])
+    assert model.layers[1] is ignored, "also where it is wrapped already"
+    assert unit_names(model) == {"layers.0", "layers.1", "layers.2"}
 
 
 def raises_midway(module, recurse, nonwrapped_numel):
@@ -418,9 +338,8 @@ def raises_midway(module, recurse, nonwrapped_numel):
     return True
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "message"),
-    [
+def test_bad_policy_changes_nothing():
+    policies: list[tuple[Any, type[Exception], str]] = [
         (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type, return-value]
         (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type, return-value]
         (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
@@ -428,14 +347,13 @@ def raises_midway(module, recurse, nonwrapped_numel):
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
         ({Block}, TypeError, "use ModuleWrapPolicy"),
         (None, TypeError, "must be a function or a policy object"),
-    ],
-)
-def test_bad_policy_changes_nothing(policy, error, message):
+    ]
     model = Model()
     before = snapshot(model)
-    with pytest.raises(error, match=message):
-        rewrite(model, policy)
-    assert snapshot(model) == before
+    for policy, error, message in policies:
+        with pytest.raises(error, match=message):
+            rewrite(model, policy)
+        assert snapshot(model) == before, message
 
 
 def test_module_that_is_wrapped_already_is_refused_before_the_policy_is_asked():
@@ -449,50 +367,22 @@ def test_module_that_is_wrapped_already_is_refused_before_the_policy_is_asked():
         rewrite(Unit(Block()), our_wrap.always_wrap_policy)
 
 
-def test_wrapped_module_that_is_ignored_is_left_alone():
-    model = Model()
-    ignored = model.layers[1] = Unit(model.layers[1])
-    rewrite(model, ModuleWrapPolicy({Block}), ignored_modules=[ignored])
-    assert model.layers[1] is ignored
-    assert unit_names(model) == {"layers.0", "layers.1", "layers.2"}
-
-
-def test_wrapper_may_be_a_function():
-    model = Model()
-    plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
-    assert unit_names(model) == {"embed"}
-
-
-# --- policy by name -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_names_match_whole_parts_of_a_class_path():
+    for names, expected in (
         ("Block", {"block", "outer"}),
         ("Outer.Block", {"outer"}),
         (f"{__name__}.Block", {"block"}),
         (f"{__name__}.Outer.Block", {"outer"}),
         (["SpecialBlock", "activation.ReLU"], {"special", "relu"}),
-    ],
-)
-def test_names_match_whole_parts_of_a_class_path(names, expected):
-    root = Uses(block=Block(), special=SpecialBlock(), outer=Outer.Block(), relu=nn.ReLU())
-    assert unit_names(rewrite(root, NameWrapPolicy(names))) == expected
-
-
-def test_name_may_be_one_that_was_given_to_the_class_later():
+    ):
+        root = Uses(block=Block(), special=SpecialBlock(), outer=Outer.Block(), relu=nn.ReLU())
+        assert unit_names(rewrite(root, NameWrapPolicy(names))) == expected
     renamed = type("Made", (Block,), {"__qualname__": "Renamed"})
     for name in ("Made", "Renamed"):
         assert unit_names(rewrite(Uses(x=renamed()), NameWrapPolicy(name))) == {"x"}
-
-
-@pytest.mark.parametrize(
-    "name", ["lock", "uter.Block", "block", "Block.up", f"x.{__name__}.Block", "Uses.Block"]
-)
-def test_names_do_not_match_parts_of_words(name):
-    with pytest.raises(ValueError, match="no module has a class named"):
-        plan_wrapping(Uses(block=Block(), outer=Outer.Block()), NameWrapPolicy(name), Unit)
+    for name in ("lock", "uter.Block", "block", "Block.up", f"x.{__name__}.Block", "Uses.Block"):
+        with pytest.raises(ValueError, match="no module has a class named"):
+            plan_wrapping(Uses(block=Block(), outer=Outer.Block()), NameWrapPolicy(name), Unit)
 
 
 def test_name_that_matches_nothing_is_answered_with_what_there_is():
@@ -507,52 +397,31 @@ def test_name_that_matches_nothing_is_answered_with_what_there_is():
     with pytest.raises(ValueError) as error:
         plan_wrapping(Block(), NameWrapPolicy("Zzz"), Unit)
     assert "did you mean" not in str(error.value)
-
-
-def test_one_name_of_several_that_matches_nothing_is_a_warning():
     model = Model()
     with pytest.warns(UserWarning, match=r"named 'Blokc' \(did you mean 'Block'\?\)"):
         rewrite(model, NameWrapPolicy(("Blokc", "Embedding")))
-    assert unit_names(model) == {"embed"}
+    assert unit_names(model) == {"embed"}, "one name of several is enough"
 
 
 def test_name_matches_the_root_and_ignored_modules_without_wrapping_them():
     assert not plan_wrapping(Block(), NameWrapPolicy("Block"), Unit).targets
     model = Model()
     assert not plan_wrapping(model, NameWrapPolicy("Embedding"), Unit, ignored_modules=[model.embed]).targets
+    plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
+    assert unit_names(model) == {"embed"}, "by a function in place of a class"
 
 
-@pytest.mark.parametrize("names", ["", [], [""], [Block]])
-def test_names_must_be_names(names):
-    with pytest.raises(ValueError, match="one or more names"):
-        NameWrapPolicy(names)
-
-
-def test_module_classes_must_be_classes():
+def test_policies_hold_and_show_names_or_classes():
+    wrong: list[Any] = ["", [], [""], [Block]]
+    for names in wrong:
+        with pytest.raises(ValueError, match="one or more names"):
+            NameWrapPolicy(names)
     with pytest.raises(TypeError, match="NameWrapPolicy takes the names"):
         ModuleWrapPolicy(["Block"])  # type: ignore[list-item]
-
-
-def test_policies_show_what_they_hold():
     policy = ModuleWrapPolicy([nn.Linear, Block, Block])
     assert policy._module_classes == {nn.Linear, Block}
     assert repr(policy) == f"ModuleWrapPolicy({{{__name__}.Block, torch.nn.modules.linear.Linear}})"
     assert repr(NameWrapPolicy("Block")) == "NameWrapPolicy(['Block'])"
-
-
-# --- wrapping by hand ---------------------------------------------------------------------------------
-
-
-def test_wrap_does_nothing_outside_of_enable_wrap():
-    module = Block()
-    assert wrap(module, tag="ignored") is module
-
-
-def test_wrap_takes_arguments_of_the_block_and_its_own():
-    with enable_wrap(wrapper_cls=Unit, tag="block", size=1):
-        first, second = wrap(nn.Linear(1, 1)), wrap(nn.Linear(1, 1), tag="own")
-    assert (first.tag, first.size) == ("block", 1)
-    assert (second.tag, second.size) == ("own", 1)
 
 
 def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
@@ -560,11 +429,15 @@ def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
         with pytest.raises(RuntimeError, match="inside"), enable_wrap(wrapper_cls=Unit, tag="inner"):
             inner = wrap(Block())
             raise RuntimeError("inside")
-        outer = wrap(Block())
+        outer, own = wrap(Block()), wrap(nn.Linear(1, 1), tag="own")
     assert (inner.tag, inner.size) == ("inner", None)
     assert (outer.tag, outer.size) == ("outer", 1)
+    assert (own.tag, own.size) == ("own", 1)
     module = Block()
-    assert wrap(module) is module
+    assert wrap(module, tag="ignored") is module, "outside of enable_wrap"
+    for wrapper_cls in (None, "Unit"):
+        with pytest.raises(TypeError, match="wrapper_cls"), enable_wrap(wrapper_cls=wrapper_cls):
+            pass
 
 
 def test_modules_that_wrap_their_own_children_nest():
@@ -578,82 +451,22 @@ def test_modules_that_wrap_their_own_children_nest():
     assert unit_names(Layered(2)) == set()
 
 
-@pytest.mark.parametrize("wrapper_cls", [None, "Unit"])
-def test_enable_wrap_needs_something_to_call(wrapper_cls):
-    with pytest.raises(TypeError, match="wrapper_cls"), enable_wrap(wrapper_cls=wrapper_cls):
-        pass
-
-
-# --- owners of tied parameters ------------------------------------------------------------------------
-
-
 def weight() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2))
 
 
 class Cell(Uses):
-    """The class that the policies of this section wrap."""
+    """The class that `planned` wraps."""
 
 
 def planned(root: nn.Module, **options) -> our_wrap.WrapPlan:
     return plan_wrapping(root, ModuleWrapPolicy({Cell}), Unit, **options)
 
 
-def test_parameter_of_two_units_is_left_to_the_root():
-    tied, own = weight(), weight()
-    root = Uses(a=Cell(w=tied, own=own), b=Cell(w=tied))
-    plan = planned(root)
-    assert plan.owners == {tied: root}
-    assert plan.left_to_ancestor == {root.a: {tied}, root.b: {tied}}
-
-
-def test_parameter_of_two_units_is_left_to_the_lowest_unit_above_both():
-    tied = weight()
-    middle = Cell(a=Cell(w=tied), plain=Uses(b=Cell(w=tied)))
-    plan = planned(Uses(top=Cell(middle=middle)))
-    assert plan.owners == {tied: middle}
-    assert plan.left_to_ancestor[middle] == frozenset()
-    assert plan.left_to_ancestor[middle.a] == plan.left_to_ancestor[middle.plain.b] == {tied}
-
-
-def test_parameter_of_a_unit_and_of_a_plain_module_is_left_to_the_unit_above():
-    tied = weight()
-    root = Uses(plain=Uses(w=tied), cell=Cell(w=tied))
-    assert planned(root).owners == {tied: root}
-    outer = Cell(w=tied, cell=Cell(w=tied))
-    assert planned(Uses(outer=outer)).owners == {tied: outer}
-
-
-def test_parameter_tied_within_one_unit_stays_there():
-    tied = weight()
-    plan = planned(Uses(cell=Cell(a=Uses(w=tied), b=Uses(w=tied), again=tied)))
-    assert plan.owners == {}
-    assert list(plan.left_to_ancestor.values()) == [frozenset()]
-
-
-def test_ties_are_by_identity_not_by_value_or_storage():
-    data = torch.zeros(2)
+def test_only_what_is_tied_by_identity_and_not_ignored_has_an_owner():
+    data, tied = torch.zeros(2), weight()
     root = Uses(a=Cell(w=nn.Parameter(data)), b=Cell(w=nn.Parameter(data)))
-    assert planned(root).owners == {}
-
-
-def test_plain_module_shared_by_two_units_is_left_to_the_unit_above():
-    shared = Uses(w=weight())
-    root = Uses(a=Cell(shared=shared), b=Cell(shared=shared))
-    assert planned(root).owners == {shared.w: root}
-    assert planned(Uses(a=Cell(w=Uses(once=shared, twice=shared)))).owners == {}
-
-
-def test_unit_shared_by_two_units_owns_its_parameters_unless_one_uses_them_itself():
-    shared = Cell(w=weight())
-    assert planned(Uses(a=Cell(shared=shared), b=Cell(shared=shared))).owners == {}
-    # The use in `a` needs the parameter when `a` runs, the use in `shared` also when `b` runs.
-    root = Uses(a=Cell(shared=shared, w=shared.w), b=Cell(shared=shared))
-    assert planned(root).owners == {shared.w: root}
-
-
-def test_ignored_parameters_have_no_owner():
-    tied = weight()
+    assert planned(root).owners == {}, "of one storage"
     root = Uses(a=Cell(w=tied), b=Cell(w=tied), c=Uses(w=tied))
     assert planned(root, ignored_params=[tied]).owners == {}
     assert planned(root, ignored_modules=[root.c]).owners == {}
@@ -701,7 +514,7 @@ def claim(root: nn.Module, plan: our_wrap.WrapPlan) -> dict[nn.Parameter, list[n
     return takers
 
 
-def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths():
+def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths_and_each_unit_its_places():
     tied = 0
     for seed in range(300):
         root = random_graph(random.Random(seed))
@@ -710,34 +523,24 @@ def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths():
         assert all(expected[param] is owner for param, owner in plan.owners.items()), seed
         assert set(plan.owners) == set().union(*plan.left_to_ancestor.values()), seed
         tied += len(plan.owners)
-    assert tied > 300, "the graphs hold too few ties"
-
-
-def test_random_graphs_are_rewritten_in_every_place_and_once():
-    for seed in range(100):
-        root = random_graph(random.Random(seed))
         cells = {module for module in root.modules() if isinstance(module, Cell)}
-        planned(root).apply(make_unit)
+        plan.apply(make_unit)
         units = [module for module in root.modules() if isinstance(module, Unit)]
         assert Counter(unit._fsdp_wrapped_module for unit in units) == Counter(cells), seed
         holders = [m for m in root.modules() if not isinstance(m, Unit)]
         assert not any(isinstance(child, Cell) for m in holders for child in m.children()), seed
+    assert tied > 300, "the graphs hold too few ties"
 
 
-def test_owners_are_listed_in_the_order_of_the_tree():
-    params = [weight() for _ in range(8)]
-    root = Uses(**{f"{side}{i}": Cell(w=param) for side in "ab" for i, param in enumerate(params)})
-    assert [id(param) for param in planned(root).owners] == [id(param) for param in params]
-
-
-def test_make_unit_receives_what_to_leave_to_an_ancestor():
-    tied, received = weight(), {}
-    root = Uses(a=Cell(w=tied), b=Cell(w=tied), c=Cell(w=weight()))
-    a, b, c = root.a, root.b, root.c
+def test_owners_are_in_the_order_of_the_tree_and_make_unit_receives_what_is_left_to_them():
+    params, own, received = [weight() for _ in range(8)], weight(), {}
+    cells = {f"{side}{i}": Cell(w=param) for side in "ab" for i, param in enumerate(params)}
+    plan = planned(Uses(**cells, c=Cell(w=own)))
 
     def make(module, kwargs, left_to_ancestor):
-        received[module] = left_to_ancestor
+        received[module.w] = left_to_ancestor
         return Unit(module, **kwargs)
 
-    planned(root).apply(make)
-    assert received == {a: {tied}, b: {tied}, c: set()}
+    assert [id(param) for param in plan.owners] == [id(param) for param in params]
+    plan.apply(make)
+    assert received == {**{param: {param} for param in params}, own: set()}
