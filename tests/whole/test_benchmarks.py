@@ -102,20 +102,21 @@ def test_every_question_is_answered_and_shown(tmp_path):
     assert wire["forward MB"] < wire["backward MB"] < wire["step MB"] * 1.01
 
 
-def test_answers_given_before_stay_on_the_page(tmp_path):
+def test_answers_given_before_stay_on_the_page_and_tables_measured_anew_beside_them(tmp_path, monkeypatch):
+    there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
+    before = {
+        "date": "then",
+        "seconds": 1,
+        "machine": there,
+        "figures": {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}},
+    }
     (tmp_path / "performance").mkdir()
-    before = {"date": "then", "seconds": 1, "machine": {}, "figures": {}}
-    before["machine"] = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
-    kept = {"step": {**before, "figures": {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}}}}
-    (tmp_path / "performance" / "figures.json").write_text(json.dumps(kept))
+    (tmp_path / "performance" / "figures.json").write_text(json.dumps({"step": before}))
     run([], tmp_path, Settings())
     page = (tmp_path / "performance.md").read_text()
     assert "## Time of a step" in page and "## Host time" not in page
     assert "| P1 | step of gpt, to DDP | 1 | **7.25** |  |  | no |" in page
 
-
-def test_tables_measured_anew_stand_beside_the_others(tmp_path, monkeypatch):
-    there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
     monkeypatch.setattr(harness, "machine", lambda: there)
     figures: Iterator[Any] = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
     question = Question("q", "Title", "About.", lambda settings: next(figures), "c", cases=("a", "b"))
@@ -126,20 +127,17 @@ def test_tables_measured_anew_stand_beside_the_others(tmp_path, monkeypatch):
     assert list(found["later"]) == ["b"] and found["later"]["b"]["date"].endswith("UTC")
 
 
-def test_ratios_are_paired_by_round_and_to_the_fastest_form():
+def test_ratios_and_goals_are_judged_by_all_that_they_name():
+    """Ratios are paired by round, and to the fastest form."""
     times = {"base": [1.0, 2.0, 4.0], "slow base": [9.0, 9.0, 9.0], "mine": [2.0, 4.0, 2.0]}
-    row = compare(times, {"both": ("slow base", "base"), "absent": ("nobody",)}, ("s", 1.0))["mine"]
-    assert row == {"s": 2.0, "min": 2.0, "max": 4.0, "/ both": 2.0, "medians / both": 1.0}
-
-
-def test_goals_are_judged_by_all_that_they_name():
+    table = compare(times, {"both": ("slow base", "base"), "absent": ("nobody",)}, ("s", 1.0))
+    assert table["mine"] == {"s": 2.0, "min": 2.0, "max": 4.0, "/ both": 2.0, "medians / both": 1.0}
     row, other = GOALS[0].rows[:2]
     results = {"q": {"t": {row: {"c": 2.0}, other: {"c": 3.0}, "a": {"c": 4.0}, "b": {"c": 8.0}}}}
     goal = Goal("G", "", 0.6, ("q", "t", "c"), ("a", "b"), (row, other))
     assert goal.figure(results, row) == 0.5 and goal.figure(results, other) == 0.75
     assert goal.figure({}, row) is None
-    table = judged({})
-    assert table.count("not measured") == len(GOALS)
+    assert judged({}).count("not measured") == len(GOALS)
 
 
 def test_meters_of_memory():
