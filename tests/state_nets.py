@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -122,6 +123,19 @@ class Mixed(Net):
         self.stem.weight = nn.Parameter(self.stem.weight.detach().clone().t())
 
 
+class Casting(nn.Module):
+    """Layers of several dtypes in a row."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float()
+
+
 class Hooked(Net):
     """With state-dict hooks of the user on inner modules and on the whole."""
 
@@ -166,6 +180,12 @@ def by_hand(net: nn.Module, **options: Any) -> nn.Module:
     for index in range(2):
         net.blocks[index] = FSDP(net.blocks[index], **options)
     return FSDP(net, **options)
+
+
+each_way = pytest.mark.parametrize(
+    ("wrap", "use_orig_params"), [(whole, False), (per_block, True)], ids=["whole-flat", "per_block-orig"]
+)
+"""Both forms of the wrapper, and both ways in which units lie; they do not depend on each other."""
 
 
 def wrapped_and_plain(cls: Callable[[], nn.Module], wrap: Callable[..., nn.Module], use_orig_params: bool):

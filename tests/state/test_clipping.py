@@ -30,6 +30,7 @@ from models import (
     transformer_twins,
     twins,
 )
+from state_nets import Casting
 
 NORM_TYPES = (0.5, 1.0, 2, 3.5, float("inf"), "inf")
 
@@ -59,9 +60,16 @@ def calls(traffic) -> dict[str, int]:
 # Norms and clipped gradients.
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@each_form
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params", "offload"),
+    [
+        ("FULL_SHARD", False, True),
+        ("FULL_SHARD", True, False),
+        ("SHARD_GRAD_OP", True, True),
+        ("NO_SHARD", True, False),
+        ("NO_SHARD", False, True),
+    ],
+)
 @ranks(1, 3)
 def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strategy, offload):
     plain, model = transformer_twins(use_orig_params, strategy, cpu_offload=CPUOffload(offload))
@@ -85,37 +93,6 @@ def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strateg
             total = model.clip_grad_norm_(1e-3, norm_type)  # type: ignore[arg-type]
         assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
-        assert_grads_equal(model, plain)
-
-
-@ranks(2)
-def test_small_gradients_stay_as_they_are(rank, world_size):
-    _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    backward(model, rank)
-    before = full_grads(model)
-    for bound in (1e6, math.inf):
-        model.clip_grad_norm_(bound)
-    after = full_grads(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    model.clip_grad_norm_(0)
-    assert not any(grad.any() for grad in full_grads(model).values())
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-@ranks(3)
-def test_every_norm_type_by_torch_with_fully_shard(rank, world_size, offload):
-    plain, model = fronts.twins(
-        "composable",
-        Transformer,
-        torch.float64,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        cpu_offload=CPUOffload(offload),
-    )
-    backward(model, rank)
-    backward_of_all(plain, world_size)
-    for norm_type in NORM_TYPES:
-        expected = fronts.clip(plain, 1e-3, norm_type)
-        torch.testing.assert_close(fronts.clip(model, 1e-3, norm_type), expected, rtol=1e-10, atol=1e-12)
         assert_grads_equal(model, plain)
 
 
@@ -153,8 +130,9 @@ def wrap_as(module: Transformer, tree: list[str], groups: dict[str, dist.Process
     return wrap(module, tree[0], ignored_modules=[module.norm])
 
 
-@pytest.mark.parametrize("tree", TREES)
-@each_form
+@pytest.mark.parametrize(
+    ("tree", "use_orig_params"), [(tree, bool(number % 2)) for number, tree in enumerate(TREES)]
+)
 @ranks(4)
 def test_each_element_counts_once_in_every_tree(rank, world_size, use_orig_params, tree):
     torch.manual_seed(0)
@@ -201,20 +179,19 @@ def test_a_tied_parameter_of_another_root_counts_there(rank, world_size):
     assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
 
 
-@each_form
 @ranks(2)
-def test_tied_parameters_go_by_their_first_name(rank, world_size, use_orig_params):
+def test_tied_parameters_go_by_their_first_name(rank, world_size):
     plain, _ = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.float64)
     plain[1].weight = plain[0].weight
-    by_policy = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    by_policy = FSDP(copy.deepcopy(plain), use_orig_params=True)
     by_hand = copy.deepcopy(plain)
     for number in (1, 0):  # the second layer owns the weight
-        by_hand[number] = FSDP(by_hand[number], use_orig_params=use_orig_params)
+        by_hand[number] = FSDP(by_hand[number], use_orig_params=True)
     x = torch.ones(2, 4).double()
     plain(x).square().sum().backward()
     norms = {name: param.grad.norm().item() for name, param in plain.named_parameters()}
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    for model in (by_policy, FSDP(by_hand, use_orig_params=use_orig_params)):
+    for model in (by_policy, FSDP(by_hand, use_orig_params=True)):
         model(x).square().sum().backward()
         found = model.grad_norms()
         assert list(found) == list(norms)
@@ -225,34 +202,20 @@ def test_tied_parameters_go_by_their_first_name(rank, world_size, use_orig_param
 # Dtypes.
 
 
-class Casting(nn.Module):
-    """Layers of several dtypes in a row."""
-
-    def __init__(self, *dtypes: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype))
-        return x.float()
-
-
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "widest"),
+    ("dtypes", "widest", "policy", "use_orig_params"),
     [
-        ((BRAIN, SINGLE, BRAIN), SINGLE),
-        ((HALF, BRAIN), SINGLE),
-        ((BRAIN, BRAIN), BRAIN),
-        ((HALF, DOUBLE), DOUBLE),
+        ((BRAIN, SINGLE, BRAIN), SINGLE, None, False),
+        ((BRAIN, SINGLE, BRAIN), SINGLE, ModuleWrapPolicy({nn.Linear}), True),
+        ((HALF, BRAIN), SINGLE, None, True),
+        ((BRAIN, BRAIN), BRAIN, ModuleWrapPolicy({nn.Linear}), False),
+        ((HALF, DOUBLE), DOUBLE, None, True),
     ],
-    ids=["bf16-fp32", "fp16-bf16", "bf16", "fp16-fp64"],
+    ids=["bf16-fp32", "bf16-fp32-layer", "fp16-bf16", "bf16", "fp16-fp64"],
 )
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "layer"])
-@each_form
 @ranks(2)
 def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy, dtypes, widest):
     torch.manual_seed(0)
@@ -275,10 +238,9 @@ def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy, dt
         torch.testing.assert_close(grad, expected, rtol=torch.finfo(grad.dtype).eps, atol=1e-7)
 
 
-@each_form
 @ranks(2)
-def test_a_conversion_between_calls_is_noticed(rank, world_size, use_orig_params):
-    model = FSDP(nn.Linear(8, 8), use_orig_params=use_orig_params)
+def test_a_conversion_between_calls_is_noticed(rank, world_size):
+    model = FSDP(nn.Linear(8, 8), use_orig_params=True)
     for dtype in (SINGLE, DOUBLE, BRAIN):
         model.to(dtype)
         model.zero_grad()
@@ -352,42 +314,26 @@ def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
         torch.testing.assert_close(again, total * (1e-3 / (total + 1e-6)), rtol=1e-12, atol=0)
 
 
-@each_form
 @ranks(2)
-def test_norms_of_large_shards_keep_their_digits(rank, world_size, use_orig_params):
-    model = FSDP(nn.Linear(2048, 2048), use_orig_params=use_orig_params)
-    for param in model.parameters():
-        param.grad = torch.rand_like(param)
-    pieces = [param.grad.flatten().double() for param in model.parameters()]
-    for norm_type in (1.0, 2.0):
-        power = sum(piece.pow(norm_type).sum() for piece in pieces)
+def test_norms_of_large_shards_and_sums_of_many_keep_their_digits(rank, world_size):
+    """Small gradients are added in rows that are longer than any of them."""
+    torch.manual_seed(rank)
+    large = FSDP(nn.Linear(2048, 2048), use_orig_params=True)
+    small = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    many = FSDP(small, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    for model, norm_type, rtol in ((large, 1.0, 1e-6), (large, 2.0, 1e-6), (many, 1.0, 1.2e-7)):
+        for param in model.parameters():
+            param.grad = torch.rand_like(param)
+        power = sum(param.grad.double().pow(norm_type).sum() for param in model.parameters())
         dist.all_reduce(power)
         expected = (power ** (1 / norm_type)).float()
-        torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), expected, rtol=rtol, atol=0)
 
 
-@each_form
 @ranks(2)
-def test_sums_of_many_small_gradients_keep_their_digits(rank, world_size, use_orig_params):
-    """They are added in rows that are longer than any of them."""
-    torch.manual_seed(rank)
-    model = FSDP(
-        nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-    )
-    for param in model.parameters():
-        param.grad = torch.rand_like(param)
-    exact = sum(param.grad.double().abs().sum() for param in model.parameters())
-    dist.all_reduce(exact)
-    torch.testing.assert_close(model.clip_grad_norm_(1e9, 1.0), exact.float(), rtol=1.2e-7, atol=0)
-
-
-@each_form
-@ranks(2)
-def test_modules_that_come_and_go_are_noticed(rank, world_size, use_orig_params):
+def test_modules_that_come_and_go_are_noticed(rank, world_size):
     raw = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
-    model = FSDP(raw, use_orig_params=use_orig_params, ignored_modules=[raw[1]])
+    model = FSDP(raw, use_orig_params=True, ignored_modules=[raw[1]])
     first, second = raw[1]
     ignored = [first.weight, first.bias, second.weight, second.bias]
 
@@ -442,10 +388,9 @@ def test_ranks_without_elements_take_part(rank, world_size, front):
     assert_grads_equal(model, plain)
 
 
-@each_form
 @ranks(2)
-def test_no_gradients_at_all(rank, world_size, use_orig_params):
-    model = FSDP(nn.Linear(4, 4), use_orig_params=use_orig_params)
+def test_no_gradients_at_all(rank, world_size):
+    model = FSDP(nn.Linear(4, 4), use_orig_params=True)
     with pytest.warns(UserWarning, match="found no gradients") as caught:
         total = model.clip_grad_norm_(1.0)
     assert [warning.filename for warning in caught] == [__file__]
@@ -501,26 +446,24 @@ def test_an_ignored_sparse_gradient_counts_once_per_element(rank, world_size):
 
 
 @pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @ranks(2)
-def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, norm_type, value, where):
-    plain, model = twins(lambda: nn.Linear(4, 4, bias=False), torch.float64)
-    plain.weight.grad = torch.ones(4, 4).double()
-    plain.weight.grad[where * 3, 0] = value
-    half = plain.weight.grad.flatten().chunk(2)[rank]
-    model._flat_param.grad = half.clone()
-    assert repr(model.grad_norms(norm_type)["weight"].item()) == repr(value)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
-    assert repr(model.clip_grad_norm_(1.0, norm_type).item()) == repr(expected.item())
-    torch.testing.assert_close(full_grads(model)["weight"], plain.weight.grad, equal_nan=True)
+def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, where):
+    for value, norm_type in itertools.product((float("nan"), float("inf")), (2.0, float("inf"))):
+        plain, model = twins(lambda: nn.Linear(4, 4, bias=False), torch.float64)
+        plain.weight.grad = torch.ones(4, 4).double()
+        plain.weight.grad[where * 3, 0] = value
+        model._flat_param.grad = plain.weight.grad.flatten().chunk(2)[rank].clone()
+        assert repr(model.grad_norms(norm_type)["weight"].item()) == repr(value)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+        assert repr(model.clip_grad_norm_(1.0, norm_type).item()) == repr(expected.item())
+        torch.testing.assert_close(full_grads(model)["weight"], plain.weight.grad, equal_nan=True)
 
 
 # When it is refused, and what waits.
 
 
 @ranks(2)
-def test_wrong_calls_are_refused(rank, world_size):
+def test_wrong_calls_are_refused_and_bounds_may_be_large_or_zero(rank, world_size):
     _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
     backward(model, rank)
     before = full_grads(model)
@@ -539,31 +482,31 @@ def test_wrong_calls_are_refused(rank, world_size):
         pytest.raises(RuntimeError, match="leave its context before clip_grad_norm_"),
     ):
         model.clip_grad_norm_(1.0)
+    for bound in (1e6, math.inf):  # too large to change anything
+        model.clip_grad_norm_(bound)
     for name, grad in full_grads(model).items():
         assert torch.equal(grad, before[name])
+    model.clip_grad_norm_(0)
+    assert not any(grad.any() for grad in full_grads(model).values())
 
 
-@pytest.mark.parametrize("method", ["clip_grad_norm_", "grad_norms"])
 @ranks(2)
-def test_not_inside_a_forward_or_backward(rank, world_size, method):
+def test_not_inside_a_forward_or_backward(rank, world_size):
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    call = (lambda: model.clip_grad_norm_(1.0)) if method == "clip_grad_norm_" else model.grad_norms
-    hook = model.module[0].register_forward_hook(lambda *_: call() and None)
-    with pytest.raises(RuntimeError, match="must not run inside the forward of the root unit"):
-        model(torch.ones(1, 4))
-    hook.remove()
-    output = model(torch.ones(1, 4))
-    output.register_hook(lambda _: call() and None)
-    with pytest.raises(RuntimeError, match="must not run inside a backward"):
-        output.sum().backward()
+    for call in (lambda: model.clip_grad_norm_(1.0), model.grad_norms):
+        hook = model.module[0].register_forward_hook(lambda *_, call=call: call() and None)
+        with pytest.raises(RuntimeError, match="must not run inside the forward of the root unit"):
+            model(torch.ones(1, 4))
+        hook.remove()
+        output = model(torch.ones(1, 4))
+        output.register_hook(lambda _, call=call: call() and None)
+        with pytest.raises(RuntimeError, match="must not run inside a backward"):
+            output.sum().backward()
 
 
-@each_form
 @ranks(2)
-def test_unreduced_gradients_are_passed_over_and_kept(rank, world_size, use_orig_params):
-    plain, model = twins(
-        Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=use_orig_params
-    )
+def test_unreduced_gradients_are_passed_over_and_kept(rank, world_size):
+    plain, model = transformer_twins(True)
     with model.no_sync():
         backward(model, rank)
         with pytest.warns(UserWarning, match=r"no_sync\(\) has left unreduced") as caught:

@@ -13,16 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.memory import Peak, live_bytes
-from fronts import assert_same_grads, each_front, full_grads, full_state, no_sync, shard, twins
+from fronts import assert_same_grads, assert_same_values, full_grads, no_sync, shard, twins
 from fsdp_wrap import MixedPrecision, set_gradients_in_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import WRAPPINGS, Block, Transformer, loss_of, named_state, tokens, train
+from models import WRAPPINGS, Block, Transformer, loss_of, tokens, train
 
 wrapper_fronts = pytest.mark.parametrize("front", ["flat", "orig"])
 
 
-@each_front
-@pytest.mark.parametrize("wrapping", ["whole", "block"])
+@pytest.mark.parametrize(
+    ("front", "wrapping"),
+    [("flat", "whole"), ("orig", "block"), ("composable", "whole"), ("composable", "block")],
+)
 @ranks(2)
 def test_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
     plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
@@ -37,9 +39,7 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
         loss_of(model, tokens(rank, 3)).backward()
         optimizer.step()
         train(model, optimizer, rank, range(4, 6))
-    found = full_state(wrapped)
-    for name, param in named_state(ddp):
-        assert torch.equal(found[name], param), name
+    assert_same_values(wrapped, ddp)
 
 
 class _Checkpointed(nn.Module):
@@ -69,9 +69,10 @@ class _Twice(nn.Module):
         return self.head(self.again(self.first(x)))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@wrapper_fronts
+@pytest.mark.parametrize(
+    ("front", "reentrant", "inside"),
+    [("flat", True, True), ("flat", False, False), ("orig", True, False), ("orig", False, True)],
+)
 @ranks(2)
 def test_modules_computed_again_or_twice_or_tied(rank, world_size, front, reentrant, inside):
     """`inside`: the checkpoint is part of the unit, else around it."""
@@ -129,10 +130,9 @@ class _Raises(torch.autograd.Function):
         raise ValueError("on purpose")
 
 
-@wrapper_fronts
 @ranks(2)
-def test_a_failed_backward_leaves_a_usable_model(rank, world_size, front):
-    plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
+def test_a_failed_backward_leaves_a_usable_model(rank, world_size):
+    plain, wrapped = twins("orig", Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
     set_gradients_in_place(wrapped)
     embed = wrapped.module.embed
     handle = embed.register_forward_hook(lambda module, args, output: _Raises.apply(output))
@@ -145,9 +145,8 @@ def test_a_failed_backward_leaves_a_usable_model(rank, world_size, front):
     assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
 
 
-@wrapper_fronts
 @ranks(2)
-def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_size, front):
+def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_size):
     def make() -> nn.Module:
         model = Transformer()
         model.blocks[1].requires_grad_(False)
@@ -155,8 +154,8 @@ def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_s
 
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for mixed in (MixedPrecision(), policy):
-        _, wrapped = twins(front, make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
-        _, usual = twins(front, make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        _, wrapped = twins("orig", make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        _, usual = twins("orig", make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
         set_gradients_in_place(wrapped)
         for model in (wrapped, usual):
             loss_of(model, tokens(rank, 0)).backward()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import each_form, each_front, shard
+from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import OptimStateKeyType
 from fsdp_wrap import distributed_state_dict as functions
@@ -20,7 +20,6 @@ from optim_states import assert_same, by_name, grouped, resume
 from state_nets import Net, Tied, adamw, by_hand, per_block, train_side_by_side, whole, wrapped_and_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
-each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
 
 
 def reversed_list(module: nn.Module) -> Any:
@@ -78,19 +77,32 @@ def made_from(optim_input: Any, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters() if optim_input is None else optim_input, lr=1e-2)
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("make_input", INPUTS)
-@pytest.mark.parametrize("net", [HeadFirst, Tied])
+@pytest.mark.parametrize(
+    ("net", "wrap", "use_orig_params"),
+    [
+        (HeadFirst, whole, False),
+        (HeadFirst, per_block, True),
+        (HeadFirst, by_hand, False),
+        (Tied, whole, True),
+        (Tied, per_block, False),
+        (Tied, by_hand, True),
+    ],
+)
 @ranks(2)
-def test_states_reach_their_parameters(rank, world_size, net, make_input, wrap, use_orig_params):
+def test_states_reach_their_parameters(rank, world_size, net, wrap, use_orig_params):
     """As an optimizer made from `optim_input` numbers them."""
+    for make_input in INPUTS:
+        assert_states_reach_their_parameters(make_input, net, wrap, use_orig_params)
+
+
+def assert_states_reach_their_parameters(make_input: Any, net: Any, wrap: Any, use_orig_params: bool) -> None:
     model, plain = wrapped_and_plain(net, wrap, use_orig_params)
     ours = made_from(make_input(model), model)
     train_side_by_side(2, model, ours, plain, adamw(plain))
     on_first = FSDP.full_optim_state_dict(model, ours, make_input(model))
     state = FSDP.full_optim_state_dict(model, ours, make_input(model), rank0_only=False)
-    assert sorted(state["state"]) == sorted(FSDP.optim_state_dict(model, ours)["state"])
+    assert bool(on_first) == (torch.distributed.get_rank() == 0)
+    assert_same(state, FSDP.optim_state_dict(model, ours))
     for given in (
         FSDP.shard_full_optim_state_dict(state, model, make_input(model)),
         FSDP.scatter_full_optim_state_dict(on_first or None, model, make_input(model)),
@@ -106,28 +118,29 @@ def test_states_reach_their_parameters(rank, world_size, net, make_input, wrap, 
 
 
 @pytest.mark.parametrize("by", ["optim_input", "optim"])
-@pytest.mark.parametrize("make_input", INPUTS)
 @ranks(2)
-def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_size, make_input, by):
+def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_size, by):
     """Also where its groups come in another order than those that were saved."""
-    model, plain = wrapped_and_plain(Net, per_block, True)
-    ours = made_from(groups(model) if "groups" in make_input.__name__ else None, model)
-    train_side_by_side(2, model, ours, plain, adamw(plain))
-    state = FSDP.optim_state_dict(model, ours)
-    theirs = made_from(make_input(plain), plain)
-    chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}
-    numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, **chosen)
-    theirs.load_state_dict(numbered)
-    found = by_name(theirs, plain)
-    wanted = {tuple(sorted(group["params"])): group["lr"] for group in state["param_groups"]}
-    assert {tuple(sorted(group["params"])): group["lr"] for group in found["param_groups"]} == wanted
-    for name, entry in state["state"].items():
-        assert torch.equal(found["state"][name]["exp_avg"], entry["exp_avg"]), name
-    chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}
-    back = FSDP.rekey_optim_state_dict(theirs.state_dict(), OptimStateKeyType.PARAM_NAME, plain, **chosen)
-    for name, entry in state["state"].items():
-        assert torch.equal(back["state"][name]["exp_avg"], entry["exp_avg"]), name
-    resume(model, ours, back)
+    for make_input in INPUTS:
+        model, plain = wrapped_and_plain(Net, per_block, True)
+        ours = made_from(groups(model) if "groups" in make_input.__name__ else None, model)
+        train_side_by_side(2, model, ours, plain, adamw(plain))
+        state = FSDP.optim_state_dict(model, ours)
+        theirs = made_from(make_input(plain), plain)
+
+        def rekeyed(given: Any, to: OptimStateKeyType, theirs: Any = theirs, plain: Any = plain) -> Any:
+            chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}  # noqa: B023
+            return FSDP.rekey_optim_state_dict(given, to, plain, **chosen)
+
+        theirs.load_state_dict(rekeyed(state, OptimStateKeyType.PARAM_ID))
+        found = by_name(theirs, plain)
+        wanted = {tuple(sorted(group["params"])): group["lr"] for group in state["param_groups"]}
+        assert {tuple(sorted(group["params"])): group["lr"] for group in found["param_groups"]} == wanted
+        back = rekeyed(theirs.state_dict(), OptimStateKeyType.PARAM_NAME)
+        for name, entry in state["state"].items():
+            for each in (found, back):
+                assert torch.equal(each["state"][name]["exp_avg"], entry["exp_avg"]), (make_input, name)
+        resume(model, ours, back)
 
 
 @ranks(2)
@@ -192,7 +205,7 @@ def test_what_is_no_input_of_an_optimizer(rank, world_size):
             FSDP.shard_full_optim_state_dict(state, model, given)  # type: ignore[arg-type]
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_a_parameter_in_two_optimizers(rank, world_size, front):
     """One state dict has one state for it."""
@@ -210,11 +223,10 @@ def test_a_parameter_in_two_optimizers(rank, world_size, front):
     assert one.state_dict() == before
 
 
-@each_form
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @ranks(2)
-def test_a_parameter_twice_in_one_optimizer(rank, world_size, use_orig_params):
-    model = whole(Net(), use_orig_params=use_orig_params)
+def test_a_parameter_twice_in_one_optimizer(rank, world_size):
+    model = whole(Net(), use_orig_params=True)
     twice = torch.optim.SGD([*model.parameters(), next(model.parameters())], lr=0.1)
     for refused in (
         lambda: FSDP.optim_state_dict(model, twice),

@@ -43,7 +43,8 @@ from state_nets import (
     wrapped_and_plain,
 )
 
-each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
+WAYS = [(whole, False), (per_block, True), (by_hand, False)]
+"""Of wrapping, with a form of the wrapper."""
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -65,25 +66,43 @@ def adagrad(module: nn.Module) -> torch.optim.Optimizer:
 # Full.
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("make", [adamw, sgd, amsgrad, nadam, adagrad])
-@ranks(3)
-def test_full_state_equals_that_of_a_plain_optimizer(rank, world_size, make, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
+def trained(wrap: Any, use_orig_params: bool, make: Any = adamw, net: Any = Net, steps: int = 2) -> Any:
+    """A wrapped model and a plain one, with their optimizers, after some steps."""
+    model, plain = wrapped_and_plain(net, wrap, use_orig_params)
     ours, theirs = make(model), make(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
+    train_side_by_side(steps, model, ours, plain, theirs)
+    return model, ours, plain, theirs
+
+
+@pytest.mark.parametrize(
+    ("make", "net"), [(make, Net) for make in (adamw, sgd, amsgrad, nadam, adagrad)] + [(adamw, Tied)]
+)
+@ranks(3)
+def test_full_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, net):
+    for wrap, use_orig_params in WAYS:
+        model, ours, plain, theirs = trained(wrap, use_orig_params, make, net)
+        state, expected = FSDP.optim_state_dict(model, ours), by_name(theirs, plain)
+        assert_same(state, expected)
+        assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
+        numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, optim=theirs)
+        fresh = make(plain)
+        fresh.load_state_dict(numbered)
+        assert_same(by_name(fresh, plain), expected, check_dtype=False)
+        named = FSDP.rekey_optim_state_dict(
+            fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh
+        )
+        assert_same(named, expected, check_dtype=False)  # torch has cast NAdam's products
+        back = make(model)
+        resume(model, back, named)
+        assert_same(FSDP.optim_state_dict(model, back), expected, check_dtype=False)
+        train_side_by_side(2, model, back, plain, fresh)
+        assert_close(model.state_dict(), plain.state_dict())
 
 
 @each_form
 @ranks(2)
 def test_every_tensor_has_memory_of_its_own(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    optimizer = adamw(model)
-    train_side_by_side(2, model, optimizer, plain, adamw(plain))
+    model, optimizer, plain, theirs = trained(per_block, use_orig_params)
     for offload in (True, False):
         with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(offload_to_cpu=offload)):
             state = FSDP.optim_state_dict(model, optimizer)["state"]
@@ -92,12 +111,11 @@ def test_every_tensor_has_memory_of_its_own(rank, world_size, use_orig_params):
         assert len({value.data_ptr() for value in values}) == len(values)
         assert not torch.equal(state["stem.weight"]["exp_avg"], state["stem.weight"]["exp_avg_sq"])
         before = copy.deepcopy(values)
-        train_side_by_side(1, model, optimizer, plain, adamw(plain))
+        train_side_by_side(1, model, optimizer, plain, theirs)
         assert all(torch.equal(one, other) for one, other in zip(values, before))
 
 
-@each_form
-@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize(("rank0_only", "use_orig_params"), [(False, False), (True, True)])
 @ranks(2)
 def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank0_only, use_orig_params):
     width, depth = 120, 4
@@ -117,93 +135,51 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     assert 0.95 * most <= peak.value - before <= 1.05 * most
 
 
-@each_form
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("way", ["rank0_only", "scatter"])
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"), [("FULL_SHARD", False), ("NO_SHARD", True), ("HYBRID_SHARD", True)]
+)
 @ranks(4)
-def test_the_first_rank_saves_and_gives_to_all(rank, world_size, way, strategy, use_orig_params):
+def test_the_first_rank_saves_and_gives_to_all(rank, world_size, strategy, use_orig_params):
     options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
     if strategy == "HYBRID_SHARD":
         options["device_mesh"] = init_device_mesh("cpu", (2, 2))
-    _, plain = wrapped_and_plain(Net, whole, use_orig_params)
+    plain = Net().double()
     model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, **options)
     ours, theirs = adamw(model), adamw(plain)
     train_side_by_side(2, model, ours, plain, theirs)
-    config = FullOptimStateDictConfig(rank0_only=True)
-    fresh = adamw(model)
-    with FSDP.state_dict_type(model, FULL, None, config):
+    scattered, fresh = adamw(model), adamw(model)
+    with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
         state = FSDP.optim_state_dict(model, ours)
         assert (state == {}) == (rank != 0)
         if rank == 0:
             assert_same(state, by_name(theirs, plain))
         given = state if rank == 0 else None
-        if way == "rank0_only":
-            resume(model, fresh, given)
-        else:
-            fresh.load_state_dict(FSDP.scatter_full_optim_state_dict(given, model, optim=fresh))
-    assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+        scattered.load_state_dict(FSDP.scatter_full_optim_state_dict(given, model, optim=scattered))
+        resume(model, fresh, given)
+    for each in (scattered, fresh):
+        assert_same(FSDP.optim_state_dict(model, each), by_name(theirs, plain))
     train_side_by_side(2, model, fresh, plain, theirs)
     assert_close(model.state_dict(), plain.state_dict())
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("make", [adamw, sgd, nadam])
-@ranks(2)
-def test_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
-    ours, theirs = make(model), make(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    numbered = FSDP.rekey_optim_state_dict(
-        FSDP.optim_state_dict(model, ours), OptimStateKeyType.PARAM_ID, plain, optim=theirs
-    )
-    expected = by_name(theirs, plain)
-    fresh = make(plain)
-    fresh.load_state_dict(numbered)
-    assert_same(by_name(fresh, plain), expected, check_dtype=False)
-    named = FSDP.rekey_optim_state_dict(fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh)
-    assert_same(named, expected, check_dtype=False)  # torch has cast NAdam's products
-    back = make(model)
-    resume(model, back, named)
-    train_side_by_side(2, model, back, plain, fresh)
-    assert_close(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize(("source", "target"), [*itertools.permutations([whole, per_block, by_hand], 2)])
 @pytest.mark.parametrize("form", [(False, True), (True, False), (True, True)])
 @ranks(2)
-def test_state_goes_to_another_wrapping(rank, world_size, source, target, form):
-    model, plain = wrapped_and_plain(Net, source, form[0])
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    other = target(copy.deepcopy(plain), use_orig_params=form[1])
-    optimizer = adamw(other)
-    FSDP.optim_state_dict_to_load(other, optimizer, FSDP.optim_state_dict(model, ours), load_directly=True)
-    other.load_state_dict(model.state_dict())
-    train_side_by_side(2, other, optimizer, plain, theirs)
-    assert_close(other.state_dict(), plain.state_dict())
-
-
-@each_form
-@pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
-@ranks(2)
-def test_tied_parameters_are_named_as_a_plain_optimizer_has_them(rank, world_size, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Tied, wrap, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    fresh = adamw(model)
-    resume(model, fresh, state)
-    assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+def test_state_goes_to_another_wrapping(rank, world_size, form):
+    for source, target in itertools.permutations([whole, per_block, by_hand], 2):
+        model, ours, plain, theirs = trained(source, form[0])
+        other = target(copy.deepcopy(plain), use_orig_params=form[1])
+        optimizer = adamw(other)
+        state = FSDP.optim_state_dict(model, ours)
+        FSDP.optim_state_dict_to_load(other, optimizer, state, load_directly=True)
+        other.load_state_dict(model.state_dict())
+        train_side_by_side(2, other, optimizer, plain, theirs)
+        assert_close(other.state_dict(), plain.state_dict())
 
 
 @each_form
 @ranks(1)
 def test_parameters_that_no_instance_wraps(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, below_plain, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
+    model, ours, plain, theirs = trained(below_plain, use_orig_params)
     fresh = adamw(model)
     for kind in (FULL, SHARDED):
         with FSDP.state_dict_type(model, kind):
@@ -216,10 +192,9 @@ def test_parameters_that_no_instance_wraps(rank, world_size, use_orig_params):
 # Groups, frozen and unused parameters.
 
 
-@pytest.mark.parametrize("wrap", [whole, per_block])
 @ranks(2)
-def test_groups_keep_their_options(rank, world_size, wrap):
-    model, plain = wrapped_and_plain(Net, wrap, True)
+def test_groups_keep_their_options(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
     ours, theirs = (grouped(module, lambda name: name.endswith("bias")) for module in (model, plain))
     train_side_by_side(2, model, ours, plain, theirs)
     state = FSDP.optim_state_dict(model, ours)
@@ -275,13 +250,10 @@ class Partial(Net):
         self.unused = nn.Parameter(torch.randn(5))
 
 
-@each_form
-@pytest.mark.parametrize("wrap", [whole, per_block])
+@pytest.mark.parametrize(("wrap", "use_orig_params"), [(whole, False), (per_block, False), (per_block, True)])
 @ranks(2)
 def test_frozen_and_unused_parameters(rank, world_size, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Partial, wrap, use_orig_params)
-    ours, theirs = sgd(model), sgd(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
+    model, ours, plain, theirs = trained(wrap, use_orig_params, sgd, Partial)
     state, expected = FSDP.optim_state_dict(model, ours), by_name(theirs, plain)
     if not use_orig_params:  # its part of the FlatParameter is stepped as well
         assert not state["state"].pop("unused")["momentum_buffer"].any()
@@ -293,36 +265,30 @@ def test_frozen_and_unused_parameters(rank, world_size, wrap, use_orig_params):
 
 
 @each_form
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
 @ranks(2)
-def test_an_optimizer_that_was_never_stepped(rank, world_size, kind, use_orig_params):
+def test_an_optimizer_that_was_never_stepped(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    with FSDP.state_dict_type(model, kind):
-        state = FSDP.optim_state_dict(model, ours)
-        if kind is FULL:
-            assert state["state"] == {}
-        else:
-            assert all(entry["step"] == 0 for entry in state["state"].values())
-        assert ours.state == {}
-        fresh = adamw(model)
-        resume(model, fresh, state)
-    assert fresh.state == {}
-    train_side_by_side(2, model, fresh, plain, theirs)
+    ours, fresh = adamw(model), adamw(model)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            state = FSDP.optim_state_dict(model, ours)
+            resume(model, fresh, state)
+        assert (state["state"] == {}) == (kind is FULL)
+        assert all(entry["step"] == 0 for entry in state["state"].values())
+        assert ours.state == fresh.state == {}
+    train_side_by_side(2, model, fresh, plain, adamw(plain))
     assert_close(model.state_dict(), plain.state_dict())
 
 
 # Pieces.
 
 
-@each_form
-@each_wrapping
-@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize(
+    ("make", "wrap", "use_orig_params"), [(adamw, *way) for way in WAYS] + [(sgd, per_block, True)]
+)
 @ranks(3)
 def test_pieces_are_saved_and_loaded_without_communication(rank, world_size, make, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
-    ours, theirs = make(model), make(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
+    model, ours, plain, theirs = trained(wrap, use_orig_params, make)
     fresh = make(model)
     with FSDP.state_dict_type(model, SHARDED):
         with count_collectives() as counts:
@@ -352,9 +318,7 @@ def test_pieces_are_saved_and_loaded_without_communication(rank, world_size, mak
 @each_form
 @ranks(2)
 def test_pieces_alias_the_state_unless_offloaded(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    optimizer = adamw(model)
-    train_side_by_side(1, model, optimizer, plain, adamw(plain))
+    model, optimizer, _, _ = trained(per_block, use_orig_params, steps=1)
     for offload in (True, False):
         config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
         with FSDP.state_dict_type(model, SHARDED, None, config):
@@ -366,67 +330,28 @@ def test_pieces_alias_the_state_unless_offloaded(rank, world_size, use_orig_para
         assert all(entry["step"] == 1 for entry in optimizer.state.values())
 
 
-@each_form
-@ranks(2)
-def test_functions_of_former_versions(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    expected = by_name(theirs, plain)
-    on_first = FSDP.full_optim_state_dict(model, ours)
-    assert bool(on_first) == (rank == 0)
-    state = FSDP.full_optim_state_dict(model, ours, None, False)
-    assert_same(state, expected)
-    pieces = FSDP.sharded_optim_state_dict(model, ours)
-    loadable = [
-        FSDP.shard_full_optim_state_dict(state, model, optim=ours),
-        FSDP.shard_full_optim_state_dict(state, model),
-        FSDP.shard_full_optim_state_dict(state, model, model.parameters()),
-        FSDP.shard_full_optim_state_dict(state, model, [{"params": model.parameters(), "lr": 7}]),
-        FSDP.scatter_full_optim_state_dict(on_first or None, model, model.parameters()),
-        FSDP.flatten_sharded_optim_state_dict(pieces, model, ours),
-    ]
-    for given in loadable:
-        fresh = adamw(model)
-        fresh.load_state_dict(given)
-        assert_same(FSDP.optim_state_dict(model, fresh), expected)
-
-
 # Keys.
 
 
 @each_form
 @ranks(2)
-def test_keys_of_an_optimizer_with_names(rank, world_size, use_orig_params):
+def test_keys_of_an_optimizer_with_names_and_of_the_user(rank, world_size, use_orig_params):
     """As optimizers do that name their parameters: keys are names of the wrapped module's parameters."""
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
+    model, ours, plain, theirs = trained(per_block, use_orig_params)
     named = by_name(ours, model)
     named["state"]["of_the_user"] = {"anything": 3}
     state = FSDP.optim_state_dict(model, ours, named)
     assert state["state"].pop("of_the_user") == {"anything": 3}
     assert_same(state, by_name(theirs, plain))
-
-
-@each_form
-@ranks(2)
-def test_state_that_belongs_to_no_parameter_is_kept(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours = adamw(model)
-    train_side_by_side(1, model, ours, plain, adamw(plain))
     ours.state["of_the_user"] = {"anything": torch.arange(3)}
     fresh = adamw(model)
     resume(model, fresh, FSDP.optim_state_dict(model, ours))
     assert torch.equal(fresh.state["of_the_user"]["anything"], torch.arange(3))
 
 
-@each_form
 @ranks(2)
-def test_rekeying(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(1, model, ours, plain, theirs)
+def test_rekeying(rank, world_size):
+    model, ours, plain, theirs = trained(per_block, True, steps=1)
     state = FSDP.optim_state_dict(model, ours)
     numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)
     names = [name for name, _ in plain.named_parameters()]
@@ -450,11 +375,9 @@ def test_rekeying(rank, world_size, use_orig_params):
 
 @each_form
 @ranks(2)
-def test_numbers_that_differ_between_ranks(rank, world_size, use_orig_params):
-    """They are of what each rank holds, such as a mean of its elements; refused on all ranks."""
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours = adamw(model)
-    train_side_by_side(1, model, ours, plain, adamw(plain))
+def test_state_that_is_not_elementwise(rank, world_size, use_orig_params):
+    """Or numbers of what each rank holds, such as a mean of its elements: refused on all ranks."""
+    model, ours, _, _ = trained(per_block, use_orig_params, steps=1)
     for kind in (float, torch.tensor):
         for entry in ours.state.values():
             entry["mean"] = kind(float("nan"))
@@ -463,24 +386,21 @@ def test_numbers_that_differ_between_ranks(rank, world_size, use_orig_params):
             entry["mean"] = kind(float(rank))
         with pytest.raises(ValueError, match=r"'mean' of .* is .*0.* on rank 0 and .*1.* on rank 1"):
             FSDP.full_optim_state_dict(model, ours)
-
-
-@ranks(2)
-def test_state_that_is_not_elementwise(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, True)
-    ours = adamw(model)
-    train_side_by_side(1, model, ours, plain, adamw(plain))
-    expected = FSDP.optim_state_dict(model, ours)
+    if not use_orig_params:
+        return
+    for entry in ours.state.values():
+        del entry["mean"]
+    state = copy.deepcopy(FSDP.optim_state_dict(model, ours))
+    state["state"]["stem.weight"]["factor"] = torch.ones(6)
     param = next(param for name, param in model.named_parameters() if name.endswith("stem.weight"))
     ours.state[param]["factor"] = torch.ones(6)
-    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):  # on all ranks
-        FSDP.optim_state_dict(model, ours)
-    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
-        FSDP.sharded_optim_state_dict(model, ours)
-    state = copy.deepcopy(expected)
-    state["state"]["stem.weight"]["factor"] = torch.ones(6)
-    with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
-        resume(model, adamw(model), state)
+    for call in (
+        lambda: FSDP.optim_state_dict(model, ours),
+        lambda: FSDP.sharded_optim_state_dict(model, ours),
+        lambda: resume(model, adamw(model), state),
+    ):
+        with pytest.raises(ValueError, match="'factor' of parameter 'stem.weight'"):
+            call()
 
 
 @ranks(2)
@@ -506,12 +426,9 @@ def test_options_that_are_tensors_come_from_the_first_rank(rank, world_size):
     assert torch.equal(found["param_groups"][0]["lr"], torch.tensor([0.5]))
 
 
-@each_form
 @ranks(2)
-def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours = adamw(model)
-    train_side_by_side(1, model, ours, plain, adamw(plain))
+def test_state_dicts_that_do_not_fit(rank, world_size):
+    model, ours, plain, _ = trained(per_block, True, steps=1)
     state = FSDP.optim_state_dict(model, ours)
     fresh = adamw(model)
 
@@ -540,42 +457,40 @@ def test_state_dicts_that_do_not_fit(rank, world_size, use_orig_params):
 
 @ranks(2)
 def test_counts_that_a_flat_parameter_cannot_have(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, False)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(1, model, ours, plain, theirs)
+    model, ours, plain, _ = trained(per_block, False, steps=1)
     state = FSDP.optim_state_dict(model, ours)
+    other = per_block(copy.deepcopy(plain), use_orig_params=True)
     state["state"]["head.weight"]["step"] += 1
     with pytest.raises(ValueError, match=r"'step' is .* for parameter 'shift' and .* for 'head.weight'"):
         resume(model, adamw(model), state)
-    other = per_block(copy.deepcopy(plain), use_orig_params=True)
     resume(other, adamw(other), state)
+    del state["state"]["head.weight"]
+    with pytest.raises(ValueError, match=r"'step' is .* for parameter 'shift' and missing for 'head.weight'"):
+        resume(model, adamw(model), state)
+    fresh = adamw(other)
+    resume(other, fresh, state)
+    assert "head.weight" not in FSDP.optim_state_dict(other, fresh)["state"]
 
 
-@pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize(("source", "target"), [(per_block, whole), (whole, below_plain)])
 @pytest.mark.parametrize("form", [(False, True), (True, False)])
 @ranks(3)
-def test_pieces_go_to_another_wrapping(rank, world_size, source, target, form, legacy):
-    model, plain = wrapped_and_plain(Net, source, form[0])
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
+def test_pieces_go_to_another_wrapping(rank, world_size, source, target, form):
+    model, ours, plain, theirs = trained(source, form[0])
     other = target(copy.deepcopy(plain), use_orig_params=form[1])
-    fresh = adamw(other)
-    if legacy:
-        pieces = FSDP.sharded_optim_state_dict(model, ours)
-        fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(pieces, other, fresh))
-    else:
-        with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
-            resume(other, fresh, FSDP.optim_state_dict(model, ours))
-    assert_same(FSDP.optim_state_dict(other, fresh), by_name(theirs, plain))
+    fresh, former = adamw(other), adamw(other)
+    pieces = FSDP.sharded_optim_state_dict(model, ours)
+    former.load_state_dict(FSDP.flatten_sharded_optim_state_dict(pieces, other, former))
+    with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
+        resume(other, fresh, FSDP.optim_state_dict(model, ours))
+    for each in (fresh, former):
+        assert_same(FSDP.optim_state_dict(other, each), by_name(theirs, plain))
 
 
 @ranks(3)
 def test_pieces_of_fewer_ranks_than_hold_them_now(rank, world_size):
     """What only some ranks have cannot be put together: told alike on all."""
-    model, plain = wrapped_and_plain(Net, whole, False)
-    ours = adamw(model)
-    train_side_by_side(1, model, ours, plain, adamw(plain))
+    model, ours, plain, _ = trained(whole, False, steps=1)
     pieces = FSDP.sharded_optim_state_dict(model, ours)
     if rank == 1:
         pieces["state"].clear()
@@ -586,24 +501,9 @@ def test_pieces_of_fewer_ranks_than_hold_them_now(rank, world_size):
         FSDP.flatten_sharded_optim_state_dict(pieces, other, adamw(other))
 
 
-@ranks(2)
-def test_a_count_that_a_part_of_a_flat_parameter_has_not(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, False)
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(1, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    del state["state"]["head.weight"]
-    with pytest.raises(ValueError, match=r"'step' is .* for parameter 'shift' and missing for 'head.weight'"):
-        resume(model, adamw(model), state)
-    other = per_block(copy.deepcopy(plain), use_orig_params=True)
-    fresh = adamw(other)
-    resume(other, fresh, state)
-    assert "head.weight" not in FSDP.optim_state_dict(other, fresh)["state"]
-
-
 @each_form
 @ranks(3)
-def test_a_rank_whose_optimizer_lacks_parameters(rank, world_size, use_orig_params):
+def test_a_rank_whose_optimizer_lacks_parameters_or_a_value_of_them(rank, world_size, use_orig_params):
     """Its part of the state would be zeros: refused on all ranks, also on those that lack nothing."""
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
     params = [param for param in model.parameters() if param.numel()]
@@ -613,13 +513,6 @@ def test_a_rank_whose_optimizer_lacks_parameters(rank, world_size, use_orig_para
         RuntimeError, match=r"rank 1 has no optimizer state of parameter '.*, of which rank [02] has"
     ):
         FSDP.full_optim_state_dict(model, ours)
-
-
-@each_form
-@ranks(2)
-def test_a_rank_that_lacks_one_value_of_a_parameters_state(rank, world_size, use_orig_params):
-    """Zeros in its place would look like state: refused on all ranks, by parameter and key."""
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
     ours = adamw(model)
     train_side_by_side(1, model, ours, plain, adamw(plain))
     if rank == 1:
@@ -630,23 +523,20 @@ def test_a_rank_that_lacks_one_value_of_a_parameters_state(rank, world_size, use
 
 
 @each_form
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
 @ranks(2)
-def test_state_without_groups(rank, world_size, kind, use_orig_params):
+def test_state_without_groups(rank, world_size, use_orig_params):
     """Goes and comes without them."""
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    ours = adamw(model)
-    train_side_by_side(2, model, ours, plain, adamw(plain))
+    model, ours, _, _ = trained(per_block, use_orig_params)
     own = ours.state_dict()
     groups = own.pop("param_groups")
-    with FSDP.state_dict_type(model, kind):
-        state = FSDP.optim_state_dict(model, ours, own)
-        assert list(state) == ["state"]
-        given = FSDP.optim_state_dict_to_load(model, ours, state)
-    assert list(given) == ["state"]
-    fresh = adamw(model)
-    fresh.load_state_dict({**given, "param_groups": groups})
-    assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            state = FSDP.optim_state_dict(model, ours, own)
+            given = FSDP.optim_state_dict_to_load(model, ours, state)
+        assert list(state) == list(given) == ["state"]
+        fresh = adamw(model)
+        fresh.load_state_dict({**given, "param_groups": groups})
+        assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
 
 
 class Placed(Net):
@@ -657,15 +547,12 @@ class Placed(Net):
         self.own = nn.Linear(2, 2)
 
 
-@each_form
-@pytest.mark.parametrize("given", ["optim", "optim_input"])
+@pytest.mark.parametrize(("given", "use_orig_params"), [("optim", False), ("optim_input", True)])
 @pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
 @ranks(2)
 def test_parameters_that_are_managed_elsewhere(rank, world_size, given, use_orig_params):
     """What the state dict does not have of them is not made up: the caller adds what it has."""
-    model, plain = wrapped_and_plain(Net, below_plain, use_orig_params)
-    ours = adamw(model)
-    train_side_by_side(2, model, ours, plain, adamw(plain))
+    model, ours, _, _ = trained(below_plain, use_orig_params)
     state = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
     placed = below_plain(Placed().double(), use_orig_params=use_orig_params)
     fresh = adamw(placed)
@@ -705,33 +592,31 @@ class Sorting(torch.optim.AdamW):
         return {"state": entries, "param_groups": [{**group, "params": sorted(names)}]}
 
 
-@each_form
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-@pytest.mark.parametrize("wrap", [per_block, below_plain])
+@pytest.mark.parametrize(("wrap", "use_orig_params"), [(per_block, True), (below_plain, False)])
 @ranks(1, 2)
-def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, kind, use_orig_params):
+def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, use_orig_params):
     model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
     ours, theirs = Sorting(model), adamw(plain)
     train_side_by_side(2, model, ours, plain, theirs)
-    with FSDP.state_dict_type(model, kind):
-        state = FSDP.optim_state_dict(model, ours)
-        assert set(state["state"]) <= set(by_name(theirs, plain)["state"])
-        given = FSDP.optim_state_dict_to_load(model, ours, state, is_named_optimizer=True)
-    own = ours.state_dict()
-    assert given["state"].keys() == own["state"].keys()
-    for name, entry in own["state"].items():
-        for key, value in entry.items():
-            assert torch.equal(given["state"][name][key], value), (name, key)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            state = FSDP.optim_state_dict(model, ours)
+            assert set(state["state"]) <= set(by_name(theirs, plain)["state"])
+            given = FSDP.optim_state_dict_to_load(model, ours, state, is_named_optimizer=True)
+        own = ours.state_dict()
+        assert given["state"].keys() == own["state"].keys()
+        for name, entry in own["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(given["state"][name][key], value), (name, key)
+        numbered = FSDP.optim_state_dict_to_load(model, adamw(model), state, is_named_optimizer=True)
+        assert all(isinstance(key, str) for key in numbered["state"])
     if world_size == 1 or wrap is per_block:  # nobody reduces the gradients of what no instance wraps
         assert_same(FSDP.optim_state_dict(model, ours), by_name(theirs, plain))
-    numbered = FSDP.optim_state_dict_to_load(model, adamw(model), state, is_named_optimizer=True)
-    assert all(isinstance(key, str) for key in numbered["state"])
 
 
-@each_form
 @ranks(2)
-def test_not_in_the_middle_of_a_forward(rank, world_size, use_orig_params):
-    model, _ = wrapped_and_plain(Net, whole, use_orig_params)
+def test_not_in_the_middle_of_a_forward(rank, world_size):
+    model, _ = wrapped_and_plain(Net, whole, True)
     ours = adamw(model)
     model.module.head.register_forward_hook(lambda *_: FSDP.optim_state_dict(model, ours))
     with pytest.raises(RuntimeError, match=r"optim_state_dict\(\) must not run inside the forward"):

@@ -59,7 +59,9 @@ from state_nets import (
     wrapped_and_plain,
 )
 
-each_wrapping = pytest.mark.parametrize("wrap", [whole, per_block, by_hand, below_plain])
+WAYS = [(whole, True), (per_block, False), (by_hand, True), (below_plain, False)]
+"""Of wrapping, with a form of the wrapper."""
+each_of_four = pytest.mark.parametrize(("wrap", "use_orig_params"), WAYS)
 
 
 def full(state: dict[str, Any]) -> dict[str, Any]:
@@ -97,46 +99,39 @@ def test_the_kind_is_chosen_for_all_instances_below_and_restored(rank, world_siz
         assert FSDP.get_state_dict_type(plain) == default
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments", "message"),
-    [
+@ranks(1)
+def test_configurations_that_do_not_belong_together(rank, world_size):
+    model = whole(Net())
+    before = FSDP.get_state_dict_type(model)
+    for error, arguments, message in (
         (TypeError, (SHARDED, FullStateDictConfig()), "takes a ShardedStateDictConfig as state_dict_config"),
         (RuntimeError, (FULL, LocalStateDictConfig()), "takes a FullStateDictConfig"),  # as torch has it
         (TypeError, (FULL, None, ShardedOptimStateDictConfig()), "takes a FullOptimStateDictConfig"),
         (TypeError, (1,), "must be a StateDictType, not 1"),
-    ],
-)
-@ranks(1)
-def test_configurations_that_do_not_belong_together(rank, world_size, error, arguments, message):
-    model = whole(Net())
-    before = FSDP.get_state_dict_type(model)
-    with pytest.raises(error, match=message):
-        FSDP.set_state_dict_type(model, *arguments)
-    with pytest.raises(error, match=message), FSDP.state_dict_type(model, *arguments):
-        pass
-    assert FSDP.get_state_dict_type(model) == before
+    ):
+        with pytest.raises(error, match=message):
+            FSDP.set_state_dict_type(model, *arguments)
+        with pytest.raises(error, match=message), FSDP.state_dict_type(model, *arguments):
+            pass
+        assert FSDP.get_state_dict_type(model) == before
 
 
 # Full, for the first rank and for the host.
 
 
-@each_form
-@each_wrapping
 @pytest.mark.parametrize("name", ["Tied", "Buffered", "Hooked"])
 @ranks(3)
-def test_the_first_rank_alone_gets_a_full_state_dict(rank, world_size, name, wrap, use_orig_params):
-    if name == "Tied" and wrap is below_plain:
-        return  # a tie between a wrapped module and a plain one above cannot last
-    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-    state = take(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
-    if rank == 0:
-        assert_equal(state, plain.state_dict())
-    else:  # what no instance wraps is on every rank
-        assert_equal(
-            state, {} if wrap is not below_plain else {name: plain.state_dict()[name] for name in state}
-        )
-        assert not any(name.startswith(("stem", "blocks.1")) for name in state)
-    assert_equal(model.state_dict(), plain.state_dict())
+def test_the_first_rank_alone_gets_a_full_state_dict(rank, world_size, name):
+    # A tie between a wrapped module and a plain one above cannot last.
+    for wrap, use_orig_params in WAYS[:3] if name == "Tied" else WAYS:
+        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+        state, expected = take(model, FULL, FullStateDictConfig(True, rank0_only=True)), plain.state_dict()
+        if rank == 0:
+            assert_equal(state, expected)
+        else:  # what no instance wraps is on every rank
+            assert_equal(state, {name: expected[name] for name in state} if wrap is below_plain else {})
+            assert not any(name.startswith(("stem", "blocks.1")) for name in state)
+        assert_equal(model.state_dict(), expected)
 
 
 @ranks(4)
@@ -147,26 +142,22 @@ def test_the_first_rank_of_a_hybrid_mesh(rank, world_size):
     assert bool(state) == (rank == 0)
 
 
-@each_form
-@each_wrapping
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
 @ranks(2)
-def test_offloaded_values_are_copies(rank, world_size, kind, wrap, use_orig_params):
-    ignored = [Net().head]
-    net = Buffered()
-    net.head = ignored[0]
-    model = wrap(net.double(), use_orig_params=use_orig_params, ignored_modules=ignored)
+def test_offloaded_values_are_copies(rank, world_size, kind):
     config = {FULL: FullStateDictConfig, SHARDED: ShardedStateDictConfig, LOCAL: LocalStateDictConfig}[kind]
-    state = take(model, kind, config(offload_to_cpu=True))
-    before = copy.deepcopy(state)
-    with torch.no_grad():
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            tensor.add_(1)
-    plain_above = wrap is below_plain
-    for name, value in before.items():
-        if not plain_above or name.startswith(("stem", "blocks.1")):
-            found, expected = (getattr(each, "piece", each) for each in (state[name], value))
-            assert torch.equal(found, expected), name
+    for wrap, use_orig_params in WAYS:
+        net = Buffered().double()
+        model = wrap(net, use_orig_params=use_orig_params, ignored_modules=[net.head])
+        state = take(model, kind, config(offload_to_cpu=True))
+        before = copy.deepcopy(state)
+        with torch.no_grad():
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                tensor.add_(1)
+        for name, value in before.items():
+            if wrap is not below_plain or name.startswith(("stem", "blocks.1")):
+                found, expected = (getattr(each, "piece", each) for each in (state[name], value))
+                assert torch.equal(found, expected), name
 
 
 class Chain(nn.Module):
@@ -179,22 +170,20 @@ class Chain(nn.Module):
 
 
 @each_form
-@pytest.mark.parametrize("rank0_only", [False, True])
 @ranks(2)
-def test_memory_of_a_full_state_dict_is_the_result_and_one_unit(
-    rank, world_size, use_orig_params, rank0_only
-):
-    depth = 5
-    model = per_chain(Chain(depth), use_orig_params)
-    peaks: list[int] = []
-    for module in model.modules():
-        module.register_state_dict_pre_hook(lambda *_: peaks.append(live_bytes()))
-    before = live_bytes()
-    state = take(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only))
-    unit = 40_000 * 4
-    result = 0 if rank0_only and rank else depth * unit
-    assert sum(value.nbytes for value in state.values()) == result
-    assert max(peaks) - before <= result + 1.05 * unit
+def test_memory_of_a_full_state_dict_is_the_result_and_one_unit(rank, world_size, use_orig_params):
+    depth, unit = 5, 40_000 * 4
+    for rank0_only in (False, True):
+        model = per_chain(Chain(depth), use_orig_params)
+        peaks: list[int] = []
+        for module in model.modules():
+            module.register_state_dict_pre_hook(lambda *_, peaks=peaks: peaks.append(live_bytes()))
+        before = live_bytes()
+        state = take(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only))
+        result = 0 if rank0_only and rank else depth * unit
+        assert sum(value.nbytes for value in state.values()) == result
+        assert max(peaks) - before <= result + 1.05 * unit
+        del state
 
 
 def per_chain(chain: Any, use_orig_params: bool) -> FSDP:
@@ -206,7 +195,7 @@ def per_chain(chain: Any, use_orig_params: bool) -> FSDP:
 # Sharded.
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (3, 4, 5), (2, 3, 2, 3), (0, 3), (1, 1), (5, 1, 2)])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5), (2, 3, 2, 3), (0, 3), (5, 1, 2)])
 def test_boxes_cover_every_interval_once(shape):
     numel = torch.Size(shape).numel()
     values = torch.arange(numel)
@@ -224,80 +213,65 @@ def test_boxes_cover_every_interval_once(shape):
         assert torch.equal(found.flatten(), expected)
 
 
-@each_form
-@each_wrapping
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("Tied", "Shared")])
 @ranks(3)
-def test_sharded_values_stand_for_those_of_the_plain_module(rank, world_size, name, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-    with count_collectives() as counts:
-        state = take(model, SHARDED)
-    assert counts == {}
-    assert_equal(full(state), plain.state_dict())
-    params = dict(plain.named_parameters())
-    for key, value in state.items():
-        owned = wrap is not below_plain or key.startswith(("stem", "blocks.1"))
-        assert isinstance(value, IntervalTensor) == (key.removesuffix("_doubled") in params and owned), key
-    assert_equal(model.state_dict(), plain.state_dict())
+def test_sharded_values_stand_for_those_of_the_plain_module(rank, world_size, name):
+    for wrap, use_orig_params in [*WAYS, (whole, False)]:
+        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+        with count_collectives() as counts:
+            state = take(model, SHARDED)
+        assert counts == {}
+        assert_equal(full(state), plain.state_dict())
+        params = dict(plain.named_parameters())
+        for key, value in state.items():
+            owned = wrap is not below_plain or key.startswith(("stem", "blocks.1"))
+            expected = key.removesuffix("_doubled") in params and owned
+            assert isinstance(value, IntervalTensor) == expected, key
+        assert_equal(model.state_dict(), plain.state_dict())
 
 
-@each_form
-@pytest.mark.parametrize("wrap", [whole, per_block, by_hand])
 @pytest.mark.parametrize("name", ["Tied", "Shared"])
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL])
 @ranks(2)
-def test_tied_parameters_travel_by_pieces(rank, world_size, kind, name, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-    if kind is SHARDED:
-        assert_equal(full(take(model, kind)), plain.state_dict())
-    state = copy.deepcopy(take(model, kind))
-    if kind is LOCAL:
-        assert all(name.endswith("_flat_param") for name in state)
-    model.load_state_dict(changed(plain.state_dict()))
-    assert str(load(model, kind, state)) == "<All keys matched successfully>"
-    assert_equal(model.state_dict(), plain.state_dict())
-    train_side_by_side(2, model, adamw(model), plain, adamw(plain))
-    assert_close(model.state_dict(), plain.state_dict())
+def test_tied_parameters_travel_by_pieces(rank, world_size, kind, name):
+    for wrap, use_orig_params in WAYS[:3]:
+        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
+        state = copy.deepcopy(take(model, kind))
+        if kind is SHARDED:
+            assert_equal(full(state), plain.state_dict())
+        else:
+            assert all(name.endswith("_flat_param") for name in state)
+        model.load_state_dict(changed(plain.state_dict()))
+        assert str(load(model, kind, state)) == "<All keys matched successfully>"
+        assert_equal(model.state_dict(), plain.state_dict())
+        train_side_by_side(2, model, adamw(model), plain, adamw(plain))
+        assert_close(model.state_dict(), plain.state_dict())
 
 
-@each_form
-@each_wrapping
 @pytest.mark.parametrize("name", ["Buffered", "Mixed"])
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL])
 @ranks(2)
-def test_pieces_are_loaded_without_communication(rank, world_size, kind, name, wrap, use_orig_params):
-    source, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-    model = wrap(MODELS[name]().to(torch.float64 if name != "Mixed" else torch.float32))
-    if name == "Mixed":
+def test_pieces_are_loaded_without_communication(rank, world_size, kind, name):
+    """From a file, into the other form of the wrapper."""
+    for wrap, use_orig_params in WAYS:
+        source, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
         model, _ = wrapped_and_plain(MODELS[name], wrap, not use_orig_params)
         model.load_state_dict(changed(plain.state_dict()))
-    stored = io.BytesIO()
-    torch.save(take(source, kind), stored)
-    stored.seek(0)
-    state = torch.load(stored, weights_only=True)
-    for fqn, value in take(source, kind).items():
-        assert bool((state[fqn] == value).all()) and torch.equal(state[fqn], value)
-    with count_collectives() as counts:
-        assert str(load(model, kind, state)) == "<All keys matched successfully>"
-    assert counts == {}
-    assert_equal(model.state_dict(), plain.state_dict())
+        stored = io.BytesIO()
+        torch.save(take(source, kind), stored)
+        stored.seek(0)
+        state = torch.load(stored, weights_only=True)
+        for fqn, value in take(source, kind).items():
+            assert bool((state[fqn] == value).all()) and torch.equal(state[fqn], value)
+        with count_collectives() as counts:
+            assert str(load(model, kind, state)) == "<All keys matched successfully>"
+        assert counts == {}
+        assert_equal(model.state_dict(), plain.state_dict())
 
 
 @each_form
 @ranks(2)
-def test_pieces_of_this_rank_are_copied_straight_into_the_shards(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    state = take(model, SHARDED)
-    model.load_state_dict(changed(plain.state_dict()))
-    with mock.patch.object(FSDP, "_load_from_state_dict") as walked:
-        load(model, SHARDED, state)
-    assert not walked.called
-    assert_equal(model.state_dict(), plain.state_dict())
-
-
-@each_form
-@ranks(2)
-def test_pieces_keep_their_values_and_variables_are_the_models_memory(rank, world_size, use_orig_params):
+def test_pieces_are_the_models_memory_and_copied_straight_into_it(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
     kept = take(model, SHARDED)
     before = live_bytes()
@@ -307,20 +281,21 @@ def test_pieces_keep_their_values_and_variables_are_the_models_memory(rank, worl
     for value in state.values():
         value.detach().zero_()
     assert all(not value.any() for value in model.state_dict().values())
-    load(model, SHARDED, kept)
+    with mock.patch.object(FSDP, "_load_from_state_dict") as walked:
+        load(model, SHARDED, kept)
+    assert not walked.called
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@each_form
-@each_wrapping
 @ranks(3)
-def test_full_tensors_are_loaded_without_communication(rank, world_size, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
-    state = changed(plain.state_dict())
-    with count_collectives() as counts:
-        load(model, SHARDED, state)
-    assert counts == {}
-    assert_equal(model.state_dict(), state)
+def test_full_tensors_are_loaded_without_communication(rank, world_size):
+    for wrap, use_orig_params in WAYS:
+        model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
+        state = changed(plain.state_dict())
+        with count_collectives() as counts:
+            load(model, SHARDED, state)
+        assert counts == {}
+        assert_equal(model.state_dict(), state)
 
 
 @each_form
@@ -337,10 +312,9 @@ def test_loading_pieces_in_the_middle_of_training(rank, world_size, use_orig_par
     assert_close(model.state_dict(), plain.state_dict())
 
 
-@each_form
 @ranks(2)
-def test_torchs_own_sharded_tensors_are_loaded(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+def test_torchs_own_sharded_tensors_are_loaded(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
     expected = changed(plain.state_dict())
     other = copy.deepcopy(plain)
     other.load_state_dict(expected)
@@ -393,7 +367,7 @@ def test_operations_on_pieces(rank, world_size):
 
 @each_form
 @ranks(2)
-def test_pieces_of_another_wrapping_are_refused(rank, world_size, use_orig_params):
+def test_pieces_of_another_wrapping_are_refused_and_names_may_miss(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, whole, use_orig_params)
     other, _ = wrapped_and_plain(Net, per_block, use_orig_params)
     expected = plain.state_dict()
@@ -413,10 +387,14 @@ def test_pieces_of_another_wrapping_are_refused(rank, world_size, use_orig_param
     with pytest.raises(RuntimeError, match="size mismatch for stem.weight"):
         load(model, SHARDED, state)
     assert_equal(model.state_dict(), expected)
+    state = {name: value * 2 for name, value in take(model, SHARDED).items() if name != "stem.weight"}
+    found = load(model, SHARDED, state | {"extra": torch.zeros(1)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["stem.weight"], ["extra"])
+    doubled = {name: value * (1 if name == "stem.weight" else 2) for name, value in expected.items()}
+    assert_equal(model.state_dict(), doubled)
 
 
-@each_form
-@each_wrapping
+@each_of_four
 @ranks(2)
 def test_a_module_that_fails_to_load_pieces_leaves_the_model_as_it_was(
     rank, world_size, wrap, use_orig_params
@@ -435,47 +413,25 @@ def test_a_module_that_fails_to_load_pieces_leaves_the_model_as_it_was(
     assert_equal(model.state_dict(), state)
 
 
-@each_form
 @ranks(2)
-def test_unstrict_loading_of_pieces(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    state = {name: value * 2 for name, value in take(model, SHARDED).items()}
-    del state["blocks.0.up.weight"]
-    state["extra"] = torch.zeros(1)
-    found = load(model, SHARDED, state, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["blocks.0.up.weight"], ["extra"])
-    expected = {name: value * 2 for name, value in plain.state_dict().items()}
-    expected["blocks.0.up.weight"] = plain.state_dict()["blocks.0.up.weight"]
-    assert_equal(model.state_dict(), expected)
-
-
-@each_form
-@pytest.mark.parametrize("kind", [SHARDED, LOCAL])
-@ranks(2)
-def test_pieces_while_full_parameters_are_shown(rank, world_size, kind, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    state = take(model, kind)
-    with FSDP.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="summon_full_params"):
-            take(model, kind)
-        with pytest.raises(RuntimeError, match="summon_full_params"):
-            load(model, kind, state)
-    load(model, kind, state)
-    assert_equal(model.state_dict(), plain.state_dict())
-
-
-@each_form
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-@ranks(2)
-def test_no_forward_while_a_state_dict_is_taken(rank, world_size, kind, use_orig_params):
-    model, plain = wrapped_and_plain(Net, whole, use_orig_params)
+def test_refused_while_full_parameters_are_shown_or_a_state_dict_is_taken(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    for kind in (SHARDED, LOCAL):
+        state = take(model, kind)
+        with FSDP.summon_full_params(model):
+            for call in (lambda kind=kind: take(model, kind), lambda args=(kind, state): load(model, *args)):
+                with pytest.raises(RuntimeError, match="summon_full_params"):
+                    call()
+        load(model, kind, state)
+    model = whole(copy.deepcopy(plain), use_orig_params=True)
 
     def run(*_: Any) -> None:
         model(torch.zeros(1, WIDTH, dtype=torch.float64))
 
     handle = model.module.head.register_state_dict_pre_hook(run)
-    with pytest.raises(RuntimeError, match="a state dict with the parameters of"):
-        take(model, kind)
+    for kind in (FULL, SHARDED):
+        with pytest.raises(RuntimeError, match="a state dict with the parameters of"):
+            take(model, kind)
     handle.remove()
     assert_equal(model.state_dict(), plain.state_dict())
 

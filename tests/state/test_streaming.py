@@ -50,7 +50,8 @@ from state_nets import (
     wrapped_and_plain,
 )
 
-WRAPPINGS = [whole, per_block, by_hand, below_plain]
+WAYS = [(whole, False), (per_block, True), (by_hand, True), (below_plain, False)]
+"""Of wrapping, with a form of the wrapper."""
 BUDGETS = [None, 1, 200, 10**9]
 
 
@@ -61,14 +62,17 @@ def parameters(plain: nn.Module) -> dict[str, torch.Tensor]:
 # What is yielded.
 
 
-@each_form
 @pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
 @ranks(1, 3)
-def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls, use_orig_params):
-    for wrap in WRAPPINGS[:3] if cls in (Tied, Shared) else WRAPPINGS:
+def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls):
+    for wrap, use_orig_params in WAYS[:3] if cls in (Tied, Shared) else WAYS:
         model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
         for budget in BUDGETS:
-            found = dict(iter_full_params(model, budget=budget))
+            with count_collectives() as traffic:
+                found = dict(iter_full_params(model, budget=budget))
+            if world_size > 1 and wrap is not below_plain:
+                assert set(traffic) == {"broadcast"}
+                assert traffic["broadcast"].bytes == sum(value.nbytes for value in found.values())
             assert_equal(found, parameters(plain))
             storages = {value.untyped_storage().data_ptr() for value in found.values()}
             assert len(storages) == len(found)  # nobody else's memory
@@ -126,8 +130,10 @@ def test_a_plain_module_streams_copies_also_without_process_groups(rank, world_s
     assert plain.shift.any() and "head.weight" not in found
 
 
-@each_form
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"),
+    [("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", True), ("HYBRID_SHARD", False)],
+)
 @ranks(4)
 def test_in_training_with_every_strategy_and_precision(rank, world_size, strategy, use_orig_params):
     options: dict[str, Any] = {
@@ -163,12 +169,11 @@ def test_in_training_with_every_strategy_and_precision(rank, world_size, strateg
         assert_close(on_first, expected)
 
 
-@each_form
 @ranks(2)
-def test_dtypes_are_master_ones_or_as_asked_for(rank, world_size, use_orig_params):
+def test_dtypes_are_master_ones_or_as_asked_for(rank, world_size):
     policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     plain = Buffered()
-    model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, mixed_precision=policy)
+    model = per_block(copy.deepcopy(plain), use_orig_params=True, mixed_precision=policy)
     assert_equal(dict(iter_full_params(model)), parameters(plain))
     model.eval()(torch.randn(4, WIDTH))
     kept = dict(iter_full_params(model, buffers=True))
@@ -178,7 +183,7 @@ def test_dtypes_are_master_ones_or_as_asked_for(rank, world_size, use_orig_param
     with count_collectives() as traffic:
         assert_equal(dict(iter_full_params(model, dtype=torch.float16)), half)
     assert traffic["broadcast"].bytes == sum(value.nbytes for value in half.values())  # cast, then sent
-    mixed, plain = wrapped_and_plain(Mixed, whole, use_orig_params)
+    mixed, plain = wrapped_and_plain(Mixed, whole, True)
     found = dict(iter_full_params(mixed, dtype=torch.float64))
     assert found.pop("blocks.0.table").dtype == torch.int64
     assert {value.dtype for value in found.values()} == {torch.float64}
@@ -247,7 +252,7 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, front):
         assert 0.95 * 3 <= others <= 1.02 * 3
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_the_next_parameters_are_on_their_way_while_one_is_used(rank, world_size, front):
     model = squares(front, per_unit=1)
@@ -256,25 +261,6 @@ def test_the_next_parameters_are_on_their_way_while_one_is_used(rank, world_size
             name, _ = next(params)
             # A matrix is split over both ranks: two messages each.
             assert traffic["broadcast"].calls == 2 * (1 + ahead), (budget, name)
-
-
-@each_form
-@ranks(3)
-def test_every_byte_travels_once(rank, world_size, use_orig_params):
-    for wrap in WRAPPINGS:
-        model, plain = wrapped_and_plain(Mixed, wrap, use_orig_params)
-        names = {name for unit in FSDP.fsdp_modules(model) for name, _ in unit.named_parameters()}
-        assert names
-        for budget in (None, 1):
-            with count_collectives() as traffic:
-                found = dict(iter_full_params(model, budget=budget))
-            sharded = {  # below plain modules not all are
-                name: value
-                for name, value in found.items()
-                if wrap is not below_plain or name.startswith(("stem", "blocks.1"))
-            }
-            assert set(traffic) == {"broadcast"}
-            assert traffic["broadcast"].bytes == sum(value.nbytes for value in sharded.values())
 
 
 class Many(nn.Module):
@@ -287,11 +273,10 @@ class Many(nn.Module):
         self.halves = nn.ParameterList(torch.randn(size).half() for size in (4, 9))
 
 
-@pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(3)
-def test_small_tensors_travel_together(rank, world_size, front):
+def test_small_tensors_travel_together(rank, world_size):
     plain = Many()
-    model = FSDP(copy.deepcopy(plain), use_orig_params=front == "orig", sync_module_states=True)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True, sync_module_states=True)
     expected = dict(iter_full_params(model, budget=1))  # each alone
     assert {name: (value.shape, value.dtype) for name, value in expected.items()} == {
         name: (value.shape, value.dtype) for name, value in parameters(plain).items()
@@ -317,7 +302,7 @@ def test_small_tensors_travel_together(rank, world_size, front):
     assert_equal(dict(iter_full_params(model)), expected)
 
 
-@each_front
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_size, front):
     one = 64 * 64 * 4
@@ -339,10 +324,9 @@ def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_s
 # Callers that break off, or come at the wrong time.
 
 
-@each_form
 @ranks(3)
-def test_ranks_may_stop_at_different_places(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+def test_ranks_may_stop_at_different_places(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
     ours, theirs = adamw(model), adamw(plain)
     for budget in (None, 1):
         with count_collectives() as traffic:
@@ -360,10 +344,9 @@ def test_ranks_may_stop_at_different_places(rank, world_size, use_orig_params):
     assert_close(model.state_dict(), plain.state_dict())
 
 
-@each_form
 @ranks(2)
-def test_wrong_times_and_arguments_are_refused(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+def test_wrong_times_and_arguments_are_refused(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
     optimizer = adamw(model)
     seen: list[Any] = []
 
