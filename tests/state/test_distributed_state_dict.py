@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -43,12 +44,14 @@ def no_entries(found: dict[str, Any]) -> None:
     assert found == {}
 
 
-@pytest.mark.parametrize("name", [name for name in ours.__all__ if name.islower()])
-def test_arguments_are_those_of_torch(name):
+def test_arguments_are_those_of_torch():
     def arguments(function: Any) -> list[tuple[str, Any, Any]]:
         return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
 
-    assert arguments(getattr(ours, name)) == arguments(getattr(theirs, name))
+    names = [name for name in ours.__all__ if name.islower()]
+    assert len(names) == 6
+    for name in names:
+        assert arguments(getattr(ours, name)) == arguments(getattr(theirs, name)), name
 
 
 @ranks(2)
@@ -66,17 +69,20 @@ def test_what_the_first_rank_announces_reaches_all(rank, world_size):
 
 
 @each_form
-@pytest.mark.parametrize("of_torch", [False, True], ids=["ours", "torch"])
 @ranks(2)
-def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, of_torch, use_orig_params):
-    functions = theirs if of_torch else ours
+def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, use_orig_params):
     model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
     optimizer, reference = adamw(model), adamw(plain)
     train_side_by_side(2, model, optimizer, plain, reference)
-    for offload in (False, True):
+    assert_full_state_dicts(rank, model, optimizer, plain, reference)
+
+
+def assert_full_state_dicts(rank, model, optimizer, plain, reference) -> None:
+    """Of both, by our functions and torch's."""
+    expected, expected_optim = theirs.get_state_dict(plain, reference)
+    for functions, offload in itertools.product((ours, theirs), (False, True)):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
         found, found_optim = functions.get_state_dict(model, optimizer, options=options)
-        expected, expected_optim = theirs.get_state_dict(plain, reference)
         if offload and rank:
             assert (found, found_optim) == ({}, {})
         else:
@@ -84,9 +90,17 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, of_torch,
             assert_same(found_optim, expected_optim)
 
 
-@each_form
-@pytest.mark.parametrize("way", ["pieces", "full", "first_rank"])
-@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("way", "flatten", "use_orig_params"),
+    [
+        ("pieces", False, True),
+        ("pieces", True, True),
+        ("full", True, False),
+        ("full", False, False),
+        ("first_rank", False, True),
+        ("first_rank", True, True),
+    ],
+)
 @ranks(3)
 def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
     model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
@@ -152,12 +166,11 @@ def test_several_optimizers(rank, world_size):
     assert_same(ours.get_optimizer_state_dict(model, [one[0], fresh], options=options), found)
 
 
-@each_form
 @ranks(2)
-def test_frozen_parameters_left_out_and_submodules(rank, world_size, use_orig_params):
+def test_frozen_parameters_left_out_and_submodules(rank, world_size):
     net = Tied().double()
     net.blocks[1].up.requires_grad_(False)
-    model = per_block(copy.deepcopy(net), use_orig_params=use_orig_params)
+    model = per_block(copy.deepcopy(net), use_orig_params=True)
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     state = ours.get_model_state_dict(model, options=options)
     assert_equal(theirs.get_model_state_dict(model, options=options), state)
@@ -214,11 +227,10 @@ def test_models_without_our_instances_go_to_torchs(rank, world_size):
     )
 
 
-@each_form
 @ranks(2)
-def test_torchs_own_functions_find_our_wrappers(rank, world_size, use_orig_params):
+def test_torchs_own_functions_find_our_wrappers(rank, world_size):
     """Without `fsdp_wrap.compat`: by default pieces, which they gather, offload and load."""
-    model, plain = wrapped_and_plain(Buffered, below_plain, use_orig_params)
+    model, plain = wrapped_and_plain(Buffered, below_plain, True)
     state = theirs.get_model_state_dict(model)
     assert isinstance(state["stem.weight"], IntervalTensor)
     for gathered in (gather_state_dict(state), gather_state_dict(state, cpu_offload=True)):
@@ -244,20 +256,13 @@ def test_torchs_own_functions_and_fully_shard(rank, world_size):
     fully_shard(model)
     optimizer, reference = adamw(model), adamw(plain)
     train_side_by_side(2, model, optimizer, plain, reference)
-    expected, expected_optim = theirs.get_state_dict(plain, reference)
-    for functions, offload in ((ours, True), (theirs, True), (theirs, False)):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        found, found_optim = functions.get_state_dict(model, optimizer, options=options)
-        if offload and rank:
-            assert (found, found_optim) == ({}, {})
-        else:
-            assert_close(found, expected)
-            assert_same(found_optim, expected_optim)
+    assert_full_state_dicts(rank, model, optimizer, plain, reference)
+    found = theirs.get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
     fresh.zero_grad()  # or torch makes no state to load into
-    mine, mine_optim = copy.deepcopy((found, found_optim) if rank == 0 else ({}, {}))
+    mine, mine_optim = copy.deepcopy(found if rank == 0 else ({}, {}))
     theirs.set_model_state_dict(model, mine, options=options)
     theirs.set_optimizer_state_dict(model, fresh, mine_optim, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
@@ -266,13 +271,12 @@ def test_torchs_own_functions_and_fully_shard(rank, world_size):
     )
 
 
-@each_form
 @ranks(2)
-def test_parts_that_fully_shard_has_sharded(rank, world_size, use_orig_params):
+def test_parts_that_fully_shard_has_sharded(rank, world_size):
     plain = Net().double()
     model: nn.Module = copy.deepcopy(plain)
     fully_shard(model.head)
-    model = FSDP(model, use_orig_params=use_orig_params)
+    model = FSDP(model, use_orig_params=True)
     for functions, offload in ((ours, False), (theirs, True)):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
         found = functions.get_model_state_dict(model, options=options)

@@ -130,8 +130,8 @@ def test_parameters_of_tensor_parallelism_in_a_unit_or_in_none(rank, world_size)
         torch.testing.assert_close(found, total, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-@each_front
 def test_a_norm_that_is_not_finite_is_refused_if_asked(rank, world_size, front):
     model = shard(front, net(), ModuleWrapPolicy({Layer}))
     losses(model, range(rank, rank + 1)).backward()
@@ -176,23 +176,24 @@ class _Mixed(nn.Module):
         return (self.linear(x).to(torch.complex128) @ self.weight).abs()
 
 
-@pytest.mark.parametrize("p", [0.5, *NORMS])
 @each_front
 @ranks(2)
-def test_norms_of_complex_gradients(rank, world_size, front, p):
+def test_norms_of_complex_gradients(rank, world_size, front):
     torch.manual_seed(0)
     plain = nn.Sequential(_Mixed(), nn.Linear(5, 1).double()).double()
     model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({_Mixed}))
-    for module in (plain, model):
-        module(torch.ones(2, 3).double()).square().sum().backward()
-    named, total = expected_norms(plain, p)
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-    close(fsdp_wrap.grad_norms(model, p), named)
-    found = fsdp_wrap.clip_grad_norm_(model, 0.1, p)
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
-    close(found, total)
-    for name, param in plain.named_parameters():
-        close(full_grads(model)[name], param.grad)
+    for p in (0.5, *NORMS):
+        for module in (plain, model):
+            module.zero_grad()
+            module(torch.ones(2, 3).double()).square().sum().backward()
+        named, total = expected_norms(plain, p)
+        close(fsdp_wrap.grad_norms(model, p), named)
+        found = fsdp_wrap.clip_grad_norm_(model, 0.1, p)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
+        close(found, total)
+        for name, param in plain.named_parameters():
+            close(full_grads(model)[name], param.grad)
 
 
 class _Empty(nn.Module):
@@ -206,8 +207,9 @@ class _Empty(nn.Module):
         return x + self.rows.sum() + self.columns.sum()
 
 
-@pytest.mark.parametrize("together", [None, 0])
-@each_front
+@pytest.mark.parametrize(
+    ("front", "together"), [("flat", None), ("orig", 0), ("composable", None), ("composable", 0)]
+)
 @ranks(2)
 def test_units_without_elements(rank, world_size, front, together):
     """They are trained, clipped, saved and loaded beside others."""
