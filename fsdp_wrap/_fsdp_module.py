@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -60,6 +60,13 @@ class FSDPModule(nn.Module):
         register_forward_method(self, self, method_name, self._run_as_forward)
 
     # parameters
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `torch.nn.Module`; after a backward that raised, the sharded parameters are there again."""
+        unit: Unit | None = self.__dict__.get(UNIT_ATTR)
+        if unit is not None and unit.schedule is not None:
+            schedule_of(unit).end_failed_backward()
+        return super().named_parameters(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, and lets the modules show them until it is resharded.
