@@ -22,10 +22,10 @@ import argparse
 import ast
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -237,24 +237,26 @@ class _Sites(ast.NodeVisitor):
         """Leaves texts alone."""
 
 
-def mutants(number: int = NUMBER, seed: int = SEED) -> list[Mutant]:
-    """Draws as many mutants of each operator, not two of one statement."""
-    found = defaultdict(list)
-    for folder in FOLDERS:
-        for path in sorted((ROOT / "fsdp_wrap" / folder).rglob("*.py")):
-            for mutant in _Sites(path).found:
-                found[mutant.operator].append(mutant)
-    generator = random.Random(seed)
-    for several in found.values():
-        generator.shuffle(several)
+def mutants() -> list[Mutant]:
+    """Those of the record that are still there, and as many others as are missing of each operator."""
+    sites = [
+        mutant
+        for folder in FOLDERS
+        for path in sorted((ROOT / "fsdp_wrap" / folder).rglob("*.py"))
+        for mutant in _Sites(path).found
+    ]
+    recorded = Record().names
+    # By a checksum, so that the draw stays the same while other lines of the package change.
+    sites.sort(key=lambda one: (one.name not in recorded, zlib.crc32(f"{SEED} {one.name}".encode())))
+    operators = sorted({mutant.operator for mutant in sites})
     chosen: dict[tuple[str, int], Mutant] = {}
-    while len(chosen) < number:
-        for operator in sorted(found):
-            mutant = found[operator].pop()
-            while (mutant.path, mutant.line) in chosen:
-                mutant = found[operator].pop()
-            chosen[mutant.path, mutant.line] = mutant
-    return [*chosen.values()][:number]
+    counts = Counter[str]()
+    for mutant in sites:
+        place = mutant.path, mutant.line
+        if place not in chosen and counts[mutant.operator] < -(-NUMBER // len(operators)):
+            chosen[place] = mutant
+            counts[mutant.operator] += 1
+    return [*chosen.values()]
 
 
 def mutated(text: str, several: Iterable[Mutant]) -> str:
@@ -375,6 +377,16 @@ class Record:
         known = json.loads(RECORD.read_text()) if RECORD.exists() else []
         self._known = {one["mutant"]: one for one in known}
 
+    @property
+    def names(self) -> set[str]:
+        """Of all mutants that it knows."""
+        return {*self._known}
+
+    def keep_only(self, several: Iterable[Mutant]) -> None:
+        """Forgets those that are gone."""
+        names = {mutant.name for mutant in several}
+        self._known = {name: one for name, one in self._known.items() if name in names}
+
     def is_set_aside(self, mutant: Mutant) -> bool:
         return "reason" in self._known.get(mutant.name, {})
 
@@ -396,6 +408,7 @@ class Run:
     def __init__(self, tier: str, only: str, scratch: Path) -> None:
         self._tier, self._scratch, self._record = tier, scratch, Record()
         self._mutants = mutants()
+        self._record.keep_only(self._mutants)
         self._judged = [
             number
             for number, mutant in enumerate(self._mutants)
@@ -418,7 +431,8 @@ class Run:
         return [test] if test and (ROOT / test.partition("::")[0]).is_file() else []
 
     def _reach(self) -> Reach:
-        folder = ROOT / ".mutants" / self._tier
+        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+        folder = ROOT / ".mutants" / f"{commit}-{self._tier}"
         reached, log, done = folder / "reached", folder / "log", folder / "done"
         if not done.exists():
             folder.mkdir(parents=True, exist_ok=True)

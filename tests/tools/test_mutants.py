@@ -9,11 +9,11 @@ mutants = script("mutants", "tests/tools")
 
 def test_mutants_are_spread_over_folders_and_operators():
     drawn = mutants.mutants()
-    assert len({mutant.name for mutant in drawn}) == len(drawn) == mutants.NUMBER
+    assert len({mutant.name for mutant in drawn}) == len(drawn) >= mutants.NUMBER
     assert {mutant.path.split("/")[1] for mutant in drawn} == set(mutants.FOLDERS)
     kinds = [mutant.operator for mutant in drawn]
     expected = {"arithmetic", "call", "comparison", "condition", "constant", "order"}
-    assert {*kinds} == expected and min(map(kinds.count, expected)) >= len(drawn) // 6
+    assert {*kinds} == expected and min(map(kinds.count, expected)) >= mutants.NUMBER // 6
 
 
 def test_each_mutant_is_another_program_and_each_mark_keeps_it_one():
