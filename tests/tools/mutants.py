@@ -41,8 +41,8 @@ DRAW = "FSDP_WRAP_DRAW"
 FOLDERS = ("_core", "_comm", "_params", "_runtime", "_state", "checkpoint")
 NUMBER, SEED = 160, 36
 AT_A_TIME = 2
-SECONDS, MOST = 20.0, 40
-"""Of the tests that a mutant meets alone."""
+FEW, SECONDS = (6, 40), 20.0
+"""How many tests a mutant meets alone, then if it lives; and the seconds of these."""
 STOPS, STARTS_NOT = "(the tests do not end)", "(no test can start)"
 LONGEST = 400.0
 """Seconds after which a mutant that runs has stopped the tests, and so shows."""
@@ -306,13 +306,9 @@ class Clone:
     def restore(self) -> None:
         subprocess.run(["git", "checkout", "-q", "."], cwd=self._folder, check=True)
 
-    def pytest(
-        self, *arguments: str, log: Path, limit: float | None = None, reached: Path | None = None
-    ) -> int | None:
+    def pytest(self, *arguments: str, log: Path, limit: float | None = None, **variables: str) -> int | None:
         """Runs tests; returns the exit status, None if that took longer than the limit."""
-        settings = {**os.environ, "PYTHONPATH": str(self._folder), DRAW: "mutants"}
-        if reached:
-            settings["MUTANTS_REACHED"] = str(reached)
+        settings = {**os.environ, "PYTHONPATH": str(self._folder), DRAW: "mutants", **variables}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         with log.open("w") as file:
             process = subprocess.Popen(command, cwd=self._folder, env=settings, stdout=file, stderr=file)
@@ -354,11 +350,9 @@ class Reach:
                 seconds[words[2]] += float(words[0][:-1])
         return cls(tests, seconds)
 
-    def few(self, number: int, of: Iterable[str] | None = None) -> list[str]:
+    def few(self, number: int, of: Iterable[str], most: int) -> list[str]:
         """Some short tests that reach a mutant: of each file, then of each function, while there is time."""
-        reaching = self.tests.get(number, set())
-        if of is not None:
-            reaching = reaching & set(of)
+        reaching = self.tests.get(number, set()) & {*of}
         tests = sorted(reaching, key=lambda test: self.seconds.get(test, 0.0))
         for part in ("[", "::"):
             shortest: dict[str, str] = {}
@@ -367,7 +361,7 @@ class Reach:
             first = {*shortest.values()}
             tests = [*shortest.values(), *(test for test in tests if test not in first)]
         spent = accumulate(self.seconds.get(test, 0.0) for test in tests)
-        return [test for test, until in zip(tests[:MOST], spent) if until < SECONDS] or tests[:1]
+        return [test for test, until in zip(tests[:most], spent) if until < SECONDS] or tests[:1]
 
 
 class Record:
@@ -419,16 +413,25 @@ class Run:
             self._clones.put(Clone(scratch / f"clone{number}"))
 
     def everything(self) -> None:
-        reach = self._reach()
-        left = self._meet({n: [*self._last_time(n), *reach.few(n)] for n in self._judged})
-        print(f"{len(left)} live through the first tests", flush=True)
+        reach, there = self._reach(), self._collected()
+        left = self._judged
+        for most in FEW:
+            left = self._meet({n: [*self._last_time(n, there), *reach.few(n, there, most)] for n in left})
+            print(f"{len(left)} live through {most} tests", flush=True)
         failed = self._all_together(left)
-        for number in self._meet({n: reach.few(n, failed) for n in left}):
+        for number in self._meet({n: reach.few(n, failed, FEW[-1]) for n in left}):
             self._record.note(self._mutants[number], self._tier, None)
 
-    def _last_time(self, number: int) -> list[str]:
+    def _collected(self) -> set[str]:
+        """The names of all tests that can be run by name."""
+        clone, log = self._clones.get(), self._scratch / "collected"
+        clone.pytest("--collect-only", "-q", "-m", "slow or not slow", log=log, FSDP_WRAP_THOROUGH="1")
+        self._clones.put(clone)
+        return {line for line in log.read_text().splitlines() if "::" in line}
+
+    def _last_time(self, number: int, there: set[str]) -> list[str]:
         test = self._record.test_of(self._mutants[number])
-        return [test] if test and (ROOT / test.partition("::")[0]).is_file() else []
+        return [test] if test in there else []
 
     def _reach(self) -> Reach:
         commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
@@ -438,7 +441,9 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             clone = Clone(self._scratch / "marked")
             clone.mark(self._mutants)
-            clone.pytest("-m", self._marker, "-n", "2", "--durations=0", "-vv", log=log, reached=reached)
+            clone.pytest(
+                "-m", self._marker, "-n", "2", "--durations=0", "-vv", log=log, MUTANTS_REACHED=str(reached)
+            )
             done.touch()
         return Reach.read(reached, log)
 
