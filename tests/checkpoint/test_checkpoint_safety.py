@@ -272,7 +272,7 @@ def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
     kept = checkpoint.save(tmp_path, layers())
-    given: dict[str, Any]
+    given: Any
     save: Any
     for given, error, message in [
         ({"step": True}, TypeError, "step must be a whole number or None, not bool"),

@@ -5,6 +5,8 @@ A `front` is "flat" or "orig", `fsdp_version=1` without and with `use_orig_param
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def _prepare(accelerator, front):
     torch.manual_seed(0)
     model = Transformer()
     data = torch.cat([tokens(rank, step) for step in range(STEPS) for rank in range(2)])
-    loader = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
     if front == "composable":
         return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
     model = accelerator.prepare(model)

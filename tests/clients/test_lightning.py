@@ -5,6 +5,8 @@ A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, o
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,7 +63,7 @@ def _loader():
     return torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
 
-def _module(lightning, front):
+def _module(lightning: Any, front):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()

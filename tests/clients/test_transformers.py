@@ -7,6 +7,7 @@ which transformers takes where it is told that the version is 2.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytestmark = needs("transformers", "accelerate")
 STEPS = 6
 
 
-MODELS = {"llama": (llama, ["LlamaDecoderLayer"]), "t5": (t5, ["T5Block"])}
+MODELS: dict[str, Any] = {"llama": (llama, ["LlamaDecoderLayer"]), "t5": (t5, ["T5Block"])}
 
 
 def _examples():

@@ -182,6 +182,7 @@ def run_steps(choose: Choose, backend: Backend, make: Callable[..., Any] = alone
 
 def test_all_that_travels_lies_in_the_groups_memory():
     """Unless the backend has no allocator, or it is ordinary memory again."""
+    options: Any
     for options in ({}, {"mp_policy": BF16}):
         backend = Backend()
         seen = run_steps(by_group, backend, **options)

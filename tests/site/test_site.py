@@ -102,8 +102,9 @@ def test_pages_that_show_parts_of_a_program_show_it_as_it_is():
             told = f"{name_of(page)}, line {block.line}: {program.name} has it otherwise"
             needed, part = statements(block.source)
             assert needed <= imports, told
-            begin = next((n for n in range(begin, len(whole)) if whole[n : n + len(part)] == part), None)
-            assert begin is not None, told
+            found = [n for n in range(begin, len(whole)) if whole[n : n + len(part)] == part]
+            assert found, told
+            begin = found[0]
 
 
 def test_how_to_and_start_hide_nothing():

@@ -425,7 +425,7 @@ class Run:
     def _collected(self) -> set[str]:
         """The names of all tests that can be run by name."""
         clone, log = self._clones.get(), self._scratch / "collected"
-        clone.pytest("--collect-only", "-q", "-m", "slow or not slow", log=log, FSDP_WRAP_THOROUGH="1")
+        clone.pytest("--collect-only", "-m", "slow or not slow", log=log, FSDP_WRAP_THOROUGH="1")
         self._clones.put(clone)
         return {line for line in log.read_text().splitlines() if "::" in line}
 

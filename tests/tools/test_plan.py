@@ -453,7 +453,7 @@ def test_wrong_uses_are_refused():
         ((model, optimizer, 1), "the step .* must be a function, not int"),
     ]:
         with pytest.raises(TypeError, match=text):
-            fsdp_wrap.plan(lambda returned=returned: returned, 8)
+            fsdp_wrap.plan(partial(lambda given: given, returned), 8)
     for arguments, error, text in [
         ({"setup": None}, TypeError, "must be a function"),
         ({"setup": lambda: (model, optimizer, print)}, ValueError, "no module of the model .* is sharded"),
