@@ -44,7 +44,7 @@ AT_A_TIME = 2
 FEW, SECONDS = (6, 40), 20.0
 """How many tests a mutant meets alone, then if it lives; and the seconds of these."""
 STOPS, STARTS_NOT = "(the tests do not end)", "(no test can start)"
-LONGEST = 400.0
+LONGEST = 150.0
 """Seconds after which a mutant that runs has stopped the tests, and so shows."""
 
 COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
