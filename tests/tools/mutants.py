@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import subprocess
 import sys
@@ -351,15 +352,18 @@ class Reach:
         return cls(tests, seconds)
 
     def few(self, number: int, of: Iterable[str], most: int) -> list[str]:
-        """Some short tests that reach a mutant: of each file, then of each function, while there is time."""
+        """Some tests that reach a mutant: of each file, then of each function, while there is time.
+
+        Those of about a second come first: shorter ones see little of what they reach.
+        """
         reaching = self.tests.get(number, set()) & {*of}
-        tests = sorted(reaching, key=lambda test: self.seconds.get(test, 0.0))
+        tests = sorted(reaching, key=lambda test: abs(math.log(self.seconds.get(test, 0.0) + 0.01)))
         for part in ("[", "::"):
-            shortest: dict[str, str] = {}
+            first: dict[str, str] = {}
             for test in tests:
-                shortest.setdefault(test.partition(part)[0], test)
-            first = {*shortest.values()}
-            tests = [*shortest.values(), *(test for test in tests if test not in first)]
+                first.setdefault(test.partition(part)[0], test)
+            chosen = {*first.values()}
+            tests = [*first.values(), *(test for test in tests if test not in chosen)]
         spent = accumulate(self.seconds.get(test, 0.0) for test in tests)
         return [test for test, until in zip(tests[:most], spent) if until < SECONDS] or tests[:1]
 
