@@ -7,8 +7,7 @@
 
 1. The tier runs once with a mark before every statement that has a mutant: which tests reach it, and how long
    each test takes.
-2. Each mutant meets the test that noticed it last time, and a few short tests that reach it, from as many
-   files as there are.
+2. Each mutant meets the test that noticed it last time, and a few tests that reach it.
 3. What lived through that is put into one clone all together, in which the whole tier runs. Each of these
    mutants then meets, alone, the tests that failed there and reach it.
 
@@ -351,19 +350,22 @@ class Reach:
                 seconds[words[2]] += float(words[0][:-1])
         return cls(tests, seconds)
 
-    def few(self, number: int, of: Iterable[str], most: int) -> list[str]:
-        """Some tests that reach a mutant: of each file, then of each function, while there is time.
+    def few(self, number: int, mutant: Mutant, of: Iterable[str], most: int) -> list[str]:
+        """Some tests that reach a mutant, each of another function, while there is time.
 
-        Those of about a second come first: shorter ones see little of what they reach.
+        Those of the folder that is about it come first, and of these those of about a second: shorter ones
+        see little of what they reach.
         """
-        reaching = self.tests.get(number, set()) & {*of}
-        tests = sorted(reaching, key=lambda test: abs(math.log(self.seconds.get(test, 0.0) + 0.01)))
-        for part in ("[", "::"):
-            first: dict[str, str] = {}
-            for test in tests:
-                first.setdefault(test.partition(part)[0], test)
-            chosen = {*first.values()}
-            tests = [*first.values(), *(test for test in tests if test not in chosen)]
+        home = f"tests/{Path(mutant.path).parts[1].strip('_')}/"
+        tests = sorted(
+            self.tests.get(number, set()) & {*of},
+            key=lambda one: (not one.startswith(home), abs(math.log(self.seconds.get(one, 0.0) + 0.01))),
+        )
+        first: dict[str, str] = {}
+        for test in tests:
+            first.setdefault(test.partition("[")[0], test)
+        chosen = {*first.values()}
+        tests = [*first.values(), *(test for test in tests if test not in chosen)]
         spent = accumulate(self.seconds.get(test, 0.0) for test in tests)
         return [test for test, until in zip(tests[:most], spent) if until < SECONDS] or tests[:1]
 
@@ -420,11 +422,16 @@ class Run:
         reach, there = self._reach(), self._collected()
         left = self._judged
         for most in FEW:
-            left = self._meet({n: [*self._last_time(n, there), *reach.few(n, there, most)] for n in left})
+            left = self._meet(
+                {n: [*self._last_time(n, there), *self._few(reach, n, there, most)] for n in left}
+            )
             print(f"{len(left)} live through {most} tests", flush=True)
         failed = self._all_together(left)
-        for number in self._meet({n: reach.few(n, failed, FEW[-1]) for n in left}):
+        for number in self._meet({n: self._few(reach, n, failed, FEW[-1]) for n in left}):
             self._record.note(self._mutants[number], self._tier, None)
+
+    def _few(self, reach: Reach, number: int, of: Iterable[str], most: int) -> list[str]:
+        return reach.few(number, self._mutants[number], of, most)
 
     def _collected(self) -> set[str]:
         """The names of all tests that can be run by name."""
