@@ -8,15 +8,20 @@ from typing import Any
 
 from benchmarks.goals import judged
 from benchmarks.harness import Figures, Question, as_markdown
-from benchmarks.overview import NAME, TITLE, draw_overview
+from benchmarks.overview import BARS, NAME, TITLE, draw_overview, ratios_of_memory, ratios_of_times
 
 HEAD = """# Performance
 
 Measured by `python -m benchmarks`, which writes this page, its pictures and the
-[figures](performance/figures.json). `--only step,memory` measures some questions anew and keeps the others,
+[figures](performance/figures.json). Two ranks on two cores of one host, in fp32, beside torch's own.
+"""
+HOW = """## How it was measured
+
+`--only step,memory` measures some questions anew and keeps the others,
 `--cases gpt,lora` some of their tables, `--out DIR` writes elsewhere. Each question is a script of its own
 with `--impl`, `--cases`, `--ranks` and `--rounds`, such as
 `python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`. The end of the page tells how long each took.
+Tables are folded: click on a title to see its figures.
 
 Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
 original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
@@ -34,6 +39,7 @@ within the same round, which bears a changing load; `medians / x` is the ratio o
 of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better of original and flat
 parameters. A form that is named above and stands in no table takes part where `--impl` names it.
 """
+TORCHS = {"fsdp1": "`FullyShardedDataParallel`", "fsdp2": "`fully_shard`"}
 GOALS = """## Goals
 
 Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses; what
@@ -54,10 +60,31 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
     goals = judged({name: answer["figures"] for name, answer in answers.items()})
     drawn = draw_overview(folder / "performance" / NAME, answers)
     overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
-    lines = [HEAD, *overview, *sections, GOALS, goals, "", DURATIONS, durations(answers), ""]
+    lines = [HEAD, *overview, conclusions(answers, goals), HOW, *sections]
+    lines += [GOALS, folded("All goals", goals), DURATIONS, durations(answers), ""]
     page = folder / "performance.md"
     page.write_text("\n".join(lines))
     return page
+
+
+def conclusions(answers: Mapping[str, Any], goals: str) -> str:
+    """What the figures come to: the range over the models for each front-end, and how many goals are met."""
+    lines = []
+    for what, ratios in (("A step takes", ratios_of_times), ("A host's peak memory is", ratios_of_memory)):
+        by_bar = [[values[bar.label] for values in ratios(answers).values()] for bar in BARS]
+        lines += [
+            f"- {what} {min(found):.2f} to {max(found):.2f} of torch's {TORCHS[bar.beside]}: {bar.label}."
+            for bar, found in zip(BARS, by_bar)
+            if found
+        ]
+    verdicts = [line.rsplit("|", 2)[1].strip() for line in goals.splitlines()]
+    met, missed = verdicts.count("yes"), verdicts.count("no")
+    return "\n".join([*lines, f"- Of {met + missed} [goals](#goals) {met} are met.", ""])
+
+
+def folded(title: str, content: str) -> str:
+    """A part of the page that opens when a reader clicks on its title."""
+    return f'<details markdown="1"><summary>{title}</summary>\n\n{content}\n</details>\n'
 
 
 def durations(answers: Mapping[str, Any]) -> str:
@@ -80,7 +107,7 @@ def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str
     later: Mapping[str, Any] = answer.get("later", {})
     for title, table in answer["figures"].items():
         apart = [_measured(later[title])] if title in later else []
-        lines += [f"**{title}**\n", *apart, f"{as_markdown(table)}\n"]
+        lines.append(folded(title, "\n".join([*apart, as_markdown(table)])))
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@
     python docs/public_api.py --release  writes public_api/release.txt too, of the version that is released
 
 A line is a name with its arguments and defaults, without types. What classes have from torch is left out:
-it differs from version to version. `tests/core/test_public_api.py` compares the files with the package, and
+it differs from version to version. `tests/core/test_api_table.py` compares the files with the package, and
 what changed between them with CHANGELOG.md.
 """
 
