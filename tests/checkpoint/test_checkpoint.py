@@ -425,6 +425,17 @@ def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
             assert torch.equal(value, target.state_dict()[name]), name
 
 
+def test_random_states_are_restored_unless_told_otherwise(tmp_path):
+    model = nn.Linear(3, 2)
+    checkpoint.save(tmp_path, model)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    checkpoint.load(tmp_path, model, restore_random_state=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpoint.load(tmp_path, model)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 @ranks(2)
 def test_training_and_states_do_not_need_numpy(rank, world_size):
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
