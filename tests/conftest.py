@@ -58,7 +58,7 @@ def pytest_report_header() -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
-    if not sampling.THOROUGH and any("left_over" in report.keywords for report in failed):
+    if not sampling.THOROUGH and any("left_over" in getattr(report, "keywords", ()) for report in failed):
         terminalreporter.write_line(
             f"Left-over combinations are among these. The same are drawn by: "
             f"{sampling.DRAW}='{sampling.draw()}' pytest -m slow. One alone: pytest ID"

@@ -32,7 +32,7 @@ class AddOn(NamedTuple):
 
 
 ADD_ONS = {
-    "shared memory": AddOn(["_comm/shared_memory/"], ["comm/shared_memory/"]),
+    "shared memory": AddOn(["_comm/shared_memory/"], ["comm/shared_memory/", "comm/test_lost_ranks.py"]),
     "compression": AddOn(
         ["_compression/"],
         ["compression/"],
