@@ -40,6 +40,12 @@ class Goal:
         bases = [table[base][column] for base in self.over if base in table]
         return found / min(bases) if bases else None
 
+    def met(self, results: Mapping[str, Figures]) -> bool | None:
+        """Whether all of our implementations that were measured meet it; None if none was."""
+        found = [self.figure(results, row) for row in self.rows]
+        measured = [value for value in found if value is not None]
+        return max(measured) <= self.limit if measured else None
+
     def medians(self, results: Mapping[str, Figures], row: str) -> float | None:
         """The same by the ratio of the medians, where the figure is a paired one."""
         question, title, column = self.place
@@ -339,13 +345,15 @@ _COLUMNS = {
 }
 
 
+_MET = {True: "yes", False: "no", None: "not measured"}
+
+
 def judged(results: Mapping[str, Figures]) -> str:
     """The goals as a table: our figures beside each, marked where they miss it."""
     lines = [f"| goal | | at most | {' | '.join(OURS)} | met |", f"|---|---|---:|{'---:|' * len(OURS)}---|"]
     for goal in GOALS:
         found = {row: goal.figure(results, row) for row in goal.rows}
-        measured = [value for value in found.values() if value is not None]
-        met = "not measured" if not measured else "yes" if max(measured) <= goal.limit else "no"
+        met = _MET[goal.met(results)]
         shown = {_COLUMNS.get(row, row): row for row in found}
         cells = (
             _cell(found.get(name), goal.medians(results, name), goal.limit)

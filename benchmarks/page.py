@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.goals import GOALS as ALL_GOALS
 from benchmarks.goals import judged
 from benchmarks.harness import Figures, Question, as_markdown
 from benchmarks.overview import BARS, NAME, TITLE, draw_overview, ratios_of_memory, ratios_of_times
@@ -57,17 +58,17 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
     (folder / "performance").mkdir(parents=True, exist_ok=True)
     asked = [question for question in questions if question.name in answers]
     sections = [_section(folder, question, answers[question.name]) for question in asked]
-    goals = judged({name: answer["figures"] for name, answer in answers.items()})
+    results = {name: answer["figures"] for name, answer in answers.items()}
     drawn = draw_overview(folder / "performance" / NAME, answers)
     overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
-    lines = [HEAD, *overview, conclusions(answers, goals), HOW, *sections]
-    lines += [GOALS, folded("All goals", goals), DURATIONS, durations(answers), ""]
+    lines = [HEAD, *overview, conclusions(answers, results), HOW, *sections]
+    lines += [GOALS, folded("All goals", judged(results)), DURATIONS, durations(answers), ""]
     page = folder / "performance.md"
     page.write_text("\n".join(lines))
     return page
 
 
-def conclusions(answers: Mapping[str, Any], goals: str) -> str:
+def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> str:
     """What the figures come to: the range over the models for each front-end, and how many goals are met."""
     lines = []
     for what, ratios in (("A step takes", ratios_of_times), ("A host's peak memory is", ratios_of_memory)):
@@ -77,9 +78,8 @@ def conclusions(answers: Mapping[str, Any], goals: str) -> str:
             for bar, found in zip(BARS, by_bar)
             if found
         ]
-    verdicts = [line.rsplit("|", 2)[1].strip() for line in goals.splitlines()]
-    met, missed = verdicts.count("yes"), verdicts.count("no")
-    return "\n".join([*lines, f"- Of {met + missed} [goals](#goals) {met} are met.", ""])
+    verdicts = [verdict for goal in ALL_GOALS if (verdict := goal.met(results)) is not None]
+    return "\n".join([*lines, f"- Of {len(verdicts)} [goals](#goals) {sum(verdicts)} are met.", ""])
 
 
 def folded(title: str, content: str) -> str:
