@@ -350,3 +350,24 @@ def test_what_mixed_models_cannot_do_and_what_else_runs(rank, world_size):
         torch.testing.assert_close(norms[name], param.grad.norm(), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="was sharded by fully_shard, so its optimizer state"):
         FullyShardedDataParallel.optim_state_dict(model, optimizers[1])
+
+
+@ranks(2)
+def test_zero_grad_after_a_backward_that_raised_clears_what_is_sharded(rank, world_size):
+    """The root's parameters are full between forward and backward, where such a backward leaves them."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    model = shard_blocks(Transformer())
+    sharded = dict(model.named_parameters())
+    loss_of(model, tokens(rank, 0)).backward()
+    assert all(isinstance(param, DTensor) and param.grad is not None for param in sharded.values())
+    hook = model.blocks[0].register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
+    loss = loss_of(model, tokens(rank, 1))
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    hook.remove()
+    model.zero_grad()
+    assert all(param.grad is None for param in sharded.values())
+    assert all(param is sharded[name] for name, param in model.named_parameters())
