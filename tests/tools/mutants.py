@@ -41,8 +41,8 @@ DRAW = "FSDP_WRAP_DRAW"
 FOLDERS = ("_core", "_comm", "_params", "_runtime", "_state", "checkpoint")
 NUMBER, SEED = 160, 36
 AT_A_TIME = 2
-FEW, SECONDS = (6, 40), 20.0
-"""How many tests a mutant meets alone, then if it lives; and the seconds of these."""
+FIRST, MOST, SECONDS = 6, 40, 20.0
+"""How many tests a mutant meets alone at first, and in all if it lives; and the seconds of these."""
 STOPS, STARTS_NOT = "(the tests do not end)", "(no test can start)"
 LONGEST = 150.0
 """Seconds after which a mutant that runs has stopped the tests, and so shows."""
@@ -350,11 +350,11 @@ class Reach:
                 seconds[words[2]] += float(words[0][:-1])
         return cls(tests, seconds)
 
-    def few(self, number: int, mutant: Mutant, of: Iterable[str], most: int) -> list[str]:
+    def few(self, number: int, mutant: Mutant, of: Iterable[str]) -> list[str]:
         """Some tests that reach a mutant, each of another function, while there is time.
 
-        Those of the folder that is about it come first, and of these those of about a second: shorter ones
-        see little of what they reach.
+        Those of the folder of tests about its folder come first, and of these those of about a second:
+        shorter ones see little of what they reach.
         """
         home = f"tests/{Path(mutant.path).parts[1].strip('_')}/"
         tests = sorted(
@@ -367,7 +367,7 @@ class Reach:
         chosen = {*first.values()}
         tests = [*first.values(), *(test for test in tests if test not in chosen)]
         spent = accumulate(self.seconds.get(test, 0.0) for test in tests)
-        return [test for test, until in zip(tests[:most], spent) if until < SECONDS] or tests[:1]
+        return [test for test, until in zip(tests[:MOST], spent) if until < SECONDS] or tests[:1]
 
 
 class Record:
@@ -389,6 +389,11 @@ class Record:
 
     def is_set_aside(self, mutant: Mutant) -> bool:
         return "reason" in self._known.get(mutant.name, {})
+
+    def tier_of(self, mutant: Mutant) -> str | None:
+        """The tier that noticed it last time."""
+        tier: str | None = self._known.get(mutant.name, {}).get("tier")
+        return tier
 
     def test_of(self, mutant: Mutant) -> str | None:
         """What noticed it last time."""
@@ -412,26 +417,27 @@ class Run:
         self._judged = [
             number
             for number, mutant in enumerate(self._mutants)
-            if only in mutant.name and not self._record.is_set_aside(mutant)
+            if only in mutant.name and self._is_judged(mutant)
         ]
         self._clones: SimpleQueue[Clone] = SimpleQueue()
         for number in range(AT_A_TIME):
             self._clones.put(Clone(scratch / f"clone{number}"))
 
+    def _is_judged(self, mutant: Mutant) -> bool:
+        """The slow tier judges what the fast one does not notice."""
+        noticed = self._tier == "slow" and self._record.tier_of(mutant) == "fast"
+        return not noticed and not self._record.is_set_aside(mutant)
+
     def everything(self) -> None:
         reach, there = self._reach(), self._collected()
-        left = self._judged
-        for most in FEW:
-            left = self._meet(
-                {n: [*self._last_time(n, there), *self._few(reach, n, there, most)] for n in left}
-            )
-            print(f"{len(left)} live through {most} tests", flush=True)
+        left = self._meet({n: self._last_time(n, there) for n in self._judged})
+        chosen = {n: reach.few(n, self._mutants[n], there) for n in left}
+        for part in (slice(0, FIRST), slice(FIRST, None)):
+            left = self._meet({n: chosen[n][part] for n in left})
+            print(f"{len(left)} are left", flush=True)
         failed = self._all_together(left)
-        for number in self._meet({n: self._few(reach, n, failed, FEW[-1]) for n in left}):
+        for number in self._meet({n: reach.few(n, self._mutants[n], failed) for n in left}):
             self._record.note(self._mutants[number], self._tier, None)
-
-    def _few(self, reach: Reach, number: int, of: Iterable[str], most: int) -> list[str]:
-        return reach.few(number, self._mutants[number], of, most)
 
     def _collected(self) -> set[str]:
         """The names of all tests that can be run by name."""
@@ -505,6 +511,18 @@ def main() -> None:
         for mutant in mutants():
             print(f"{mutant.name}  ->  {' '.join(mutant.new.split())[:80]}")
         return
+    changed = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "fsdp_wrap",
+        "tests",
+        f":!{RECORD}",
+    ]
+    if subprocess.check_output(changed, cwd=ROOT):
+        raise SystemExit("a commit is judged, and something is not committed: commit it first")
     with tempfile.TemporaryDirectory() as scratch:
         Run(options.tier, options.only, Path(scratch)).everything()
 
