@@ -1,21 +1,15 @@
-"""What tests compare with: what really went over a process group, and a plain model trained beside."""
+"""Counting what really went over a process group, below any library."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from fronts import accumulating, full_grads, full_state
-
-NEAR: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
-"""How near numbers in float64 are that were computed in another order."""
 
 
 class Traffic(NamedTuple):
@@ -112,79 +106,3 @@ def _carries_objects() -> bool:
 def _bytes(argument: Any) -> int:
     tensors = (leaf for leaf in tree_iter(argument) if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def train_beside(
-    model: nn.Module,
-    plain: nn.Module,
-    loss_of: Callable[[nn.Module, Any], torch.Tensor],
-    batches: Callable[[int], Any],
-    place: int,
-    *,
-    steps: int = 2,
-    accumulation: str = "F",
-    optimizers: tuple[Any, Any] | None = None,
-    clip: Callable[[nn.Module], torch.Tensor] | None = None,
-    near: dict[str, Any] = NEAR,
-) -> None:
-    """Trains a sharded model beside a plain one that sees the batches of all ranks; what differs fails.
-
-    Compared are the loss of each backward; before each step norms, gradients, how they lie, and which
-    parameters have none; and all parameters after each step.
-
-    Args:
-        model: What any of the front-ends has sharded.
-        plain: One of the same values.
-        loss_of: Runs forward and backward with a batch, and returns the loss.
-        batches: By the number of a backward, what each copy of the model computes with.
-        place: Which of these batches is this rank's.
-        steps: How many there are.
-        accumulation: What the backwards of a step reduce, in the letters of `fronts.accumulating`.
-        optimizers: Of the model and the plain one; SGD with momentum by default.
-        clip: Clips the gradients of either model, and returns their norm.
-        near: The tolerance, of which norms in relation to their size have five times as much.
-    """
-    optimizers = optimizers or (_sgd(model), _sgd(plain))
-    for step in range(steps):
-        for number, letter in enumerate(accumulation):
-            every = batches(10 * step + number)
-            with accumulating(model, letter):
-                found = loss_of(model, every[place])
-            losses = [loss_of(plain, batch) for batch in every]
-            torch.testing.assert_close(found.double(), losses[place].double(), **near)
-        for param in plain.parameters():
-            if param.grad is not None:
-                param.grad /= len(every)
-        if clip is not None:
-            norms = clip(model), clip(plain)
-            torch.testing.assert_close(*norms, rtol=5 * near["atol"], atol=0)
-        assert_same_gradients(model, plain, near)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        _assert_near(full_state(model), full_state(plain), near)
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, Any] = NEAR) -> None:
-    """Gradients of a sharded model are those of a plain one, and are placed as the parameters are.
-
-    Which parameters have none a wrapper does not tell: a unit's have zeros where others have some.
-    """
-    if not hasattr(model, "summon_full_params"):
-        having = [name for name, param in model.named_parameters() if param.grad is not None]
-        assert having == [name for name, param in plain.named_parameters() if param.grad is not None]
-        for name, param in model.named_parameters():
-            if param.grad is not None and hasattr(param, "placements"):
-                assert param.grad.placements == param.placements, name
-    _assert_near(full_grads(model), full_grads(plain), near)
-
-
-def _assert_near(found: Mapping[str, Any], expected: Mapping[str, Any], near: dict[str, Any]) -> None:
-    assert expected.keys() <= found.keys()  # which may have tied ones by several names
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, **near)

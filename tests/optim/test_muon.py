@@ -20,7 +20,8 @@ import fronts
 import mesh_nets
 import tp_nets
 from bed import ranks, run_ranks
-from bed.references import count_collectives, train_beside
+from bed.references import count_collectives
+from beside import train_beside
 from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, fully_shard, replicate
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.optim import Muon, batch, per_head, split, step_in_backward

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 import tp_nets
 from bed import ranks
-from bed.references import NEAR, train_beside
+from beside import NEAR, train_beside
 from fronts import assert_same_values, each_form, full
 from fsdp_wrap import (
     DataParallelMeshDims,

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import mesh_nets
 import moe_nets
 from bed import ranks
-from bed.references import NEAR, train_beside
 from bed.sampling import few_fast
+from beside import NEAR, train_beside
 from fronts import full
 from fsdp_wrap import (
     CPUOffloadPolicy,

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import RankFailure, ranks, run_isolated
-from bed.references import Traffic, count_collectives, train_beside
+from bed.references import Traffic, count_collectives
+from beside import train_beside
 from fronts import full
 from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
 from fsdp_wrap._params import HandleState

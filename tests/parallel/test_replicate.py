@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.memory import live_bytes
-from bed.references import NEAR, Traffic, count_collectives
+from bed.references import Traffic, count_collectives
+from beside import NEAR
 from fronts import full
 from fsdp_wrap import (
     DataParallelMeshDims,

@@ -24,8 +24,9 @@ import fronts
 import fsdp_wrap
 import tp_nets
 from bed import ranks
-from bed.references import NEAR, Traffic, assert_same_gradients, count_collectives, train_beside
+from bed.references import Traffic, count_collectives
 from bed.sampling import few_fast
+from beside import NEAR, assert_same_gradients, train_beside
 from fronts import each_form, full
 from fsdp_wrap import (
     CPUOffload,

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import tp_nets
 from bed import ranks
-from bed.references import assert_same_gradients
 from bed.sampling import few_fast, part_of
+from beside import assert_same_gradients
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, replicate
 from fsdp_wrap import distributed_state_dict as our_functions

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
+from beside import large_batch_backward
 from fronts import accumulating, assert_same_grads, assert_same_values, full_grads, no_sync, twins
 from fsdp_wrap import EventKind, MixedPrecision, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import WRAPPINGS, Transformer, loss_of, tokens, train, transformer_twins
-from runtime.plain_gradients import large_batch_backward
 
 each_front = pytest.mark.parametrize("front", ["orig", "composable"])
 

@@ -14,6 +14,7 @@ from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
 from bed.sampling import few_fast
+from beside import assert_close_grads, large_batch_backward, mean_backward
 from fronts import accumulating, assert_same_grads, clip, shard, within_copy
 from fsdp_wrap import (
     EventKind,
@@ -28,7 +29,6 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens
-from runtime.plain_gradients import assert_close_grads, large_batch_backward, mean_backward
 from scenario import HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, check, name_of, pairwise
 
 each_front = pytest.mark.parametrize("front", ["orig", "composable"])

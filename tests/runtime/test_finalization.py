@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from bed import ranks
 from bed.references import count_collectives
+from beside import mean_backward
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
 from fsdp_wrap._runtime.unit import units_in
-from runtime.plain_gradients import mean_backward
 
 HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
 

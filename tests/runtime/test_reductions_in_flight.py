@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
+from beside import assert_close_grads, mean_backward
 from fsdp_wrap import CPUOffloadPolicy, fully_shard
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._runtime.travel import JointReduction
-from runtime.plain_gradients import assert_close_grads, mean_backward
 from stream_programs import batch, net, one_step
 
 

@@ -19,6 +19,7 @@ import fronts
 import models
 from bed import ranks
 from bed.references import count_collectives
+from beside import assert_close_grads, mean_backward
 from fronts import assert_same_grads, assert_same_values
 from fsdp_wrap import (
     BackwardPrefetch,
@@ -35,7 +36,6 @@ from fsdp_wrap._core import events as core_events
 from fsdp_wrap._runtime.registry import Registry
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import WIDTH, WRAPPINGS, Block, Transformer, loss_of, tokens
-from runtime.plain_gradients import assert_close_grads, mean_backward
 
 CHECKPOINTS = ["reentrant", "early_stop", "no_early_stop"]
 PER_LINEAR = ModuleWrapPolicy({nn.Linear})

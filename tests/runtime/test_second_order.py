@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import func, nn
 
 from bed import ranks
+from beside import assert_close_grads, mean_backward
 from fronts import FRONTS, FULL, KEPT, no_sync, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
-from runtime.plain_gradients import assert_close_grads, mean_backward
 
 PER_LAYER = ModuleWrapPolicy({nn.Linear})
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
+from beside import assert_close_grads, mean_backward
 from fronts import (
     FRONTS,
     ONE,
@@ -47,7 +48,6 @@ from fsdp_wrap._params import JointGradients
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from runtime.plain_gradients import assert_close_grads, mean_backward
 
 WIDTH, UNITS = 8, 6
 WEIGHT = (WIDTH + 2) * WIDTH * 4

@@ -1,0 +1,110 @@
+"""Sharded models beside plain ones, which see the batches of all ranks: trained together, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fronts import accumulating, full_grads, full_state
+from models import loss_of as loss_of_tokens
+from models import tokens
+
+NEAR: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+"""How near numbers in float64 are that were computed in another order."""
+
+
+def train_beside(
+    model: nn.Module,
+    plain: nn.Module,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor],
+    batches: Callable[[int], Any],
+    place: int,
+    *,
+    steps: int = 2,
+    accumulation: str = "F",
+    optimizers: tuple[Any, Any] | None = None,
+    clip: Callable[[nn.Module], torch.Tensor] | None = None,
+    near: dict[str, Any] = NEAR,
+) -> None:
+    """Trains a sharded model beside a plain one that sees the batches of all ranks; what differs fails.
+
+    Compared are the loss of each backward; before each step norms, gradients, how they lie, and which
+    parameters have none; and all parameters after each step.
+
+    Args:
+        model: What any of the front-ends has sharded.
+        plain: One of the same values.
+        loss_of: Runs forward and backward with a batch, and returns the loss.
+        batches: By the number of a backward, what each copy of the model computes with.
+        place: Which of these batches is this rank's.
+        steps: How many there are.
+        accumulation: What the backwards of a step reduce, in the letters of `fronts.accumulating`.
+        optimizers: Of the model and the plain one; SGD with momentum by default.
+        clip: Clips the gradients of either model, and returns their norm.
+        near: The tolerance, of which norms in relation to their size have five times as much.
+    """
+    optimizers = optimizers or (_sgd(model), _sgd(plain))
+    for step in range(steps):
+        for number, letter in enumerate(accumulation):
+            every = batches(10 * step + number)
+            with accumulating(model, letter):
+                found = loss_of(model, every[place])
+            losses = [loss_of(plain, batch) for batch in every]
+            torch.testing.assert_close(found.double(), losses[place].double(), **near)
+        for param in plain.parameters():
+            if param.grad is not None:
+                param.grad /= len(every)
+        if clip is not None:
+            norms = clip(model), clip(plain)
+            torch.testing.assert_close(*norms, rtol=5 * near["atol"], atol=0)
+        assert_same_gradients(model, plain, near)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        _assert_near(full_state(model), full_state(plain), **near)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def mean_backward(loss_of_rank: Callable[[int], Any]) -> None:
+    """The backward of a plain model's loss, averaged over the batches of all ranks."""
+    size = dist.get_world_size()
+    (sum(map(loss_of_rank, range(size))) / size).backward()
+
+
+def large_batch_backward(plain: nn.Module, steps: Iterable[int]) -> None:
+    """The same of all batches of tokens of some steps, for a transformer."""
+    mean_backward(lambda rank: sum(loss_of_tokens(plain, tokens(rank, step)) for step in steps))
+
+
+def assert_close_grads(model: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    """Full gradients are a plain model's, and zeros where that has none."""
+    expected = {name: value.to_dense() for name, value in full_grads(plain).items()}
+    _assert_near(full_grads(model), expected, rtol=rtol, atol=atol)
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, Any] = NEAR) -> None:
+    """Gradients of a sharded model are those of a plain one, and are placed as the parameters are.
+
+    Which parameters have none a wrapper does not tell: a unit's have zeros where others have some.
+    """
+    if not hasattr(model, "summon_full_params"):
+        having = [name for name, param in model.named_parameters() if param.grad is not None]
+        assert having == [name for name, param in plain.named_parameters() if param.grad is not None]
+        for name, param in model.named_parameters():
+            if param.grad is not None and hasattr(param, "placements"):
+                assert param.grad.placements == param.placements, name
+    assert_close_grads(model, plain, **near)
+
+
+def _assert_near(found: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: float, atol: float) -> None:
+    assert expected.keys() <= found.keys()  # which may have tied ones by several names
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, rtol=rtol, atol=atol)
