@@ -436,7 +436,8 @@ class Run:
             left = self._meet({n: chosen[n][part] for n in left})
             print(f"{len(left)} are left", flush=True)
         failed = self._all_together(left)
-        for number in self._meet({n: reach.few(n, self._mutants[n], failed) for n in left}):
+        last = {n: reach.few(n, self._mutants[n], failed - {*chosen[n]}) for n in left}
+        for number in self._meet(last):
             self._record.note(self._mutants[number], self._tier, None)
 
     def _collected(self) -> set[str]:
@@ -490,13 +491,13 @@ class Run:
         self._record.note(mutant, self._tier, test)
         return test
 
-    def _all_together(self, several: Sequence[int]) -> list[str]:
+    def _all_together(self, several: Sequence[int]) -> set[str]:
         clone, log = self._clones.get(), self._scratch / "together"
         clone.mutate([self._mutants[number] for number in several])
         clone.pytest("-m", self._marker, "-n", "2", log=log)
         clone.restore()
         self._clones.put(clone)
-        return failures(log)
+        return {*failures(log)}
 
 
 def main() -> None:
