@@ -12,10 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from fronts import FRONTS
+from fronts import FRONTS, assert_same_values
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, StateDictType, checkpoint, fully_shard
 from fsdp_wrap.optim import on_shards
@@ -58,16 +57,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         model(batch).square().mean().backward()
         with torch.compiler.set_stance("force_eager"):
             optimizer.step()
-
-
-def full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def assert_same_values(model: nn.Module, plain: nn.Module) -> None:
-    found = {name: full(value) for name, value in model.state_dict().items()}
-    for name, value in plain.state_dict().items():
-        assert torch.equal(found[name], value), name
 
 
 def run(kind: str, path: Path, before: str, after: str) -> None:

@@ -319,7 +319,7 @@ def test_full_parameters_for_the_user(kind):
     ranks = Ranks(kind, 2)
     for layout, module, params in zip(ranks.layouts, ranks.modules, ranks.params):
         before = shown(module)
-        ranks.layouts[0].flat_param.requires_grad_(True)
+        layout.flat_param.requires_grad_(True)
         grads = [torch.ones_like(source) for source in layout.sources]
         for source, grad in zip(layout.sources, grads):
             source.requires_grad_(True)
