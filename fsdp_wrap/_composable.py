@@ -119,7 +119,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
             parts=() if owner is module else tuple(parts),
             shared_memory=wanted.shared_memory,
             only=frozenset(param for param, location in locations.items() if location.over == over),
-            over=f"(mesh {number}: {over.label})" if number > 1 else "",
+            mesh_label=f"(mesh {number}: {over.label})" if number > 1 else "",
         )
 
     first, *others = [spec_over(over, number) for number, over in enumerate(meshes, 1)]

@@ -37,7 +37,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp_wrap._params import DataMesh, chunk_numel, held_by_this_rank, is_extension
+from fsdp_wrap._params import DataMesh, chunk_numel, is_extension, to_local
 from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
@@ -153,7 +153,7 @@ def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
 
 def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh) -> Location:
     """Checks one parameter; returns where it is to lie, by default on a mesh that is given."""
-    shape = held_by_this_rank(slot.param).shape
+    shape = to_local(slot.param).shape
     if not shape:
         raise without_dimensions(slot)
     placement = placement_of(slot.param) if placement_of is not None else None
@@ -189,7 +189,7 @@ def _aligned(slot: ParamSlot, location: Location, alignment: ShardAlignment) -> 
         UnevenCutError: If it cannot, and is too large to stay whole.
     """
     over, dim = location
-    shape, ranks = held_by_this_rank(slot.param).shape, over.ranks.shard
+    shape, ranks = to_local(slot.param).shape, over.ranks.shard
     if ranks is None or not shape.numel():
         return location
     grain, part = alignment.grain(shape), chunk_numel(slot, dim, ranks.size)

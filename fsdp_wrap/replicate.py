@@ -23,7 +23,7 @@ from fsdp_wrap._composable import (
 )
 from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import DataMesh, held_by_this_rank
+from fsdp_wrap._params import DataMesh, to_local
 from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["ReplicateModule", "replicate"]
@@ -121,7 +121,7 @@ def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
 
 def _location_of(slot: ParamSlot, data: DataMesh) -> Location:
     """Checks one parameter."""
-    if not held_by_this_rank(slot.param).shape:
+    if not to_local(slot.param).shape:
         raise without_dimensions(slot)
     data.check(slot.fqn, slot.param)
     return Location(data, 0)

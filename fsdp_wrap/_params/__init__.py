@@ -7,6 +7,7 @@ Must never know: when that happens, and in which order units run.
 """
 
 from fsdp_wrap._params.chunks import chunk_numel
+from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, Reduction
 from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions import (
@@ -28,7 +29,6 @@ from fsdp_wrap._params.flat import (
 )
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
-from fsdp_wrap._params.in_flight import JointGather, JointGradients, Reduction, Ride
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -42,9 +42,9 @@ from fsdp_wrap._params.parallel import (
     LocalPart,
     check_beside,
     copyable,
-    held_by_this_rank,
     holding,
     make_copyable,
+    to_local,
 )
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.shown import StayPlan

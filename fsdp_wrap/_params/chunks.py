@@ -10,7 +10,7 @@ import torch
 
 from fsdp_wrap._core import ParamSlot
 from fsdp_wrap._params.layout import Extent, alignment_of, round_up
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list
     cuts: list[Cut] = []
     start = offset = 0
     for slot, dim in zip(slots, dims):
-        cut = Cut(slot.fqn, held_by_this_rank(slot.param).shape, start, dim, ranks, offset)
+        cut = Cut(slot.fqn, to_local(slot.param).shape, start, dim, ranks, offset)
         start, offset = round_up(cut.stop, alignment), round_up(cut.end, alignment)
         cuts.append(cut)
     return cuts
@@ -124,7 +124,7 @@ def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list
 
 def chunk_numel(slot: ParamSlot, dim: int, ranks: int) -> int:
     """Returns the elements of a whole chunk of a parameter that is not empty."""
-    return Cut(slot.fqn, held_by_this_rank(slot.param).shape, 0, dim, ranks, 0).chunk_numel
+    return Cut(slot.fqn, to_local(slot.param).shape, 0, dim, ranks, 0).chunk_numel
 
 
 def only_rows(cut: Cut) -> Cut:

@@ -16,7 +16,7 @@ from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
 from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
-from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, held_by_this_rank
+from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
 _GRAD_LOCAL = operator.attrgetter("grad._local_tensor")
@@ -263,7 +263,7 @@ class DTensorLayout(Layout):
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:
         """Takes over the values of other sharded parameters."""
-        values = [held_by_this_rank(param.detach()) for param in found]
+        values = [to_local(param.detach()) for param in found]
         self._adopt(self._new_shard(values[0]))
         for piece, value in zip(self._pieces, values):
             piece.copy_(value)

@@ -17,7 +17,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 
 
 class FlatParameter(nn.Parameter):
@@ -377,7 +377,7 @@ def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> li
     result: list[Extent] = []
     stop = 0
     for slot in slots:
-        shape = held_by_this_rank(slot.param).shape
+        shape = to_local(slot.param).shape
         grain = 1 if alignment is None else alignment.grain(shape)
         start = round_up(stop, math.lcm(alignment_of(slots), grain))
         result.append(Extent(slot.fqn, shape, start))

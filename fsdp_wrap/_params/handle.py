@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Finished, FromHost, GroupMemory, Pending
 from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_taken
-from fsdp_wrap._params.display import Showing, UnitDisplay
-from fsdp_wrap._params.extensions import ExtensionSegment
-from fsdp_wrap._params.held_by import HeldBy
-from fsdp_wrap._params.in_flight import (
+from fsdp_wrap._params.collectives import (
+    GatherShare,
     InReduction,
     KeptParameters,
     NotedReduction,
     ReduceScatter,
     Reduction,
-    Ride,
     Transport,
     travelling_nbytes,
 )
+from fsdp_wrap._params.display import Showing, UnitDisplay
+from fsdp_wrap._params.extensions import ExtensionSegment
+from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.shown import Stay, trains
@@ -260,7 +260,7 @@ class ParamHandle:
             self.hookings += 1
             self._note_contents()
 
-    def ride(self, ride: Ride, lasting: bool = False) -> None:
+    def ride(self, ride: GatherShare, lasting: bool = False) -> None:
         """Takes part in a gather that was issued for several units; see `gather`."""
         self._lasting_since = steps_taken() if lasting else -1
         written = [*map(_WRITTEN, self.layouts)]  # as above

@@ -24,7 +24,7 @@ from fsdp_wrap._core import (
     run_gradient_hooks,
 )
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
-from fsdp_wrap._params.parallel import LocalPart, held_by_this_rank, local_parts
+from fsdp_wrap._params.parallel import LocalPart, local_parts, to_local
 from fsdp_wrap._params.shown import Cover, Shown
 from fsdp_wrap._params.zero_marks import GradientMarks
 
@@ -266,7 +266,7 @@ class Layout(ABC):
         originals = [slot.param for slot in slots]
         self._adopt(self._new_shard(originals[0]))
         for index, (param, piece) in enumerate(zip(originals, self._pieces)):
-            held = held_by_this_rank(param)
+            held = to_local(param)
             piece.copy_(self._own_part(index, held.detach()))
             held.data = piece  # whoever holds the original does not keep its memory alive
         if self.distributed is not None:  # no slice of a part is what a `DTensor` says of itself
@@ -419,7 +419,7 @@ class Layout(ABC):
                 nn.Parameter(each, requires_grad=False) if part is None else part.parameter(each)
                 for each, part in zip(memory, self.distributed)
             ]
-            self.memory = [*map(held_by_this_rank, self.leaves)]
+            self.memory = [*map(to_local, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
         self._follow_places()
@@ -550,7 +550,7 @@ class Layout(ABC):
                 if param.grad is None:
                     param.grad = grad
                 else:
-                    held_by_this_rank(param.grad).add_(held_by_this_rank(grad))
+                    to_local(param.grad).add_(to_local(grad))
         if any(map(HOOKS_OF, self.sharded_params)):
             run_gradient_hooks(self.sharded_params, used)
 
@@ -626,7 +626,7 @@ class Layout(ABC):
         out.zero_()
         for param, piece in zip(self.sharded_params, self.cut(out)):
             if param.grad is not None:
-                piece.copy_(held_by_this_rank(param.grad))
+                piece.copy_(to_local(param.grad))
 
     def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
         """Replaces the sharded parameters' gradients.
@@ -643,17 +643,17 @@ class Layout(ABC):
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or piece.dtype)
-            held = held_by_this_rank(param.grad)
+            held = to_local(param.grad)
             if not torch.equal(held, piece.to(held)):
                 held.copy_(piece)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """For each original parameter, this rank's piece of its gradient; None without a gradient."""
-        return [None if param.grad is None else held_by_this_rank(param.grad) for param in self.sources]
+        return [None if param.grad is None else to_local(param.grad) for param in self.sources]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         """This rank's gradients in as few tensors as possible, none empty; zero padding may be among them."""
-        grads = [held_by_this_rank(each.grad) for each in self.sharded_params if each.grad is not None]
+        grads = [to_local(each.grad) for each in self.sharded_params if each.grad is not None]
         return [grad for grad in grads if grad.numel()]
 
     # changes from outside

@@ -14,7 +14,7 @@ from fsdp_wrap._core import SegmentDtypes
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import Layout
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
@@ -260,7 +260,7 @@ class Segment:
     def take_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Adds a gradient that came another way to a leaf's."""
         leaf, part = self.leaves[index], (self.layout.distributed or [None] * (index + 1))[index]
-        held = held_by_this_rank(grad)
+        held = to_local(grad)
         held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
         taken = held if part is None else part.tensor(held)
         leaf.grad = taken if leaf.grad is None else leaf.grad + taken

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import refuse_in_steps
 from fsdp_wrap._params.layout import Layout
-from fsdp_wrap._params.parallel import held_by_this_rank, placed
+from fsdp_wrap._params.parallel import placed, to_local
 
 _REASON = (
     "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
@@ -132,7 +132,7 @@ def _check_fits(what: str, given: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def _held(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else held_by_this_rank(tensor)
+    return None if tensor is None else to_local(tensor)
 
 
 def _told(place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> str:

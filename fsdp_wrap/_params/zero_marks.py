@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 
 
 class _Mark(NamedTuple):
@@ -46,7 +46,7 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
             own = grad is None or (mark is not None and mark.own and grad is mark.grad)
             if grad is None:
                 grad = param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-            held = mark.held if mark is not None and grad is mark.grad else held_by_this_rank(grad)
+            held = mark.held if mark is not None and grad is mark.grad else to_local(grad)
             self[param] = _Mark(grad, held, grad._version + held._version, own)
 
     def zeroed(self, params: Sequence[nn.Parameter]) -> list[bool]:
@@ -55,7 +55,7 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
         told = [mark is not None and (grad is None or mark.is_left(grad)) for grad, mark in marked]
         written = [grad for (grad, _), left in zip(marked, told) if left and grad is not None]
         if written:  # with zeros or with anything else: the host waits once to see all
-            seen = iter(torch.stack([held_by_this_rank(grad).any() for grad in written]).tolist())
+            seen = iter(torch.stack([to_local(grad).any() for grad in written]).tolist())
             told = [left and (grad is None or not next(seen)) for (grad, _), left in zip(marked, told)]
         return told
 

@@ -6,6 +6,7 @@ May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """
 
+from fsdp_wrap._runtime.batching import set_travel_together_bytes
 from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module
 from fsdp_wrap._runtime.custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
@@ -23,7 +24,6 @@ from fsdp_wrap._runtime.refusals import (
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.schedule import Schedule, out_of_memory, require_idle, schedule_of, set_stay_bytes
-from fsdp_wrap._runtime.travel import set_travel_together_bytes
 from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._runtime.wrap_plan import (
     Kwargs,

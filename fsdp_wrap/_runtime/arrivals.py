@@ -27,7 +27,7 @@ class Arrivals:
         progress: How far the unit's part is.
         missing: A weight for each leaf without its gradient, by id.
         quarter_came: Whether a quarter had come when the schedule acted last.
-        open_uses: How many uses wait for gradients of their watched inputs.
+        open_calls: How many forward calls wait for gradients of their watched inputs.
         needed_to_end: Whether the leaves may be needed until the running backward of the tree ends.
     """
 
@@ -35,7 +35,7 @@ class Arrivals:
         self.progress = Progress.UNREACHED
         self.missing: dict[int, int] = {}
         self.quarter_came = False
-        self.open_uses = 0
+        self.open_calls = 0
         self.needed_to_end = False
         self._weights: dict[int, int] = {}
         self._total = self._to_come = self._quarter = self._next_stop = 0
@@ -49,7 +49,7 @@ class Arrivals:
     def begin(self) -> None:
         """Prepares for a backward of the tree, which may or may not reach the unit."""
         self.progress = Progress.UNREACHED
-        self.open_uses = 0
+        self.open_calls = 0
         self.needed_to_end = self.quarter_came = False
         self.missing = self._weights.copy()  # as `expect_all`, in a frame less
         self._to_come = self._next_stop = self._total
@@ -94,7 +94,7 @@ class Arrivals:
         elif not self.quarter_came:
             self._next_stop = self._quarter
         else:
-            self._next_stop = -1 if self.open_uses else 0
+            self._next_stop = -1 if self.open_calls else 0
         return not self.missing
 
     def enter_derivative(self) -> None:

@@ -64,7 +64,7 @@ class UnitSpec:
         shared_memory: Whether ranks that share a host may communicate through its memory.
         buffer_dtype: Dtype of buffers from the first forward on; None for their own.
         only: The parameters that it takes; None for all that the module has.
-        over: What tells it from the module's units over other meshes; empty for the first.
+        mesh_label: Name of its mesh, where the module has units over several; empty for the first.
     """
 
     mesh: ShardMesh
@@ -76,7 +76,7 @@ class UnitSpec:
     shared_memory: bool = True
     buffer_dtype: torch.dtype | None = None
     only: frozenset[nn.Parameter] | None = None
-    over: str = ""
+    mesh_label: str = ""
 
     def communicators(self) -> tuple[Communicator, Communicator]:
         """Returns those of the ranks that hold one copy between them, and of the replicas."""
@@ -198,7 +198,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         "options": spec.options,
         "parts": spec.parts,
         "initial": InitialValues(samples, layouts),
-        "over": spec.over,
+        "mesh_label": spec.mesh_label,
     }
 
 

@@ -22,17 +22,17 @@ from fsdp_wrap._core.torch_private import current_transform, graph_task, outside
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_edits
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
-from fsdp_wrap._runtime.unit import Copies, Unit, Use
+from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit
 
 
 def run_forward(
     unit: Unit,
-    call: Callable[..., Any],
+    compute: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     part: nn.Module | None = None,
 ) -> Any:
-    """Runs `call` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
+    """Runs `compute` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
 
     Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
     dtype and without communication: a rank may do so alone.
@@ -44,41 +44,41 @@ def run_forward(
     if not torch.is_grad_enabled() and _shown_in_full(unit):
         unit.buffers.hold_original()
         try:
-            return call(*args, **kwargs)
+            return compute(*args, **kwargs)
         finally:
             unit.buffers.release()
     own, returned = unit.schedule or schedule_of(unit), None
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
-        output = _run_transformed([*unit.lenders, unit], part, lambda: call(*args, **kwargs))
+        output = _run_transformed([*unit.lenders, unit], part, lambda: compute(*args, **kwargs))
         return output if returned is None else cast_floating(output, returned)
-    uses: list[tuple[Schedule, Use, list[Node]]] = []
+    calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
         for each in (*unit.lenders, unit):
             schedule = each.schedule or schedule_of(each)
-            use = schedule.pre_forward(each, part)
+            call = schedule.pre_forward(each, part)
             nodes: list[Node] = []
-            uses.append((schedule, use, nodes))
-            args, kwargs = schedule.watch_inputs(use, nodes, args, kwargs)
-        output = call(*args, **kwargs)
+            calls.append((schedule, call, nodes))
+            args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs)
+        output = compute(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)
-        for schedule, use, nodes in uses:
-            handle = use.unit.handle
+        for schedule, call, nodes in calls:
+            handle = call.unit.handle
             if handle is not None:
-                refuse_edits(use.unit, handle)
+                refuse_edits(call.unit, handle)
                 output, tensors = _without_parameters(handle, output)
-                schedule.post_forward(use, tensors, nodes)
-        if own.lasting and own.depth == len(uses):
+                schedule.post_forward(call, tensors, nodes)
+        if own.lasting and own.depth == len(calls):
             output = _without_lasting(own, output)
         return output
     except (RuntimeError, MemoryError) as error:
         own.explain(error)
         raise
     finally:
-        for schedule, use, _ in uses:
-            schedule.exit_forward(use)
+        for schedule, call, _ in calls:
+            schedule.exit_forward(call)
 
 
 def _prepared(
@@ -151,7 +151,7 @@ def _copied(handle: ParamHandle, output: Any) -> Any:
     return map_tensors(copy, output)
 
 
-def _run_transformed(units: Sequence[Unit], part: nn.Module | None, call: Callable[[], Any]) -> Any:
+def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Callable[[], Any]) -> Any:
     """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`.
 
     Raises:
@@ -167,7 +167,7 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, call: Callab
                     copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.handle.segments]
                     shown.append((unit, unit.handle, copies))
                     undo.callback(unit.show_copies, unit.show_copies(copies))
-        output = call()
+        output = compute()
         for unit, handle, copies in shown:
             _refuse_written(unit, handle, copies)
         return output
@@ -176,10 +176,10 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, call: Callab
             undo.close()
 
 
-def _exit_transformed(schedule: Schedule, use: Use) -> None:
-    schedule.exit_forward(use)
+def _exit_transformed(schedule: Schedule, call: ForwardCall) -> None:
+    schedule.exit_forward(call)
     if graph_task() == -1:  # or the backward that recomputes will reshard
-        schedule.reshard(use.unit)
+        schedule.reshard(call.unit)
 
 
 def _refuse_written(unit: Unit, handle: ParamHandle, copies: Copies) -> None:

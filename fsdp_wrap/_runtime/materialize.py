@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, all_gather_object
 from fsdp_wrap._core import Contents, children_first, joined, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
-from fsdp_wrap._params import held_by_this_rank, inner_tensors
+from fsdp_wrap._params import inner_tensors, to_local
 
 _MESSAGE_BYTES = 32 << 20
 """Most that one message of `broadcast` carries."""
@@ -147,7 +147,7 @@ def broadcast(
     named = [inner for fqn, tensor in named for inner in inner_tensors(fqn, tensor)]
     _check_same(named, groups)
     for _, tensor in named:
-        target = held_by_this_rank(tensor).detach()
+        target = to_local(tensor).detach()
         travelling = target.resolve_conj().resolve_neg().contiguous()
         # Bytes, since backends know few dtypes.
         data = travelling.reshape(-1).view(torch.uint8)

@@ -41,11 +41,11 @@ from fsdp_wrap._params import (
     Segment,
     check_extension,
     check_packable,
-    held_by_this_rank,
     is_extension,
     is_packable,
+    to_local,
 )
-from fsdp_wrap._runtime.unit import Unit, Use
+from fsdp_wrap._runtime.unit import ForwardCall, Unit
 
 _VERSION = attrgetter("_version")
 _OUTSIDE = (
@@ -98,7 +98,7 @@ def check_tensors(
 
 def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
     kind: type = type(param)
-    part = type(held_by_this_rank(param)) if distributed and kind is DTensor else None
+    part = type(to_local(param)) if distributed and kind is DTensor else None
     if kind is not nn.Parameter and part is not torch.Tensor:
         raise TypeError(
             f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
@@ -189,19 +189,19 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
         )
 
 
-def refuse_outdated(use: Use) -> None:
+def refuse_outdated(call: ForwardCall) -> None:
     """Refuses the backward of a forward that computed with other values of the parameters.
 
     Raises:
         ChangedBetweenError: In any case.
     """
-    name = use.unit.name
-    changed = _forget_changed(use.unit)
-    if use.converted:
+    name = call.unit.name
+    changed = _forget_changed(call.unit)
+    if call.converted:
         what = f"parameters of {name} were converted to another dtype"
-        why = " (or it was evaluated in full precision)" if use.unit.options.full_in_eval else ""
+        why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
     else:
-        written = changed or _written_since(use)
+        written = changed or _written_since(call)
         of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
         what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
     raise ChangedBetweenError(
@@ -218,13 +218,13 @@ def _forget_changed(unit: Unit) -> str | None:
     return unit.name_of(changed[0]) if changed else None
 
 
-def _written_since(use: Use) -> str | None:
-    """Names the first parameter that was written to since a use's forward, as far as that can be seen."""
-    handle = use.unit.handle
-    for segment, before in zip(handle.segments if handle is not None else (), use.written):
+def _written_since(call: ForwardCall) -> str | None:
+    """Names the first parameter that was written to since a call's forward, as far as that can be seen."""
+    handle = call.unit.handle
+    for segment, before in zip(handle.segments if handle is not None else (), call.written):
         for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
             if old != now:
-                return use.unit.name_of(fqn)
+                return call.unit.name_of(fqn)
     return None
 
 

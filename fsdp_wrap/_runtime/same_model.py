@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._params import Layout, held_by_this_rank, is_extension
+from fsdp_wrap._params import Layout, is_extension, to_local
 from fsdp_wrap._runtime.unit import Unit
 
 _SAMPLED = 4  # elements of a parameter
@@ -41,7 +41,7 @@ def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
 def _elements(param: nn.Parameter) -> torch.Tensor:
     if param.is_meta or not param.numel() or is_extension(param):
         return torch.full((_SAMPLED,), math.nan, device=param.device)
-    found = _spread(held_by_this_rank(param).detach(), _SAMPLED)
+    found = _spread(to_local(param).detach(), _SAMPLED)
     real = found.abs() if found.is_complex() else found
     return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
 

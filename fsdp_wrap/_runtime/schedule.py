@@ -42,6 +42,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
 from fsdp_wrap._params import HandleState, ParamHandle, Showing, StayPlan
 from fsdp_wrap._runtime.arrivals import Progress
+from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher, default_bytes
 from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
@@ -56,8 +57,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_unseen,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
-from fsdp_wrap._runtime.travel import JointReduction, Travel, default_bytes
-from fsdp_wrap._runtime.unit import Unit, Use, units_in
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -95,15 +95,15 @@ class Schedule:
         self._stay_plan = StayPlan()
         self.iteration = 0
         self.depth = 0
-        self.lasting: dict[Unit, tuple[Use, list[Node]]] = {}
+        self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
         self._backward_open = self._gradients_came = False
         self._deferred: set[Unit] = set()
         self._trains = False
         self.syncs = self.sums_over_replicas = True
         self._keeps_graph = False
-        self._reducing: deque[Unit | JointReduction] = deque()
-        self._travel = Travel(self._order)
+        self._reducing: deque[Unit | BatchedReduction] = deque()
+        self._travel = CollectiveBatcher(self._order)
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         below = {unit: unit.schedule.ending for unit in self._units if unit.schedule is not None}
@@ -143,7 +143,7 @@ class Schedule:
 
     # forward
 
-    def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> Use:
+    def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
         """Begins a forward call: unshards, and lets the modules compute with the leaves.
 
         `exit_forward` must follow, whatever happens in between.
@@ -177,7 +177,7 @@ class Schedule:
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
-                if (options.forward_prefetch or options.forward_targets) and not unit.over:
+                if (options.forward_prefetch or options.forward_targets) and not unit.mesh_label:
                     self._prefetch_forward(unit)
                 elif self._offloading is not None:
                     self._offloading.send_ahead(self._order.next_in_forward())
@@ -189,13 +189,13 @@ class Schedule:
             handle.shown.show_leaves()
         if step_watchers:
             unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
-        return Use(unit, part)
+        return ForwardCall(unit, part)
 
-    def watch_inputs(self, use: Use, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Puts a view between each input that needs a gradient and this use, to see when that is done.
+    def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Puts a view between each input that needs a gradient and this call, to see when that is done.
 
         Args:
-            use: The forward call.
+            call: The forward call.
             nodes: Gets the views' nodes.
             args: The inputs.
             kwargs: The inputs by name.
@@ -203,7 +203,7 @@ class Schedule:
         Returns:
             The inputs to compute with.
         """
-        if use.unit.handle is None or not torch.is_grad_enabled():
+        if call.unit.handle is None or not torch.is_grad_enabled():
             return args, kwargs
         seen: dict[int, torch.Tensor] = {}
 
@@ -213,37 +213,37 @@ class Schedule:
             if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
                 view = seen[id(tensor)] = tensor.view_as(tensor)
                 assert view.grad_fn is not None
-                view.grad_fn.register_prehook(partial(self._on_input_gradient, use))
+                view.grad_fn.register_prehook(partial(self._on_input_gradient, call))
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
         args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
-        use.watched = len(nodes)
+        call.watched = len(nodes)
         return args, kwargs
 
-    def post_forward(self, use: Use, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
+    def post_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
 
         Args:
-            use: The forward call, of a unit with parameters.
+            call: The forward call, of a unit with parameters.
             tensors: Those in what the module returned.
             inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
-                `use`, which the nodes' own hooks hold, would be a cycle that is never collected.
+                `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
         """
-        unit, handle = use.unit, use.unit.handle
+        unit, handle = call.unit, call.unit.handle
         assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         for tensor in with_grad:
-            tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
         if unit.running > 1:
             return
-        if unit.parts and not unit.ran(use.part):
-            self.lasting[unit] = use, inputs
-        elif unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+        if unit.parts and not unit.ran(call.part):
+            self.lasting[unit] = call, inputs
+        elif unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
             self.lasting.pop(unit, None)
             handle.shown.show_kept()
         elif unit.options.reshard_after_forward:
@@ -253,7 +253,7 @@ class Schedule:
             else:
                 unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
         else:
-            self.lasting[unit] = use, inputs
+            self.lasting[unit] = call, inputs
 
     def _set_aside(self, unit: Unit) -> None:
         """Reshards a unit whose full parameters a forward has kept for a backward that has not come yet.
@@ -291,22 +291,22 @@ class Schedule:
         """
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         lasting, self.lasting = self.lasting, {}
-        for unit, (use, inputs) in lasting.items():
+        for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
-                tensor.register_hook(partial(self._pre_backward, use, inputs))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
             alone = unit.partly_ran and unit.running  # one of several modules by itself: others may follow
             unit.restart()
-            if alone or unit.keeps_parameters(use, bool(with_grad), unit in self._outermost):
+            if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
                 unit.handle.shown.show_kept()  # type: ignore[union-attr]
             elif unit in self._awaited:
                 self._set_aside(unit)
             else:
                 unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
 
-    def exit_forward(self, use: Use) -> None:
+    def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
         self.depth -= 1
-        unit, handle = use.unit, use.unit.handle
+        unit, handle = call.unit, call.unit.handle
         unit.running -= 1
         if step_watchers:
             unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
@@ -437,31 +437,31 @@ class Schedule:
 
     # backward
 
-    def _pre_backward(self, use: Use, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs when a gradient reaches one of a use's outputs.
+    def _pre_backward(self, call: ForwardCall, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
+        """Runs when a gradient reaches one of a call's outputs.
 
         Returns:
             What stands for the gradient from now on, if it has to be watched.
 
         Raises:
-            RuntimeError: If the unit's parameters have other values than in the use's forward.
+            RuntimeError: If the unit's parameters have other values than in the call's forward.
         """
         if not self._backward_open:
             self._open_backward()
-        unit, handle, options = use.unit, use.unit.handle, use.unit.options
+        unit, handle, options = call.unit, call.unit.handle, call.unit.options
         assert handle is not None
         if self._reducing or self._prefetching_later:
             # With gradients in place memory counts more than what may run beside the first of them.
             if handle.bulky or (options.gradients_in_place and handle.sizeable):
                 self._make_room(options.most_reducing - 1)
         try:
-            self._unshard_again(use)
+            self._unshard_again(call)
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
         task = graph_task()
-        if use.task != task:
-            use.open(task, inputs)
+        if call.task != task:
+            call.open(task, inputs)
             if step_watchers:
                 unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
@@ -474,15 +474,15 @@ class Schedule:
                     self._prefetch(unit)
             if self._offloading is not None and (self._prefetching_later or not prefetches):
                 self._offloading.send_ahead(self._next_to_unshard(unit))
-        return self._watched(use, grad) if torch.is_grad_enabled() else None  # create_graph
+        return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
-    def _unshard_again(self, use: Use) -> None:
-        """Lets the modules of a unit show what they computed with in a use's forward.
+    def _unshard_again(self, call: ForwardCall) -> None:
+        """Lets the modules of a unit show what they computed with in a call's forward.
 
         Raises:
             RuntimeError: If the unit's parameters have other values now.
         """
-        unit, handle = use.unit, use.unit.handle
+        unit, handle = call.unit, call.unit.handle
         assert handle is not None  # or nothing had been hooked
         if self._updates.updated:
             self._updates.refuse_updated(unit)
@@ -494,11 +494,11 @@ class Schedule:
                 self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
-        if handle.shown.changed or use.values != handle.values:
+        if handle.shown.changed or call.values != handle.values:
             unit.reshard(Phase.BACKWARD)
-            refuse_outdated(use)
+            refuse_outdated(call)
 
-    def _watched(self, use: Use, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def _watched(self, call: ForwardCall, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Puts a view in the place of a gradient with a graph, where it enters or leaves a unit's backward.
 
         A later backward, which needs the leaves, comes that way.
@@ -506,23 +506,23 @@ class Schedule:
         if grad is None or not grad.requires_grad:
             return grad
         view = grad.view_as(grad)
-        view.register_hook(lambda outer: self._pre_derivative(use, outer))  # type: ignore[no-untyped-call]
+        view.register_hook(lambda outer: self._pre_derivative(call, outer))  # type: ignore[no-untyped-call]
         return view
 
-    def _pre_derivative(self, use: Use, grad: torch.Tensor) -> torch.Tensor | None:
+    def _pre_derivative(self, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
         """Runs when a gradient reaches one that an earlier backward has computed with a unit's leaves.
 
         Returns:
             What stands for the gradient from now on, if it has to be watched.
 
         Raises:
-            RuntimeError: If the unit's parameters have other values than in the use's forward.
+            RuntimeError: If the unit's parameters have other values than in the call's forward.
         """
         if not self._backward_open:
             self._open_backward()
-        use.unit.arrivals.enter_derivative()
-        self._unshard_again(use)
-        return self._watched(use, grad) if torch.is_grad_enabled() else None
+        call.unit.arrivals.enter_derivative()
+        self._unshard_again(call)
+        return self._watched(call, grad) if torch.is_grad_enabled() else None
 
     @staticmethod
     def _on_leaf_gradient(reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
@@ -546,7 +546,7 @@ class Schedule:
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
             self._make_room(options.most_reducing - 1)
-        if all_came and not arrivals.open_uses:
+        if all_came and not arrivals.open_calls:
             # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs:
             # watched inputs tell when they are done; others leave it to the final callback.
             if arrivals.needed_to_end or not unit.all_train:
@@ -555,20 +555,20 @@ class Schedule:
                 self._unit_backward_over(unit)
 
     def _on_input_gradient(
-        self, use: Use, grads: tuple[torch.Tensor, ...]
+        self, call: ForwardCall, grads: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | None] | None:
-        """Runs when the gradient of one of a use's watched inputs is done.
+        """Runs when the gradient of one of a call's watched inputs is done.
 
         Returns:
             What stands for it from now on, if it has to be watched.
         """
-        unit = use.unit
-        if use.task == graph_task() and use.input_done():
+        unit = call.unit
+        if call.task == graph_task() and call.input_done():
             if unit.arrivals.missing and unit.gradients_to_come():
                 unit.arrivals.go_on(every=torch.is_grad_enabled() or unit.options.gradients_in_place)
             else:
                 self._unit_backward_over(unit)
-        return (self._watched(use, grads[0]),) if torch.is_grad_enabled() else None  # create_graph
+        return (self._watched(call, grads[0]),) if torch.is_grad_enabled() else None  # create_graph
 
     def _unit_backward_over(self, unit: Unit) -> None:
         if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
@@ -773,10 +773,10 @@ class Schedule:
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.over:  # the module's first unit does, whose own gather is to come before
+        if unit.mesh_label:  # the module's first unit does, whose own gather is to come before
             return
         expected = self._order.next_in_backward(unit)
-        while expected is not None and expected.over and expected in unit.lenders:
+        while expected is not None and expected.mesh_label and expected in unit.lenders:
             expected = self._order.next_in_backward(expected)
         targets: Iterable[Unit | None] = unit.options.backward_targets or (expected,)
         if expected is not None and expected.lenders and not unit.options.backward_targets:

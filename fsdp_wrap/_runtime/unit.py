@@ -35,7 +35,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import will_execute
-from fsdp_wrap._params import HandleState, ParamHandle, Ride, Segment
+from fsdp_wrap._params import GatherShare, HandleState, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Unit:
         buffers: The casts of its buffers.
         parts: The modules of which each has a forward of its own, where `module` only holds them together.
         initial: What its parameters began with, if known.
-        over: What tells it from the module's units over other meshes; empty for the first.
+        mesh_label: Name of its mesh, where the module has units over several; empty for the first.
 
     Attributes:
         running: Forward calls in progress.
@@ -132,14 +132,14 @@ class Unit:
         hooked: Which of the handle's `hookings` was the last.
         told_of_own_gradients: Whether a warning told that a graph leads to sharded parameters themselves.
         all_train: Whether every leaf needs a gradient.
-        over: What tells it from the module's units over other meshes; empty for the first.
+        mesh_label: Name of its mesh, where the module has units over several; empty for the first.
         stays: Segments of the tree whose full parameters stay within the budget when their units reshard.
         stays_on: Those of them that stay when a backward has ended: optimizers do not change them.
     """
 
     positions: UnitPositions
     lenders: Sequence[Unit] = ()
-    over = ""  # these two also of one that a deep copy has yet to make
+    mesh_label = ""  # these two also of one that a deep copy has yet to make
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Unit:
         buffers: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
         initial: InitialValues | None = None,
-        over: str = "",
+        mesh_label: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
         self._keeps = module if parts else None  # for what holds parts together is held by nobody else
@@ -165,9 +165,9 @@ class Unit:
         self.left = left
         self.initial = initial
         self.lenders = lenders
-        self.over = over
+        self.mesh_label = mesh_label
         self.buffers = buffers or BufferCasts((), None)
-        self.fqn = over
+        self.fqn = mesh_label
         self.running = self.forwards = 0
         self.updater: Updater | None = None
         self.nested = False
@@ -184,7 +184,7 @@ class Unit:
 
     @property
     def module(self) -> nn.Module:
-        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their uses."""
+        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their calls."""
         module = self._module()
         assert module is not None
         return module
@@ -222,20 +222,20 @@ class Unit:
     @property
     def over_all_meshes(self) -> tuple[Unit, ...]:
         """The units of the module that was sharded: this one first, then those over other meshes."""
-        over_others = [unit for unit in self.lenders if unit.over]
+        over_others = [unit for unit in self.lenders if unit.mesh_label]
         return self, *(unit for unit in over_others if unit._module() is self._module())
 
     @property
     def name(self) -> str:
         """The unit as messages name it."""
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
-        if self.fqn != self.over:
+        if self.fqn != self.mesh_label:
             return f"unit '{self.fqn}'"
-        return f"the root unit ({type(wrapped).__name__}){self.over and f' {self.over}'}"
+        return f"the root unit ({type(wrapped).__name__}){self.mesh_label and f' {self.mesh_label}'}"
 
     def name_of(self, param: str) -> str:
         """Returns the name below the root of a parameter that is given by its name within the unit."""
-        prefix = self.fqn.split(", ")[0].removesuffix(self.over).rstrip()
+        prefix = self.fqn.split(", ")[0].removesuffix(self.mesh_label).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
     def join(self, schedule: Schedule, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
@@ -335,7 +335,7 @@ class Unit:
             self._tell_of_gather(phase, stayed, travels)
         return True
 
-    def ride(self, ride: Ride, phase: Phase, together: tuple[str, ...]) -> None:
+    def ride(self, ride: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
         """Takes part in a gather that was issued for several units; it is sharded.
 
         Args:
@@ -525,12 +525,12 @@ class Unit:
             )
         handle.compute_in_full(in_full)
 
-    def keeps_parameters(self, use: Use, has_grad_outputs: bool, as_root: bool) -> bool:
-        """Whether its full parameters stay for the backward of a use, after the forward."""
+    def keeps_parameters(self, call: ForwardCall, has_grad_outputs: bool, as_root: bool) -> bool:
+        """Whether its full parameters stay for the backward of a call, after the forward."""
         if not torch.is_grad_enabled():
             return False
         if not has_grad_outputs:  # gradients may enter through something that no hook can see
-            return use.watched > 0 or (self.handle is not None and self.handle.trainable)
+            return call.watched > 0 or (self.handle is not None and self.handle.trainable)
         if as_root and self.options.keeps_as_root:
             return self.trains
         return not self.options.reshard_after_forward
@@ -625,7 +625,7 @@ class Unit:
         return self.arrivals.progress is Progress.RUNNING
 
 
-class Use:
+class ForwardCall:
     """One forward call of a unit whose backward may follow."""
 
     def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
@@ -654,16 +654,16 @@ class Use:
         """Begins its backward in a graph task."""
         self.task = task
         self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
-        self.unit.arrivals.open_uses += self.watched > 0
+        self.unit.arrivals.open_calls += self.watched > 0
 
     def input_done(self) -> bool:
-        """Notes that an input's gradient is done; returns whether no use of the unit awaits any more."""
+        """Notes that an input's gradient is done; returns whether no call of the unit awaits any more."""
         self._awaited -= 1
         if self._awaited:
             return False
         self.task = -1
-        self.unit.arrivals.open_uses -= 1
-        return self.unit.arrivals.open_uses == 0
+        self.unit.arrivals.open_calls -= 1
+        return self.unit.arrivals.open_calls == 0
 
 
 def _on_own_gradient(
@@ -720,7 +720,7 @@ def units_in(module: nn.Module) -> dict[str, Unit]:
     Where a module has several, over several meshes, the first has the module's name.
     """
     return {
-        f"{clean_fqn(name)} {unit.over}".strip(): unit
+        f"{clean_fqn(name)} {unit.mesh_label}".strip(): unit
         for name, child in walk(module)
         if UNIT_ATTR in child.__dict__
         for unit in child.__dict__[UNIT_ATTR].over_all_meshes

@@ -88,7 +88,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         lenders=[memo[id(lender)] for lender in old.lenders],
         buffers=copy.deepcopy(old.buffers, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
-        over=old.over,
+        mesh_label=old.mesh_label,
     )
     if old.keeps_module:
         new.lend()

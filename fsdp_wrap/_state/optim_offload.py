@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._comm import Accelerator, accelerator_of, await_arrivals, copy_to_device, copy_to_host
-from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._params import holding, to_local
 
 _PIN = "_fsdp_pins_state"  # an attribute, since copies of parameters take it over
 
@@ -64,7 +64,7 @@ def _states(
 
 def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-    return [(key, value) for key, value in found if value.dim() and held_by_this_rank(value).numel()]
+    return [(key, value) for key, value in found if value.dim() and to_local(value).numel()]
 
 
 @torch.no_grad()
@@ -73,16 +73,16 @@ def _bring(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     moved: list[_Moved] = []
     for param, state, accelerator in _states(optimizer):
         for key, value in _tensors(state):
-            home = held_by_this_rank(value)
+            home = to_local(value)
             if accelerator.is_on_host(home):
-                there = torch.empty(home.shape, dtype=home.dtype, device=held_by_this_rank(param).device)
+                there = torch.empty(home.shape, dtype=home.dtype, device=to_local(param).device)
                 moved.append((param, state, key, holding(value, there)))
                 pairs.setdefault(accelerator, []).append((there, home))
     for accelerator, copies in pairs.items():
         copy_to_device(accelerator, copies).wait()
     # Only now: if there is no memory for all, the state is what it was.
     for param, state, key, value in moved:
-        _homes.setdefault(param, {})[key] = held_by_this_rank(state[key])
+        _homes.setdefault(param, {})[key] = to_local(state[key])
         state[key] = value
 
 
@@ -93,7 +93,7 @@ def _send_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     for param, state, accelerator in _states(optimizer):
         homes = _homes.pop(param, {})
         for key, value in _tensors(state):
-            there = held_by_this_rank(value)
+            there = to_local(value)
             if accelerator.is_on_host(there):
                 continue
             home = homes.get(key)

@@ -23,7 +23,7 @@ from fsdp_wrap._params import (
     ParamHandle,
     Spread,
     by_rows,
-    held_by_this_rank,
+    to_local,
 )
 from fsdp_wrap._runtime import Unit, units_in
 
@@ -272,7 +272,7 @@ def uncut(fqn: str, tensor: torch.Tensor) -> Original:
 
 def _flat(param: torch.Tensor) -> torch.Tensor:
     """Returns a parameter in one dimension; of what lies on several ranks only how large it is."""
-    if held_by_this_rank(param) is param:
+    if to_local(param) is param:
         return param.detach().reshape(-1)
     return torch.empty(param.numel(), dtype=param.dtype, device="meta")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_wrap._params import IntervalTensor, held_by_this_rank, holding
+from fsdp_wrap._params import IntervalTensor, holding, to_local
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.small_states import SmallStates, State, is_scale
 
@@ -23,7 +23,7 @@ def taken_from_dtensor(small: SmallStates, param: torch.Tensor, entry: Mapping[s
         entry: As the optimizer's state dict has it.
     """
     local = {key: _local(value) for key, value in small.as_in_optimizer(entry).items()}
-    apart = small.taken_apart(local, held_by_this_rank(param).shape)
+    apart = small.taken_apart(local, to_local(param).shape)
     bounds = _bounds(param)
     found: State = {}
     for key, value in apart.items():
@@ -46,7 +46,7 @@ def put_in_dtensor(
         param: Its parameter.
         entry: State by names; scales are whole.
     """
-    held = held_by_this_rank(param)
+    held = to_local(param)
     if not held.numel():
         return dict(entry)
     bounds, local = _bounds(param), {}
@@ -72,7 +72,7 @@ def _local(value: Any) -> Any:
 def _placed(param: torch.Tensor, key: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _placed(param, name, each) for name, each in value.items()}
-    elementwise = isinstance(value, torch.Tensor) and value.shape == held_by_this_rank(param).shape
+    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
     return holding(param, value) if elementwise and key != "step" else value
 
 
@@ -91,4 +91,4 @@ def _bounds(param: torch.Tensor) -> tuple[int, int] | None:
         chunk = -(-rows // param.device_mesh.size(dim))
         first = min(param.device_mesh.get_local_rank(dim) * chunk, rows)
     row = param.shape[1:].numel()
-    return first * row, first * row + held_by_this_rank(param).numel()
+    return first * row, first * row + to_local(param).numel()

@@ -41,7 +41,7 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, held_by_this_rank
+from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, to_local
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
@@ -405,7 +405,7 @@ def _distribute(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Makes `DTensor`s of the values that go to such parameters: modules would not copy whole ones there."""
     for name, original in _shown_names(unit):
         part, value = original.interval.part, state_dict.get(prefix + name)
-        if part is None or not isinstance(value, torch.Tensor) or held_by_this_rank(value) is not value:
+        if part is None or not isinstance(value, torch.Tensor) or to_local(value) is not value:
             continue
         if value.shape == part.shape:  # else the module says what does not fit
             state_dict[prefix + name] = part.tensor(part.cut(value).contiguous())

@@ -136,7 +136,7 @@ class TreeState(_Told):
     @property
     def all_states(self) -> list[UnitState]:
         units = schedule_of(self.unit).units
-        return [UnitState(unit) for unit in units if not unit.over]  # others are groups of these
+        return [UnitState(unit) for unit in units if not unit.mesh_label]  # others are groups of these
 
 
 class UnitGroup(_Told):

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._params import holding, to_local
 
 _PIECE = 1 << 19
 """How many elements are widened at a time: what they take fits in a cache, and outweighs the calls."""
@@ -104,7 +104,7 @@ class HostAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, param: Any, group: dict[str, Any]) -> None:
-        held = held_by_this_rank(param)
+        held = to_local(param)
         if held.device.type != "cpu":
             raise RuntimeError(
                 f"HostAdamW updates what lies in host memory, but a parameter of shape {tuple(param.shape)} "
@@ -115,9 +115,9 @@ class HostAdamW(torch.optim.Optimizer):
             dtype = self._moments_of(held)
             state["step"] = torch.tensor(0.0)
             state |= {name: holding(param, _zeros_like(held, dtype)) for name in _MOMENTS}
-        kept = [held, *(held_by_this_rank(state[name]) for name in _MOMENTS)]
+        kept = [held, *(to_local(state[name]) for name in _MOMENTS)]
         own = [tensor.contiguous() for tensor in kept]  # the same, but for what lies otherwise
-        self._run(own[0], held_by_this_rank(param.grad).contiguous(), own[1:], state["step"], group)
+        self._run(own[0], to_local(param.grad).contiguous(), own[1:], state["step"], group)
         for tensor, value in zip(kept, own):
             if tensor is not value:
                 tensor.copy_(value)
@@ -162,10 +162,10 @@ class HostAdamW(torch.optim.Optimizer):
                     raise ValueError(f"the state dict has {key}=True, which HostAdamW does not know")
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
-            dtype = self._moments_of(held_by_this_rank(param))
+            dtype = self._moments_of(to_local(param))
             for name in _MOMENTS:
                 if name in state and state[name].dtype != dtype:
-                    held = held_by_this_rank(state[name])
+                    held = to_local(state[name])
                     state[name] = holding(param, _zeros_like(held, dtype).copy_(held))
 
 

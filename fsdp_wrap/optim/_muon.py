@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import note_knows_shards
 from fsdp_wrap._core.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
-from fsdp_wrap._params import FlatPiece, copyable, held_by_this_rank, holding
+from fsdp_wrap._params import FlatPiece, copyable, holding, to_local
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
 from fsdp_wrap.optim._on_shards import as_placed, on_shards, put_in_order
 from fsdp_wrap.optim._owned_matrices import (
@@ -224,7 +224,7 @@ class Muon(torch.optim.Optimizer):
         for param, grad in zip(params, grads):
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = copyable(holding(param, torch.zeros_like(grad)))
-        momentum = [held_by_this_rank(self.state[param]["momentum_buffer"]) for param in params]
+        momentum = [to_local(self.state[param]["momentum_buffer"]) for param in params]
         foreach_lerp_(momentum, grads, 1 - group["momentum"])
         if not group["nesterov"]:
             return momentum
@@ -253,7 +253,7 @@ class Muon(torch.optim.Optimizer):
             if result is not None:
                 by_ratio.setdefault(1.0 if len(ratios[index]) > 1 else min(ratios[index]), []).append(index)
         for factor, indices in by_ratio.items():
-            held = [held_by_this_rank(self.matrices.params[index].detach()) for index in indices]
+            held = [to_local(self.matrices.params[index].detach()) for index in indices]
             foreach_mul_(held, 1 - lr * group["weight_decay"])
             steps = [result for index in indices if (result := results[index]) is not None]
             foreach_add_(held, steps, alpha=-lr * factor)
@@ -288,7 +288,7 @@ def _refuse_complex(matrices: OwnedMatrices) -> None:
 def _own_gradient(param: nn.Parameter) -> torch.Tensor:
     grad = as_placed(param) if isinstance(param, DTensor) else param.grad
     assert grad is not None
-    return held_by_this_rank(grad)
+    return to_local(grad)
 
 
 def _shapes_of(names: Sequence[str], matrices: Iterable[Matrix]) -> list[set[tuple[int, int]]]:

@@ -27,7 +27,7 @@ from fsdp_wrap._core import (
     note_elsewhere,
 )
 from fsdp_wrap._core.torch_private import DTensorSpec
-from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._params import holding, to_local
 from fsdp_wrap._state import is_state_offloaded
 from fsdp_wrap.optim._runs import Run, Runs, State, same
 
@@ -357,7 +357,7 @@ def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -
 
 
 def _local(value: Any) -> Any:
-    return held_by_this_rank(value) if isinstance(value, DTensor) else value
+    return to_local(value) if isinstance(value, DTensor) else value
 
 
 def _shard_of(param: Any) -> nn.Parameter:
@@ -377,5 +377,5 @@ def as_placed(param: Any) -> Any:
 
 def _placed_like(param: nn.Parameter, name: str, value: Any) -> Any:
     """Returns what stands in the state of a parameter for what a step has put in that of its shard."""
-    elementwise = isinstance(value, torch.Tensor) and value.shape == held_by_this_rank(param).shape
+    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
     return holding(param, value) if elementwise and name != "step" else value

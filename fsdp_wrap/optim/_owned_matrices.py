@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._params import FlatPiece, held_by_this_rank, holding
+from fsdp_wrap._params import FlatPiece, holding, to_local
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap.optim._parts import Held, Teams, flattened, held_in
 from fsdp_wrap.optim._team import Compute, Matrix, Team
@@ -161,7 +161,7 @@ class OwnedMatrices:
             for index, result in zip(indices, found):
                 value = values[index]
                 if result is not None and value is not None:
-                    results[index] = result.view(held_by_this_rank(value).shape)
+                    results[index] = result.view(to_local(value).shape)
         return results
 
 

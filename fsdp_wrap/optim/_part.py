@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._params import to_local
 from fsdp_wrap.optim._on_shards import ShardsOfPart
 
 
@@ -42,7 +42,7 @@ class Part:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns what this rank holds of them."""
-        return [held_by_this_rank(param.grad) for param in self._params if param.grad is not None]
+        return [to_local(param.grad) for param in self._params if param.grad is not None]
 
     def free(self) -> None:
         """Frees them."""

@@ -22,7 +22,7 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import Place, named, params
 from fsdp_wrap._core.torch_private import StridedShard
-from fsdp_wrap._params import FlatParameter, FlatPiece, boxes_of, held_by_this_rank
+from fsdp_wrap._params import FlatParameter, FlatPiece, boxes_of, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import Original, owned_places
 from fsdp_wrap.optim._views import Block
@@ -249,4 +249,4 @@ def _reached(axes: Sequence[Communicator], groups: Iterable[dist.ProcessGroup]) 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, in one dimension."""
-    return held_by_this_rank(tensor.detach()).reshape(-1)
+    return to_local(tensor.detach()).reshape(-1)

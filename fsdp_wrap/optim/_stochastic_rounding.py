@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._params import held_by_this_rank, holding
+from fsdp_wrap._params import holding, to_local
 from fsdp_wrap._state import Originals
 from fsdp_wrap.optim._on_shards import AnyOptimizer, check_elementwise
 
@@ -172,7 +172,7 @@ class _Rounding:
 
     @torch.no_grad()
     def _round(self, param: nn.Parameter, values: torch.Tensor, seed: int, step: int) -> None:
-        held, new = held_by_this_rank(param.detach()).view(-1), values.detach().view(-1)
+        held, new = to_local(param.detach()).view(-1), values.detach().view(-1)
         places = self._places.get(id(param))
         if places is None:
             held.copy_(new)
@@ -245,12 +245,12 @@ def _is_replaced(param: torch.Tensor) -> bool:
 
 
 def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
-    copied = nn.Parameter(held_by_this_rank(param.detach()).float(), requires_grad=param.requires_grad)
+    copied = nn.Parameter(to_local(param.detach()).float(), requires_grad=param.requires_grad)
     if with_grad and param.grad is not None:
         grad = param.grad
         if isinstance(grad, DTensor) and grad.placements != param.placements:
             grad = grad.redistribute(placements=param.placements)
-        copied.grad = held_by_this_rank(grad).float()
+        copied.grad = to_local(grad).float()
     return copied
 
 
@@ -264,7 +264,7 @@ def _placed_state(param: Any, entry: Any) -> Any:
     """Returns the state of a copy as that of the parameter, or as it is where there is none."""
     if not isinstance(param, DTensor):
         return entry
-    shape = held_by_this_rank(param).shape
+    shape = to_local(param).shape
     return {
         key: holding(param, value)
         if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Original, Originals, check_dtype, persistent_buffers, settled_units, uncut
 from fsdp_wrap.weights._gather import Found, first_holders, gathered_on_first_rank
 
@@ -181,7 +181,7 @@ def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, 
 
 def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
     """Returns the plain tensor of a `DTensor` that each rank has whole."""
-    held = held_by_this_rank(buffer)
+    held = to_local(buffer)
     return held if held.shape == buffer.shape else buffer
 
 

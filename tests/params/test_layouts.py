@@ -30,8 +30,8 @@ from fsdp_wrap._params import (
     HiddenFlatParameter,
     Layout,
     SliceLayout,
-    held_by_this_rank,
     memory_around,
+    to_local,
 )
 from fsdp_wrap._params.layout import Extent, stretches
 from params.fake_ranks import fake_ranks
@@ -271,9 +271,7 @@ def test_what_modules_show(kind):
         assert names == [*SHAPES, *([FLAT] if kind == "flat" else [])]
         pieces = layout.pieces(layout.flat_param.data)
         for value, param, piece in zip(shown(module), params, pieces):
-            assert held_by_this_rank(param).data_ptr() == piece.data_ptr() or not piece.numel(), (
-                "memory is kept"
-            )
+            assert to_local(param).data_ptr() == piece.data_ptr() or not piece.numel(), "memory is kept"
             if kind == "flat":
                 assert type(value) is torch.Tensor and torch.equal(value, piece)
             elif kind == "slices":
@@ -401,7 +399,7 @@ def test_gradients_of_one_reduction_are_one_block(kind):
     for layout in ranks.layouts:
         (block,) = layout.gradient_blocks()
         assert block.sum() == 2 * sum(map(torch.numel, layout.pieces(layout.flat_param.data)))
-        filled = [param for param in layout.sharded_params if held_by_this_rank(param).numel()]
+        filled = [param for param in layout.sharded_params if to_local(param).numel()]
         filled[-1].grad = filled[-1].grad.clone()
         assert len(layout.gradient_blocks()) == len(filled)
         if kind == "slices":
@@ -443,12 +441,12 @@ def test_gradients_are_replaced_where_they_change(kind):
         own = torch.zeros(layout.shard_numel, dtype=layout.dtype)
         layout.write_gradient(own)
         before = [source.grad for source in layout.sharded_params]
-        versions = [grad if grad is None else held_by_this_rank(grad)._version for grad in before]
+        versions = [grad if grad is None else to_local(grad)._version for grad in before]
         present = [grad is not None for grad in layout.gradients()]
         layout.read_gradient(own, present)
         assert [source.grad for source in layout.sharded_params] == before or kind == "dtensor"
         for source, grad, version in zip(layout.sharded_params, before, versions):
-            assert source.grad is grad and (grad is None or held_by_this_rank(grad)._version == version)
+            assert source.grad is grad and (grad is None or to_local(grad)._version == version)
         layout.read_gradient(2 * own, present)
         written = torch.zeros_like(own)
         layout.write_gradient(written)
@@ -467,7 +465,7 @@ def test_zeroing_is_told_from_nothing(kind):
     first.requires_grad_(True)
     layout.mark_unsynced()
     assert not any(layout.zeroed()) and first.grad is not None, "a mark, by which zeroing is seen"
-    held_by_this_rank(first.grad).add_(1)
+    to_local(first.grad).add_(1)
     assert not any(layout.zeroed()), "it was written to, and is no zero"
     first.grad.zero_()
     assert layout.zeroed() == ([True] * 6 if kind == "flat" else [True, *[False] * 5])
@@ -521,9 +519,7 @@ def test_data_of_another_dtype_are_followed(kind):
         for param in layout.sharded_params if kind != "dtensor" else ():
             param.data = param.data.double()
         assert layout.follow_replaced() and layout.dtype == torch.float64 and not layout.follow_replaced()
-        assert {held_by_this_rank(each).dtype for each in (*layout.sources, *shown(module))} == {
-            torch.float64
-        }
+        assert {to_local(each).dtype for each in (*layout.sources, *shown(module))} == {torch.float64}
         assert {grad.dtype for grad in layout.gradients() if grad is not None} == {torch.float64}
         assert all(map(operator.is_, shown(module)[:6], layout._stand_ins()))
     views = ranks.layouts[0].views(ranks.layouts[0].unpack(ranks.travelling))

@@ -18,7 +18,7 @@ from beside import assert_close_grads, mean_backward
 from fsdp_wrap import CPUOffloadPolicy, fully_shard
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
-from fsdp_wrap._runtime.travel import JointReduction
+from fsdp_wrap._runtime.batching import BatchedReduction
 from stream_programs import batch, net, one_step
 
 
@@ -62,7 +62,7 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
 @ranks(2)
 def test_so_are_those_of_units_that_travel_together(rank, world_size):
     of_two_units = 2 * 4 * (16 * 16 + 48)  # with what aligns them
-    send = JointReduction.send
+    send = BatchedReduction.send
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     for most, expected in ((1, [1, 1, 1]), (2, [1, 2, 2]), (3, [1, 2, 3])):
@@ -71,9 +71,9 @@ def test_so_are_those_of_units_that_travel_together(rank, world_size):
         for part in (*model, model):
             fully_shard(part, travel_together_bytes=2 * of_two_units)
         model.set_reduce_scatter_max_input_buffers(most)
-        sent: list[JointReduction] = []
+        sent: list[BatchedReduction] = []
 
-        def counted(joint: JointReduction, phase: Any) -> None:
+        def counted(joint: BatchedReduction, phase: Any) -> None:
             send(joint, phase)
             sent.append(joint)  # noqa: B023
             in_flight.append(sum(bool(each.taken) for each in sent))  # noqa: B023
@@ -81,7 +81,7 @@ def test_so_are_those_of_units_that_travel_together(rank, world_size):
         for _ in range(3):
             in_flight: list[int] = []
             model.zero_grad()
-            with mock.patch.object(JointReduction, "send", counted):
+            with mock.patch.object(BatchedReduction, "send", counted):
                 model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
         assert in_flight == expected
         mean_backward(lambda rank: plain(torch.full((2, 16), rank + 1.0)).square().sum())

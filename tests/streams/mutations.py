@@ -41,7 +41,7 @@ _LIKELY = {
     "_fsdp_module.py": ("looks",),
     "FromHost": ("offloads",),
     "ToHost": ("offloads",),
-    "Ride": ("together",),
+    "GatherShare": ("together",),
     "optim_offload.py": ("optimizer_state",),
     "lanes.py StreamLane.finish": ("evaluates",),
     "process_group.py": ("summons-first", "group", "states"),

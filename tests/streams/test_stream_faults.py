@@ -14,8 +14,8 @@ from bed.accelerator import run_simulated
 from fronts import FRONTS
 from fsdp_wrap._comm import Finished
 from fsdp_wrap._comm.lanes import _EventPending
+from fsdp_wrap._params.collectives import NotedReduction
 from fsdp_wrap._params.handle import HandleState, ParamHandle
-from fsdp_wrap._params.in_flight import NotedReduction
 from fsdp_wrap._runtime.schedule import Schedule
 from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 

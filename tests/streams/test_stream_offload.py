@@ -21,8 +21,8 @@ from fsdp_wrap import (
     ShardingStrategy,
 )
 from fsdp_wrap._comm import FromHost, ToHost
-from fsdp_wrap._params import Layout, held_by_this_rank
-from fsdp_wrap._params.in_flight import Reduction
+from fsdp_wrap._params import Layout, to_local
+from fsdp_wrap._params.collectives import Reduction
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from stream_programs import (
@@ -211,7 +211,7 @@ def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
         model = wrapped(front, cpu_offload=CPUOffload(offload))
 
         def look(name, param):
-            local = held_by_this_rank(param.grad)
+            local = to_local(param.grad)
             if rank == 0:
                 assert device.is_on_host(local) is offload, name
             seen[offload].append((rank, name, local.clone().tolist()))
@@ -294,7 +294,7 @@ def _stepping(rank, device, front, offload, told, make=torch.optim.AdamW):
         optimizer.step()
         told[rank].append((peaks["compute"], len(device.end_step()[0])))
     with device.aside():
-        tensors = [held_by_this_rank(each) for state in optimizer.state.values() for each in state.values()]
+        tensors = [to_local(each) for state in optimizer.state.values() for each in state.values()]
         told[rank] += [
             [each.clone() for each in tensors],
             [device.is_on_host(each) for each in tensors if each.dim()],

@@ -11,7 +11,7 @@ from torch import nn
 from bed import ranks
 from fronts import shard
 from fsdp_wrap import explain_memory_errors
-from fsdp_wrap._params import JointGather, JointGradients, ParamHandle
+from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -90,7 +90,7 @@ def test_backwards_tell(rank, world_size, front):
     x = torch.randn(2, WIDTH)
     for together, owners in (
         (0, ((ParamHandle, "gather"), (ParamHandle, "start_reduction"))),
-        (WIDTH**4, ((JointGather, "issue"), (JointGradients, "reduce"))),
+        (WIDTH**4, ((BatchedGather, "issue"), (BatchedGradients, "reduce"))),
     ):
         model, _ = _model(front, travel_together_bytes=together)
         for _ in range(2):

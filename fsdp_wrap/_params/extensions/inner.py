@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
-from fsdp_wrap._params.parallel import dtensor_of, held_by_this_rank
+from fsdp_wrap._params.parallel import dtensor_of, to_local
 
 
 class InnerTensors:
@@ -94,9 +94,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def like_made_of_tensors(value: torch.Tensor) -> torch.Tensor | None:
     """Returns memory like that of a `DTensor` whose part is made of other tensors; None for any other."""
-    if not isinstance(value, DTensor) or not is_traceable_wrapper_subclass(held_by_this_rank(value)):
+    if not isinstance(value, DTensor) or not is_traceable_wrapper_subclass(to_local(value)):
         return None
-    return dtensor_of(copied(held_by_this_rank(value.detach())), value._spec)
+    return dtensor_of(copied(to_local(value.detach())), value._spec)
 
 
 def _flattened(tensor: torch.Tensor) -> tuple[list[str], Any]:

@@ -16,7 +16,7 @@ from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions.inner import InnerTensors, copied
 from fsdp_wrap._params.extensions.methods import Whole, plain, says_nothing
 from fsdp_wrap._params.layout import Interval, Written
-from fsdp_wrap._params.parallel import DataMesh, held_by_this_rank
+from fsdp_wrap._params.parallel import DataMesh, to_local
 
 _MARK = "_is_param"  # by which torch tells parameters of other classes than its own
 
@@ -77,7 +77,7 @@ class ExtensionLayout(DTensorLayout):
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
         self._attributes = [*map(users_attributes, params)]
-        cuts = [self._cut_out(index, held_by_this_rank(each)) for index, each in enumerate(params)]
+        cuts = [self._cut_out(index, to_local(each)) for index, each in enumerate(params)]
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
         self._stand_for(params)
@@ -121,7 +121,7 @@ class ExtensionLayout(DTensorLayout):
         self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:
-        self._adopt_all([*map(held_by_this_rank, found)])
+        self._adopt_all([*map(to_local, found)])
 
     # what there is
 

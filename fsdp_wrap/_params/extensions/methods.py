@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._core import MixedPrecisionPolicy
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.extensions.inner import InnerTensors
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -32,7 +32,7 @@ def is_extension(param: torch.Tensor) -> bool:
 
     One that is made of other tensors may get the methods later, by an assignment to its instances.
     """
-    local = held_by_this_rank(param)
+    local = to_local(param)
     if type(local) in _PLAIN:
         return False
     return hasattr(local, PRE) or hasattr(local, POST) or is_traceable_wrapper_subclass(local)
@@ -40,7 +40,7 @@ def is_extension(param: torch.Tensor) -> bool:
 
 def says_nothing(param: torch.Tensor) -> bool:
     """Whether nothing trains a subclass that is made of other tensors, and it has not the methods."""
-    local = held_by_this_rank(param)
+    local = to_local(param)
     if param.requires_grad or hasattr(local, PRE) or hasattr(local, POST):
         return False
     return is_traceable_wrapper_subclass(local)
@@ -52,7 +52,7 @@ def check_extension(fqn: str, param: torch.Tensor) -> None:
     Raises:
         TypeError: If it has only one of the two, or the first takes neither set of arguments.
     """
-    local = held_by_this_rank(param)
+    local = to_local(param)
     if hasattr(local, PRE) or hasattr(local, POST):
         check_methods(fqn, local)
 

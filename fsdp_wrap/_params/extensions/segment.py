@@ -12,7 +12,7 @@ from fsdp_wrap._core.torch_private import set_version_counters
 from fsdp_wrap._params.extensions.gathered import Gathered, Several
 from fsdp_wrap._params.extensions.layout import ExtensionLayout
 from fsdp_wrap._params.layout import round_up
-from fsdp_wrap._params.parallel import held_by_this_rank
+from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap._params.segment import Segment
 
 _ALIGNMENT_BYTES = 16
@@ -129,7 +129,7 @@ class ExtensionSegment(Segment):
             for leaf in self.leaves:
                 leaf.grad_dtype = self.dtypes.arriving
         self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
-        others = () if self.layout.distributed is None else map(held_by_this_rank, self.leaves)
+        others = () if self.layout.distributed is None else map(to_local, self.leaves)
         self.counted = (*self.leaves, *others)
         self._is_made = True
 

@@ -13,10 +13,10 @@ from fsdp_wrap._params.parallel.local_part import (
     check_beside,
     copyable,
     dtensor_of,
-    held_by_this_rank,
     holding,
     local_parts,
     make_copyable,
     placed,
+    to_local,
 )
 from fsdp_wrap._params.parallel.partial_sums import PartialSums

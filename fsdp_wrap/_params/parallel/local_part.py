@@ -21,7 +21,7 @@ dtensor_of: Callable[[torch.Tensor, DTensorSpec], DTensor]
 dtensor_of = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
-def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, looking at which is not collective."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -240,7 +240,7 @@ class LocalPart:
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, once it is there."""
-    held = held_by_this_rank(tensor)
+    held = to_local(tensor)
     return held.wait() if isinstance(held, AsyncCollectiveTensor) else held
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
-from fsdp_wrap._params import Layout, ParamHandle, Segment, held_by_this_rank
+from fsdp_wrap._params import Layout, ParamHandle, Segment, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
@@ -230,7 +230,7 @@ class _Blocks:
     def __init__(self, layouts: Sequence[Layout], of_dtensors: bool) -> None:
         self._layouts, self._gradient_of = layouts, _GRAD_LOCAL if of_dtensors else _GRAD
         held = [
-            [param for param in dict.fromkeys(layout.sources) if held_by_this_rank(param).numel()]
+            [param for param in dict.fromkeys(layout.sources) if to_local(param).numel()]
             for layout in layouts
         ]
         self._params = [*chain.from_iterable(held)]
@@ -239,11 +239,11 @@ class _Blocks:
         self._counts = [len(params) for _, params in filled]
         self._firsts = [*accumulate(self._counts, initial=0)][:-1]
         self._numels = [shard.numel() for shard in shards]
-        pieces = [*map(held_by_this_rank, self._params)]
+        pieces = [*map(to_local, self._params)]
         self._offsets = [*map(operator.sub, map(_DATA_PTR, pieces), self._spread(shards))]
         # Numbers by which ranks tell each other something are no gradients, but padding is zero.
         self._parts = [
-            _part_of(layout.flat_param, [*map(held_by_this_rank, params)]) if layout.noted_numel else None
+            _part_of(layout.flat_param, [*map(to_local, params)]) if layout.noted_numel else None
             for layout, params in filled
         ]
 
@@ -292,7 +292,7 @@ def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
 def _strided(param: nn.Parameter) -> torch.Tensor | None:
     """Returns the gradient's memory on this rank: of a sparse one the values, each element's once."""
     if param.grad is None or not param.grad.is_sparse:
-        return None if param.grad is None else held_by_this_rank(param.grad)
+        return None if param.grad is None else to_local(param.grad)
     param.grad = param.grad.coalesce()
     return param.grad.values()
 

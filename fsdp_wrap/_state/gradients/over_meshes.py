@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._params import held_by_this_rank
+from fsdp_wrap._params import to_local
 from fsdp_wrap._state.gradients.held import Over, over_of
 from fsdp_wrap._state.gradients.norms import (
     by_kind,
@@ -55,8 +55,8 @@ def clip_parameters(
         return torch.tensor(0.0)
     by_ranks: dict[Over, list[torch.Tensor]] = {}
     for grad in grads:
-        by_ranks.setdefault(over_of(grad), []).append(held_by_this_rank(grad))
-    device = held_by_this_rank(grads[0]).device
+        by_ranks.setdefault(over_of(grad), []).append(to_local(grad))
+    device = to_local(grads[0]).device
     powers = [power_over(over, parts, p, device) for over, parts in by_ranks.items()]
     total = root(merged(powers, p), p).squeeze(0)
     if error_if_nonfinite:

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_wrap._comm import watching_buffers
 from fsdp_wrap._core import watching_steps
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
-from fsdp_wrap._params import Layout, held_by_this_rank
+from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.tools.planning import ledger as kinds
 from fsdp_wrap.tools.planning.answers import Answers
@@ -167,10 +167,10 @@ class _Planner:
                 params += [layout.flat_param for layout in unit.handle.layouts]
         grads = [param.grad for param in params if param.grad is not None]
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
-        self._ledger.assign(map(held_by_this_rank, params), kinds.SHARDS)
-        self._ledger.assign(map(held_by_this_rank, grads), kinds.GRADIENTS)
+        self._ledger.assign(map(to_local, params), kinds.SHARDS)
+        self._ledger.assign(map(to_local, grads), kinds.GRADIENTS)
         tensors = (each for each in state if isinstance(each, torch.Tensor))
-        self._ledger.assign(map(held_by_this_rank, tensors), kinds.OPTIMIZER_STATE)
+        self._ledger.assign(map(to_local, tensors), kinds.OPTIMIZER_STATE)
 
     def run(self) -> tuple[History, History]:
         """Runs one step; returns how memory of the device and of the host came and went."""

@@ -1,4 +1,4 @@
-"""`Travel`: small units that travel together, in one gather or one reduction for several.
+"""`CollectiveBatcher`: small units that travel together, in one gather or one reduction for several.
 
 Which do so follows from the order of the forward or backward before, which all ranks have alike, from what
 units consist of and from how they are set. Where it goes otherwise, each travels by itself.
@@ -24,7 +24,7 @@ from fsdp_wrap._core import (
     observers,
     step_watchers,
 )
-from fsdp_wrap._params import HandleState, JointGather, JointGradients, ParamHandle, Reduction, Segment
+from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
@@ -73,7 +73,7 @@ class _Member(NamedTuple):
         return cls(unit, unit.options, _handle_of(unit).generation)
 
 
-class _Gather(NamedTuple):
+class _GatherPlan(NamedTuple):
     """A gather for several units, which can be issued again and again.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Gather(NamedTuple):
 
     coming: list[Unit]
     members: list[_Member]
-    joint: JointGather
+    joint: BatchedGather
     note: Collective
     names: tuple[str, ...]
 
@@ -105,7 +105,7 @@ class _Gather(NamedTuple):
         return True
 
 
-class _Reduction(NamedTuple):
+class _ReductionPlan(NamedTuple):
     """A reduction for several units, which can be issued again and again.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Reduction(NamedTuple):
     members: list[_Member]
     segments: dict[Unit, list[int]]
     first: dict[Unit, int]
-    gradients: JointGradients
+    gradients: BatchedGradients
     note: Collective
 
     def fits(self) -> bool:
@@ -137,7 +137,7 @@ class _Reduction(NamedTuple):
         return True
 
 
-class JointReduction:
+class BatchedReduction:
     """The gradients of several units, which wait for each other, and their reduction.
 
     Args:
@@ -149,7 +149,7 @@ class JointReduction:
         partial: As of `Reduction`.
     """
 
-    def __init__(self, plan: _Reduction) -> None:
+    def __init__(self, plan: _ReductionPlan) -> None:
         self._plan = plan
         self.missing = [*plan.segments]
         self.taken: list[Unit] = []
@@ -233,7 +233,7 @@ class JointReduction:
         return reduction
 
 
-class Travel:
+class CollectiveBatcher:
     """Decides which units of a schedule travel together, and issues what they share.
 
     Args:
@@ -247,9 +247,9 @@ class Travel:
     def __init__(self, order: ExecOrder) -> None:
         self._order = order
         self.most = 0
-        self.waiting: JointReduction | None = None
-        self._gathers: dict[tuple[Unit, Phase], _Gather] = {}  # by the unit that issues it
-        self._reductions: dict[tuple[Unit, bool], _Reduction] = {}  # by the first, and whether it defers
+        self.waiting: BatchedReduction | None = None
+        self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the unit that issues it
+        self._reductions: dict[tuple[Unit, bool], _ReductionPlan] = {}  # by the first, and whether it defers
 
     def allow(self, nbytes: int) -> None:
         """Decides how much memory it may take: half of it for parameters, half for gradients."""
@@ -296,7 +296,7 @@ class Travel:
         runs = [run.names for (_, phase), run in self._gathers.items() if phase is Phase.FORWARD]
         return [name for names in runs if unit.fqn in names for name in names if name != unit.fqn]
 
-    def _plan_gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> _Gather | None:
+    def _plan_gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> _GatherPlan | None:
         """Decides with which of the coming units one travels; returns None if with none."""
         self._gathers.pop((unit, phase), None)
         run = [unit]
@@ -308,9 +308,9 @@ class Travel:
             run += self._companions(unit, expected, self._may_ride, lambda handle: handle.travelling_nbytes)
         if len(run) == 1:
             return None
-        joint = JointGather(_handle_of(unit).communicator, [_handle_of(each).segments for each in run])
+        joint = BatchedGather(_handle_of(unit).communicator, [_handle_of(each).segments for each in run])
         first, *others = [each.positions.gather for each in run]
-        plan = _Gather(coming, [*map(_Member.of, run)], joint, first.with_others(others), _names(run))
+        plan = _GatherPlan(coming, [*map(_Member.of, run)], joint, first.with_others(others), _names(run))
         self._gathers[unit, phase] = plan
         return plan
 
@@ -358,7 +358,7 @@ class Travel:
             plan = self._expected(unit)
             if plan is None:
                 return False
-            waiting = self.waiting = JointReduction(plan)
+            waiting = self.waiting = BatchedReduction(plan)
         if unit not in waiting.missing:
             return False
         if waiting.take(unit):
@@ -366,7 +366,7 @@ class Travel:
         self._reductions.clear()  # what they hold has changed
         return False
 
-    def _expected(self, unit: Unit) -> _Reduction | None:
+    def _expected(self, unit: Unit) -> _ReductionPlan | None:
         """Returns what is to be reduced together, from a unit on; None if that travels alone."""
         coming, defers = self._order.coming_to_reduce(), unit.defers
         plan = self._reductions.get((unit, defers))
@@ -374,7 +374,7 @@ class Travel:
             plan = self._plan_reduction(unit, coming, defers)
         return plan
 
-    def _plan_reduction(self, unit: Unit, coming: list[Unit], defers: bool) -> _Reduction | None:
+    def _plan_reduction(self, unit: Unit, coming: list[Unit], defers: bool) -> _ReductionPlan | None:
         self._reductions.pop((unit, defers), None)
         if not coming or not self._may_wait(unit):
             return None
@@ -395,9 +395,11 @@ class Travel:
             found = handle.reduced_segments()
             numbers[each] = [*map(handle.segments.index, found)]
             taking += found
-        gradients = JointGradients(_handle_of(unit).communicator, taking)
+        gradients = BatchedGradients(_handle_of(unit).communicator, taking)
         members, note = [*map(_Member.of, units)], _noted_reduction(units)
-        plan = self._reductions[unit, defers] = _Reduction(coming, members, numbers, first, gradients, note)
+        plan = self._reductions[unit, defers] = _ReductionPlan(
+            coming, members, numbers, first, gradients, note
+        )
         return plan
 
     def _may_wait(self, unit: Unit) -> bool:
@@ -410,7 +412,7 @@ class Travel:
             return False
         return len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 
-    def send(self, phase: Phase) -> JointReduction | None:
+    def send(self, phase: Phase) -> BatchedReduction | None:
         """Issues the reduction of the gradients that wait, if any; returns it."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:

@@ -44,7 +44,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import UNIT_ATTR
-from fsdp_wrap._params import JointGradients
+from fsdp_wrap._params import BatchedGradients
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -457,10 +457,10 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
     """Memory that nobody has written may hold NaN, at which checks of what is sent stop a training."""
     model, _ = pair("orig")
     steps(model, rank, range(2))
-    take, communicator = JointGradients.take, units_of(model)[0].handle.communicator
+    take, communicator = BatchedGradients.take, units_of(model)[0].handle.communicator
     send, finite = communicator.reduce_scatter, []
 
-    def taken(self: JointGradients, index: int, full: torch.Tensor) -> None:
+    def taken(self: BatchedGradients, index: int, full: torch.Tensor) -> None:
         if not self._begun:
             take(self, index, full)
             for place in self._places:
@@ -471,7 +471,7 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
         finite.append(all(bool(each.isfinite().all()) for each in full))
         return send(shards, full)
 
-    with mock.patch.object(JointGradients, "take", taken):
+    with mock.patch.object(BatchedGradients, "take", taken):
         with mock.patch.object(communicator, "reduce_scatter", sent):
             model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
     assert finite == [True]

@@ -174,7 +174,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class JointGather:
+class BatchedGather:
     """One gather of the shards of several units, in one buffer of bytes.
 
     What came is copied from there to a unit's own buffers when that waits. The last one frees the buffer.
@@ -196,7 +196,7 @@ class JointGather:
         )
         parts = self._buffer.data.view(ranks, -1)
         self._own: list[torch.Tensor] = []
-        self._rides: list[Ride] = []
+        self._rides: list[GatherShare] = []
         begin = 0
         for segments in units:
             places = []
@@ -205,12 +205,12 @@ class JointGather:
                 places.append(parts[:, begin:end].view(segment.dtypes.param))
                 self._own.append(places[-1][communicator.rank])
                 begin += _aligned(end - begin)
-            self._rides.append(Ride(self, places))
+            self._rides.append(GatherShare(self, places))
         self._buffer.free()
         self.pending: Pending = Finished()
         self._left = 0
 
-    def issue(self, units: Sequence[Sequence[Segment]]) -> list[Ride]:
+    def issue(self, units: Sequence[Sequence[Segment]]) -> list[GatherShare]:
         """Issues it.
 
         Args:
@@ -234,7 +234,7 @@ class JointGather:
             self._buffer.free()
 
 
-class Ride:
+class GatherShare:
     """What one unit waits for whose shards were gathered with others' (a `Pending`).
 
     Args:
@@ -242,7 +242,7 @@ class Ride:
         places: Where its shards come, those of one segment after the other's: a row for each rank.
     """
 
-    def __init__(self, gather: JointGather, places: list[torch.Tensor]) -> None:
+    def __init__(self, gather: BatchedGather, places: list[torch.Tensor]) -> None:
         self._gather, self._places = gather, places
         self._segments: Sequence[Segment] = ()
         self._full: list[Buffer] = []  # for which the copies were found
@@ -291,7 +291,7 @@ class _Place(NamedTuple):
     end: int
 
 
-class JointGradients:
+class BatchedGradients:
     """One buffer for the gradients of several units: the parts of a rank one after the other.
 
     Args:
