@@ -113,11 +113,14 @@ from fsdp_wrap._core.precision import (
 )
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
 from fsdp_wrap._core.spans import (
+    NO_SPAN,
     Computing,
+    NoSpan,
     Span,
     SpanKind,
     encloses,
     follow_profiler,
+    span,
     step_watchers,
     watching_steps,
 )

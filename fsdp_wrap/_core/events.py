@@ -1,6 +1,6 @@
 """Typed events of the runtime and the observers that listen to them.
 
-Nothing is built or called while nobody listens.
+Nothing is built while nobody listens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Event:
 
 
 observers: list[Callable[[Event], None]] = []
-"""Who listens; while it is empty, callers need not call `emit`."""
+"""All observers."""
 
 
 def emit(
@@ -84,6 +84,8 @@ def emit(
     together: tuple[str, ...] = (),
 ) -> None:
     """Tells every observer, in the thread in which it happened."""
+    if not observers:
+        return
     event = Event(kind, unit, phase, nbytes, way, together)
     for observer in tuple(observers):
         observer(event)

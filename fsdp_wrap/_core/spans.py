@@ -1,7 +1,7 @@
-"""Spans of a step: when the runtime issues, waits and computes, told to who watches.
+"""Spans of a step: when the runtime issues, waits and computes, told to watchers.
 
-A channel of its own beside the events, which tell what happened and not for how long. While nobody watches,
-nothing is built or called: callers look at `step_watchers` first.
+Events (`_core/events.py`) tell that something happened; spans tell for how long. While nobody watches, every
+span is `NO_SPAN`.
 """
 
 from __future__ import annotations
@@ -89,10 +89,29 @@ class Span:
             watcher.end(self)
 
 
-class StepWatcher(Protocol):
-    """What is told of a step; every call comes in the thread in which it happens.
+class NoSpan:
+    """Stands for a span while nobody watches.
 
-    Who begins to watch in the middle of a step gets ends without beginnings.
+    Attributes:
+        nbytes: Written as a span's, and never read.
+    """
+
+    nbytes = 0
+
+    def __enter__(self) -> NoSpan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+NO_SPAN = NoSpan()
+
+
+class StepWatcher(Protocol):
+    """Receives the spans of a step, in the thread in which they happen.
+
+    A watcher that is added in the middle of a step gets ends without beginnings.
     """
 
     def begin(self, span: Span) -> None:
@@ -124,7 +143,20 @@ class StepWatcher(Protocol):
 
 
 step_watchers: list[StepWatcher] = []
-"""Who watches; while it is empty, nobody need be told anything."""
+"""All watchers."""
+
+
+def span(
+    kind: SpanKind,
+    unit: str,
+    phase: Phase | None,
+    owners: Sequence[Any],
+    nbytes: int = 0,
+    together: tuple[str, ...] = (),
+    beside: bool = False,
+) -> Span | NoSpan:
+    """Returns a span as a context, with the attributes of `Span`; `NO_SPAN` while nobody watches."""
+    return Span(kind, unit, phase, owners, nbytes, together, beside) if step_watchers else NO_SPAN
 
 
 @contextmanager

@@ -20,9 +20,7 @@ from fsdp_wrap._core import (
     Phase,
     SpanKind,
     check_nbytes,
-    emit,
     observers,
-    step_watchers,
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
@@ -82,6 +80,7 @@ class _GatherPlan(NamedTuple):
         joint: Gathers them.
         note: Tells other ranks of it.
         names: Of the members.
+        nbytes: Of their unsharded buffers.
     """
 
     coming: list[Unit]
@@ -89,6 +88,7 @@ class _GatherPlan(NamedTuple):
     joint: BatchedGather
     note: Collective
     names: tuple[str, ...]
+    nbytes: int
 
     def fits(self) -> bool:
         """Whether all members are sharded, and as they were."""
@@ -115,6 +115,7 @@ class _ReductionPlan(NamedTuple):
         first: Of each, the number of its first segment among all.
         gradients: The buffer.
         note: Tells other ranks of it.
+        nbytes: Bytes of each unit's gradients.
     """
 
     coming: list[Unit]
@@ -123,6 +124,7 @@ class _ReductionPlan(NamedTuple):
     first: dict[Unit, int]
     gradients: BatchedGradients
     note: Collective
+    nbytes: dict[Unit, int]
 
     def fits(self) -> bool:
         """Whether all members are as they were, and the gradients of none are on their way."""
@@ -183,30 +185,24 @@ class BatchedReduction:
         note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
         note.issue(phase, first.schedule.iteration)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
-        if step_watchers:
-            nbytes = sum(_handle_of(unit).reduced_nbytes for unit in taken)
-            with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)):
-                pending, shard, parts = plan.gradients.reduce(numbers)
-        else:
+        nbytes = sum(map(plan.nbytes.__getitem__, taken))
+        with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)):
             pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
         for unit in taken if observers else ():
-            nbytes, way = _handle_of(unit).reduced_nbytes, handle.communicator.way
-            emit(EventKind.REDUCE, unit.fqn, phase, nbytes, way, _names(taken))
+            unit.tell(EventKind.REDUCE, phase, plan.nbytes[unit], _names(taken))
 
     def finish_reduction(self) -> None:
         """Waits for it, and hands on its result; as a unit's."""
         taken = self.taken
-        if step_watchers and taken and taken[0].handle is not None:
-            with taken[0].span(SpanKind.AWAIT_REDUCTION, None, units=tuple(taken)):
-                self.finish()
-        else:
+        if not taken:
+            return self.finish()
+        with taken[0].span(SpanKind.AWAIT_REDUCTION, None, units=tuple(taken)):
             self.finish()
-        for unit in taken[:1]:
-            if unit.positions.reductions:
-                unit.positions.reduced()
+        if taken[0].positions.reductions:
+            taken[0].positions.reduced()
 
     def finish(self) -> None:
         """Waits, and hands the sums to the segments of all units."""
@@ -281,14 +277,10 @@ class CollectiveBatcher:
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
         segments = [_handle_of(each).segments for each in units]
-        if step_watchers:
-            nbytes = sum(_handle_of(each).unsharded_nbytes for each in units)
-            with unit.span(SpanKind.GATHER, phase, nbytes, units):
-                rides = plan.joint.issue(segments)
-        else:
-            rides = plan.joint.issue(segments)
-        for each, ride in zip(units, rides):
-            each.ride(ride, phase, plan.names)
+        with unit.span(SpanKind.GATHER, phase, plan.nbytes, units):
+            shares = plan.joint.issue(segments)
+        for each, share in zip(units, shares):
+            each.join_gather(share, phase, plan.names)
         return units[1:]
 
     def companions_of(self, unit: Unit) -> list[str]:
@@ -308,9 +300,12 @@ class CollectiveBatcher:
             run += self._companions(unit, expected, self._may_ride, lambda handle: handle.travelling_nbytes)
         if len(run) == 1:
             return None
-        joint = BatchedGather(_handle_of(unit).communicator, [_handle_of(each).segments for each in run])
+        handles = [*map(_handle_of, run)]
+        joint = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
         first, *others = [each.positions.gather for each in run]
-        plan = _GatherPlan(coming, [*map(_Member.of, run)], joint, first.with_others(others), _names(run))
+        members, note = [*map(_Member.of, run)], first.with_others(others)
+        nbytes = sum(handle.unsharded_nbytes for handle in handles)
+        plan = _GatherPlan(coming, members, joint, note, _names(run), nbytes)
         self._gathers[unit, phase] = plan
         return plan
 
@@ -397,9 +392,9 @@ class CollectiveBatcher:
             taking += found
         gradients = BatchedGradients(_handle_of(unit).communicator, taking)
         members, note = [*map(_Member.of, units)], _noted_reduction(units)
-        plan = self._reductions[unit, defers] = _ReductionPlan(
-            coming, members, numbers, first, gradients, note
-        )
+        nbytes = {each: _handle_of(each).reduced_nbytes for each in units}
+        plan = _ReductionPlan(coming, members, numbers, first, gradients, note, nbytes)
+        self._reductions[unit, defers] = plan
         return plan
 
     def _may_wait(self, unit: Unit) -> bool:

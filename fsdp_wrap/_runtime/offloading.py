@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
-from fsdp_wrap._core import Span, SpanKind, step_watchers
+from fsdp_wrap._core import SpanKind, span
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -47,15 +47,9 @@ class Offloading:
         self._recall()
         handle.look()  # or the gather would find that the values have changed
         self._ahead = handle
-        if step_watchers:
-            with unit.span(SpanKind.SEND_AHEAD, None, sum(part.nbytes for part in handle.from_host)):
-                self._send(handle)
-        else:
-            self._send(handle)
-
-    def _send(self, handle: ParamHandle) -> None:
-        for each in handle.from_host:
-            each.send_ahead(handle.communicator.empty)
+        with unit.span(SpanKind.SEND_AHEAD, None, sum(part.nbytes for part in handle.from_host)):
+            for each in handle.from_host:
+                each.send_ahead(handle.communicator.empty)
 
     def _recall(self) -> None:
         handle, self._ahead = self._ahead, None
@@ -70,11 +64,8 @@ class Offloading:
             self._await_copies(units)
 
     def _await_copies(self, units: Iterable[Unit]) -> None:
-        if step_watchers:
-            owners = tuple(units)
-            with Span(SpanKind.AWAIT_COPIES, owners[0].fqn, None, owners):
-                await_copies(self._accelerator)
-        else:
+        owners = tuple(units)
+        with span(SpanKind.AWAIT_COPIES, owners[0].fqn, None, owners):
             await_copies(self._accelerator)
 
     # gradients

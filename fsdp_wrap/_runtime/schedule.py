@@ -25,18 +25,14 @@ from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     Computing,
-    EventKind,
     NotIdleError,
     Phase,
     Seam,
     added_names,
     check_nbytes,
-    emit,
     follow_profiler,
     map_tensors,
-    observers,
     step_in_backward,
-    step_watchers,
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
@@ -187,8 +183,7 @@ class Schedule:
             unit.show_buffers()
         if handle is not None:
             handle.shown.show_leaves()
-        if step_watchers:
-            unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -308,9 +303,9 @@ class Schedule:
         self.depth -= 1
         unit, handle = call.unit, call.unit.handle
         unit.running -= 1
-        if step_watchers:
-            unit.tell_left(Computing.FORWARD if graph_task() == -1 else Computing.RECOMPUTE)
-        if graph_task() != -1:
+        recompute = graph_task() != -1
+        unit.tell_left(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        if recompute:
             return
         over = unit.running == 0 and unit not in self.lasting
         if over and handle is not None and handle.shown.state is Showing.LEAVES:
@@ -462,8 +457,7 @@ class Schedule:
         task = graph_task()
         if call.task != task:
             call.open(task, inputs)
-            if step_watchers:
-                unit.tell_entered(Computing.BACKWARD)
+            unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if prefetches:
@@ -576,11 +570,7 @@ class Schedule:
         if unit.arrivals.needed_to_end:
             self._take_gradients(unit, Phase.BACKWARD)
             return
-        unit.arrivals.end()
-        if step_watchers:
-            unit.tell_left(Computing.BACKWARD)
-        if observers:
-            emit(EventKind.POST_BACKWARD, unit.fqn, Phase.BACKWARD)
+        unit.end_backward(Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD, stays=unit.stays_on if unit.options.syncs else unit.stays)
         else:
@@ -639,11 +629,7 @@ class Schedule:
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
-            ended = unit.arrivals.end()
-            if ended and step_watchers:
-                unit.tell_left(Computing.BACKWARD)
-            if ended and observers:
-                emit(EventKind.POST_BACKWARD, unit.fqn, Phase.FINAL_CALLBACK)
+            unit.end_backward(Phase.FINAL_CALLBACK)
             unit.end_unsharded(Phase.FINAL_CALLBACK)
         else:
             unit.arrivals.forget()

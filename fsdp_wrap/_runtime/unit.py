@@ -16,6 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fsdp_wrap._comm import Communicator, UnitPositions
 from fsdp_wrap._core import (
     NO_CASTS,
+    NO_SPAN,
     UNIT_ATTR,
     WRAPPED_ATTR,
     BackwardPrefetch,
@@ -23,6 +24,7 @@ from fsdp_wrap._core import (
     Computing,
     EventKind,
     InputCasts,
+    NoSpan,
     NoValuesError,
     Phase,
     Span,
@@ -272,7 +274,7 @@ class Unit:
     # communication
 
     def unshard(self, phase: Phase) -> None:
-        """Makes the leaves usable, gathering if they are not, or not being gathered already.
+        """Makes the leaves usable: gathers unless that was done ahead, and waits for the gather.
 
         Raises:
             RuntimeError: If the parameters are in the user's hands or in a state dict's.
@@ -280,23 +282,19 @@ class Unit:
         """
         handle = self.handle
         assert handle is not None and self.schedule is not None
-        state = handle.state
-        if state is HandleState.SUMMONED or state is HandleState.REPLACED:
-            raise _not_ours(self, state)
+        if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
+            raise _not_ours(self, handle.state)
         self.positions.enter(self.schedule.iteration, phase.index)
-        if state is HandleState.SHARDED:
+        if handle.state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
-            if step_watchers:
-                with self.span(SpanKind.AWAIT_GATHER, phase):
-                    handle.wait()
-            else:
+            with self.span(SpanKind.AWAIT_GATHER, phase):
                 handle.wait()
             if self.positions.gathers:
                 self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
-        """Issues the all-gather; returns False if the unit is unsharded, or being so, already.
+        """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already.
 
         Raises:
             NoValuesError: If parameters are on the meta device.
@@ -304,111 +302,60 @@ class Unit:
         handle = self.handle
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
-        assert self.schedule is not None
         if handle.without_values:
-            raise NoValuesError(
-                f"parameters of {self.name} are on the meta device and have no values: "
-                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
-                "or load them before the first forward"
-            )
+            raise _no_values(self, handle)
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        if handle.staying:
-            self.drop_outdated(phase)
-        stayed = handle.staying_nbytes if handle.staying else 0
+        nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.staying else 0)
         travels = not handle.staying or bool(handle.left)
         if travels:
-            positions = self.positions
-            gather = positions.gather_part(handle.left) if handle.staying else positions.gather
-            if handle.kept is not None:
-                gather = positions.gather_kept
-            gather.issue(phase, self.schedule.iteration)
-        options = self.options
-        freed = options.reshards_after_backward and self.schedule.syncs and not self.stays
-        freed = freed and options.reshard_after_forward and (self.nested or not options.keeps_as_root)
-        lasting = phase is Phase.IDLE or not freed
-        if step_watchers:
-            self._gather_watched(phase, lasting, stayed)
-        else:
-            handle.gather(lasting)
-        if observers:
-            self._tell_of_gather(phase, stayed, travels)
+            assert self.schedule is not None
+            note = self.positions.gather if handle.kept is None else self.positions.gather_kept
+            if handle.kept is None and handle.staying:
+                note = self.positions.gather_part(handle.left)
+            note.issue(phase, self.schedule.iteration)
+        with self.span(SpanKind.GATHER, phase, nbytes):
+            handle.gather(self._lasts(phase))
+        if travels:
+            self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
 
-    def ride(self, ride: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
-        """Takes part in a gather that was issued for several units; it is sharded.
+    def _reuse(self, handle: ParamHandle, phase: Phase) -> int:
+        """Returns the bytes of the full parameters that have stayed and are what the shards are now."""
+        self.drop_outdated(phase)
+        stayed = handle.staying_nbytes
+        if stayed:
+            self.tell(EventKind.REUSE, phase, stayed)
+        return stayed
+
+    def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
+        """Takes part in the batched gather of several units; this one is sharded.
 
         Args:
-            ride: What it waits for.
+            share: The unit's share of it.
             phase: Where in the iteration this is.
             together: Names of the units.
         """
         handle = self.handle
-        assert handle is not None and self.schedule is not None
-        options = self.options
-        freed = options.reshards_after_backward and self.schedule.syncs and not self.stays
-        freed = freed and options.reshard_after_forward and (self.nested or not options.keeps_as_root)
-        handle.ride(ride, lasting=not freed)
-        self._tell_held(handle.unsharded_nbytes) if step_watchers else None
-        if observers:
-            way, nbytes = handle.communicator.way, handle.unsharded_nbytes
-            emit(EventKind.UNSHARD, self.fqn, phase, nbytes, way, together)
-
-    def _gather_watched(self, phase: Phase, lasting: bool, stayed: int) -> None:
-        """Issues the all-gather, and tells who watches."""
-        handle = self.handle
         assert handle is not None
-        nbytes = handle.unsharded_nbytes - stayed
-        with self.span(SpanKind.GATHER, phase, nbytes):
-            handle.gather(lasting)
-        self._tell_held(nbytes)
+        handle.ride(share, self._lasts(phase))
+        self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
-    def span(self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()) -> Span:
-        """Returns what tells who watches that the runtime does something for the unit.
-
-        Args:
-            kind: What it does.
-            phase: Where in the iteration this is.
-            nbytes: Bytes of the buffers concerned.
-            units: Those that travel in one collective, this one first; none where it travels alone.
-        """
-        if units:
-            return Span(kind, self.fqn, phase, units, nbytes, tuple([unit.fqn for unit in units]))
-        return Span(kind, self.fqn, phase, (self,), nbytes)
-
-    def _tell_held(self, nbytes: int) -> None:
-        """Tells who watches that so many bytes more of the full parameters are held."""
-        for watcher in step_watchers:
-            watcher.hold(self, self.fqn, nbytes)
-
-    def tell_entered(self, what: Computing) -> None:
-        """Tells who watches that the unit computes from now on."""
-        for watcher in step_watchers:
-            watcher.enter(self, self.fqn, what)
-
-    def tell_left(self, what: Computing) -> None:
-        """Tells who watches that this is over."""
-        for watcher in step_watchers:
-            watcher.leave(self, self.fqn, what)
-
-    def _tell_of_gather(self, phase: Phase, stayed: int, travels: bool) -> None:
-        """Tells observers which bytes had stayed, and that the others travel, if any do."""
-        handle = self.handle
-        assert handle is not None
-        if stayed:
-            emit(EventKind.REUSE, self.fqn, phase, stayed)
-        if travels:
-            nbytes = handle.unsharded_nbytes - stayed
-            emit(EventKind.UNSHARD, self.fqn, phase, nbytes, handle.communicator.way)
+    def _lasts(self, phase: Phase) -> bool:
+        """Whether a later iteration may take over the full parameters that are gathered now."""
+        options, schedule = self.options, self.schedule
+        if phase is Phase.IDLE or self.stays or schedule is None or not schedule.syncs:
+            return True
+        if not options.reshards_after_backward or not options.reshard_after_forward:
+            return True
+        return options.keeps_as_root and not self.nested
 
     def drop_outdated(self, phase: Phase) -> None:
-        """Frees what has stayed of the full parameters and may have other values by now."""
+        """Frees full parameters that have stayed and may have other values by now."""
         assert self.handle is not None
         freed = self.handle.drop_outdated()
-        if freed and step_watchers:
-            self._tell_held(-freed)
-        if freed and observers:
-            emit(EventKind.RESHARD, self.fqn, phase, freed)
+        if freed:
+            self.tell(EventKind.RESHARD, phase, freed)
 
     def reshard(
         self, phase: Phase, within: Communicator | None = None, stays: Collection[Segment] = ()
@@ -424,25 +371,21 @@ class Unit:
         # A backward may run inside a forward, which still needs its leaves.
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
-        stayed = handle.staying_nbytes if handle.staying else 0
-        if step_watchers and handle.state is HandleState.UNSHARDING:
+        if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
             with self.span(SpanKind.AWAIT_GATHER, phase):
-                handle.wait()  # which `reshard` would do: a gather in flight still writes
+                handle.wait()
+        before = handle.staying_nbytes if handle.staying else 0
         if handle.reshard(within, stays):
-            self._held = False
-            stayed = handle.unsharded_nbytes
-            if handle.staying and observers:
-                emit(EventKind.STAY, self.fqn, phase, handle.staying_nbytes)
-        elif not stayed:
-            return
-        if step_watchers:
-            self._tell_held(handle.staying_nbytes - stayed)
-        if observers and not (handle.staying and handle.staying_nbytes == stayed):
-            emit(EventKind.RESHARD, self.fqn, phase, stayed - handle.staying_nbytes)
+            self._held, before = False, handle.unsharded_nbytes
+            if handle.staying:
+                self.tell(EventKind.STAY, phase, handle.staying_nbytes)
+        after = handle.staying_nbytes if handle.staying else 0
+        if before > after:
+            self.tell(EventKind.RESHARD, phase, before - after)
 
     @property
     def defers(self) -> bool:
-        """Whether what it reduces is summed over the replicas only with a later reduction."""
+        """Whether its reduced gradients are summed over the replicas only with a later reduction."""
         handle, schedule = self.handle, self.schedule
         if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
             return False
@@ -450,32 +393,62 @@ class Unit:
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; none may be in flight."""
-        handle, options = self.handle, self.options
+        handle = self.handle
         assert handle is not None and self.schedule is not None
-        positions = self.positions
-        # Asked in a frame more only where it may be so.
-        defers = not (options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
-        reduction = positions.reduction_in_copy if defers else positions.reduction
-        reduction.issue(phase, self.schedule.iteration)
-        if step_watchers:
-            with self.span(SpanKind.REDUCE, phase) as span:
-                nbytes = span.nbytes = handle.start_reduction(not defers, options.counts_unused)
-        else:
-            nbytes = handle.start_reduction(not defers, options.counts_unused)
-        if observers:
-            emit(EventKind.REDUCE, self.fqn, phase, nbytes, handle.communicator.way)
+        defers = self.defers
+        note = self.positions.reduction_in_copy if defers else self.positions.reduction
+        note.issue(phase, self.schedule.iteration)
+        with self.span(SpanKind.REDUCE, phase) as span:
+            span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
+        self.tell(EventKind.REDUCE, phase, span.nbytes)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and hands on its result."""
         handle = self.handle
-        if handle is not None and handle.reduction is not None:
-            if step_watchers:
-                with self.span(SpanKind.AWAIT_REDUCTION, None):
-                    handle.finish_reduction()
-            else:
-                handle.finish_reduction()
-            if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
-                self.positions.reduced()
+        if handle is None or handle.reduction is None:
+            return
+        with self.span(SpanKind.AWAIT_REDUCTION, None):
+            handle.finish_reduction()
+        if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
+            self.positions.reduced()
+
+    # observers
+
+    def span(
+        self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()
+    ) -> Span | NoSpan:
+        """Returns the span, as a context, of something that the runtime does for the unit.
+
+        Args:
+            kind: Its kind.
+            phase: Where in the iteration this is.
+            nbytes: Bytes of the buffers concerned.
+            units: All units of a batched collective, this one first; none where it travels alone.
+        """
+        if not step_watchers:
+            return NO_SPAN
+        return Span(kind, self.fqn, phase, units or (self,), nbytes, tuple([unit.fqn for unit in units]))
+
+    def tell(self, kind: EventKind, phase: Phase, nbytes: int = 0, together: tuple[str, ...] = ()) -> None:
+        """Tells observers of an event, and watchers how many more bytes of full parameters are held."""
+        if step_watchers and kind in (EventKind.UNSHARD, EventKind.RESHARD):
+            grown = nbytes if kind is EventKind.UNSHARD else -nbytes
+            for watcher in step_watchers:
+                watcher.hold(self, self.fqn, grown)
+        if observers:
+            travels = self.handle is not None and kind in (EventKind.UNSHARD, EventKind.REDUCE)
+            way = self.handle.communicator.way if travels else ""  # type: ignore[union-attr]
+            emit(kind, self.fqn, phase, nbytes, way, together)
+
+    def tell_entered(self, what: Computing) -> None:
+        """Tells watchers that the unit begins to compute."""
+        for watcher in step_watchers:
+            watcher.enter(self, self.fqn, what)
+
+    def tell_left(self, what: Computing) -> None:
+        """Tells watchers that the unit has computed."""
+        for watcher in step_watchers:
+            watcher.leave(self, self.fqn, what)
 
     # forward
 
@@ -605,6 +578,12 @@ class Unit:
         leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
+    def end_backward(self, phase: Phase) -> None:
+        """Notes that its backward is over, if one was running."""
+        if self.arrivals.end():
+            self.tell_left(Computing.BACKWARD)
+            self.tell(EventKind.POST_BACKWARD, phase)
+
     def end_unsharded(self, phase: Phase) -> None:
         """Reshards where a backward has ended, or shows the sharded parameters at least.
 
@@ -692,6 +671,14 @@ def _on_own_gradient(
             "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
         )
     return None
+
+
+def _no_values(unit: Unit, handle: ParamHandle) -> NoValuesError:
+    return NoValuesError(
+        f"parameters of {unit.name} are on the meta device and have no values: "
+        f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+        "or load them before the first forward"
+    )
 
 
 def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
 from fsdp_wrap._core import (
-    Span,
     SpanKind,
     reason_against_pieces,
-    step_watchers,
+    span,
     warn_caller,
     warn_of_lost_decay,
 )
@@ -238,11 +237,8 @@ class BackwardSteps:
             self._lane.issue(work)
 
     def _apply(self, unit: Unit, *work: Any) -> None:
-        """Updates a unit, as `_clip_and_step` says, and tells who watches for how long."""
-        if step_watchers:
-            with Span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None):
-                self._clip_and_step(unit.name, *work)
-        else:
+        """Updates a unit, as `_clip_and_step` says."""
+        with span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None):
             self._clip_and_step(unit.name, *work)
 
     @torch.no_grad()
