@@ -62,6 +62,10 @@ def net(checkpoints: bool = False) -> nn.Sequential:
     return nn.Sequential(*(Layer(number, checkpoints) for number in range(3)), Layer(7, False).up)
 
 
+TOGETHER = 16 << 20
+"""Bytes for batches of collectives, which are off by default on accelerators."""
+
+
 def wrapped(
     front: str = "orig",
     checkpoints: bool = False,
@@ -69,7 +73,8 @@ def wrapped(
     kinds: Set[type[nn.Module]] = frozenset({Layer}),
     **options: Any,
 ) -> Any:
-    """Shards `net`, or another module, of which all modules of some kinds become units."""
+    """Shards `net`, or another module, with a unit for each module of some kinds; units share collectives."""
+    options = {"travel_together_bytes": TOGETHER, **options}
     return shard(front, module or net(checkpoints), ModuleWrapPolicy(set(kinds)), **options)
 
 
@@ -77,7 +82,7 @@ def by_calls(**options: Any) -> Any:
     """Shards `net` by calls of `fully_shard`, which takes what `wrapped` does not translate."""
     model = net()
     for part in (*model, model):
-        fully_shard(part, **options)
+        fully_shard(part, **{"travel_together_bytes": TOGETHER, **options})
     return model
 
 

@@ -27,13 +27,13 @@ from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
-_ON_CPU, _ON_ACCELERATOR = 2 << 20, 16 << 20
-"""Bytes that travelling together may take by default."""
+_ON_CPU = 2 << 20
+"""Bytes that batches of collectives may take by default."""
 
 
 def default_bytes(device: torch.device) -> int:
-    """Returns how much memory it may take where nobody has said so."""
-    return _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
+    """Returns the memory for batches by default: none on accelerators, where no figure speaks for it."""
+    return _ON_CPU if device.type == "cpu" else 0
 
 
 def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:

@@ -5,7 +5,7 @@
 For each stream the most memory above the sharded state in a step, in units of the model, as a caching
 allocator without `record_stream` sees it; how many products run beside gathers and reductions; how often the
 host waits. Two ranks train four units of three matrices, each of which travels alone unless the option says
-otherwise: they are as small as what travels together by default.
+otherwise: they are small enough for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, SIDE, no_sync, shard
 from fsdp_wrap.in_place_gradients import set_gradients_in_place
-from stream_programs import BF16, NO_SHARD, OFFLOAD, products_beside
+from stream_programs import BF16, NO_SHARD, OFFLOAD, TOGETHER, products_beside
 
 UNITS, STEPS = 4, 4
 MATRICES = 3  # with two, one gradient would be half of a unit: memory is then preferred to overlap
@@ -34,7 +34,7 @@ UNIT = MATRICES * SIDE * SIDE * 4
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing else": {},
-    "units that travel together": {"travel_together_bytes": None},
+    "units that travel together": {"travel_together_bytes": TOGETHER},
     "forward_prefetch": {"forward_prefetch": True},
     "gradients in place": {"in_place": True},
     "accumulation": {"accumulates": True},
