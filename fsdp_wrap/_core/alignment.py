@@ -84,3 +84,13 @@ def _largest_two(named: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the two parameters whose grains fall together most seldom."""
     pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
     return [*max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))]
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Divides, rounding up."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is not less than a number."""
+    return -(-number // multiple) * multiple

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_wrap._core import ParamSlot
-from fsdp_wrap._params.layout import Extent, alignment_of, round_up
+from fsdp_wrap._core import ParamSlot, ceil_div, round_up
+from fsdp_wrap._params.layout import Extent, alignment_of
 from fsdp_wrap._params.parallel import to_local
 
 
@@ -32,7 +32,7 @@ class Cut(Extent):
     @functools.cached_property
     def chunk(self) -> int:
         """Rows of a whole chunk."""
-        return -(-self.shape[self.dim] // self.ranks)
+        return ceil_div(self.shape[self.dim], self.ranks)
 
     @functools.cached_property
     def whole(self) -> int:

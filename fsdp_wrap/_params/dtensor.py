@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned
+from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned, round_up
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
+from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
@@ -144,15 +144,15 @@ class DTensorLayout(Layout):
 
     # buffers
 
-    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
-        parts = travelling.view(self._ranks, -1)
+    def parts(self, gathered: torch.Tensor) -> list[list[torch.Tensor]]:
+        parts = gathered.view(self._ranks, -1)
         return [cut.boxes(parts) for cut in self.extents]
 
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self.extents[index].split(tensor)
 
-    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
+    def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
         # Tensors of the wanted shapes, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
         only_folds = len(folds) == len(self.extents)
@@ -167,7 +167,7 @@ class DTensorLayout(Layout):
                 foreach_zero_(gaps)
 
         if only_folds and all(cut.whole == self._ranks for cut in self.extents):
-            return self._row_packer(travelling.view(self._ranks, -1), pack)
+            return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 
     def _row_packer(
@@ -197,16 +197,16 @@ class DTensorLayout(Layout):
 
         return pack
 
-    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
-        parts = travelling.view(self._ranks, -1)
+    def padding(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        parts = gathered.view(self._ranks, -1)
         gaps = [parts[:, one.end : other.offset] for one, other in zip(self.extents, self.extents[1:])]
         gaps += [gap for cut in self.extents for gap in cut.padding(parts)]
         return [gap for gap in gaps if gap.numel()]
 
     # gradients
 
-    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling.view(self._ranks, -1)[:, self._used]
+    def notes(self, gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.view(self._ranks, -1)[:, self._used]
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         notes.fill_(1)
@@ -245,7 +245,7 @@ class DTensorLayout(Layout):
 
     def follow_replaced(self) -> bool:
         """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
-        shown = [*map(dict.get, self._registries, self._names)]  # on every step: no call
+        shown = [*map(dict.get, *self.display.firsts)]  # on every step: no call
         same = all(map(operator.is_, shown, self.sources))
         if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
             return False
@@ -258,7 +258,7 @@ class DTensorLayout(Layout):
         self.sources = self.sharded_params = found
         self._show_pieces()
         self._follow_places()
-        self.show_sharded()  # of tied ones each place may have got one of its own
+        self.display.show_sharded()  # of tied ones each place may have got one of its own
         return True
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:

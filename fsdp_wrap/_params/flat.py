@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any, final
 
@@ -14,10 +13,11 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
+from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
+from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of
 from fsdp_wrap._params.parallel import to_local
+from fsdp_wrap._params.showing import CoveredDisplay
 
 
 class FlatParameter(nn.Parameter):
@@ -181,7 +181,7 @@ class FlatLayout(Layout):
         super().__init__(name, slots, communicator, offload)
         self.module, self.sharded, self.alignment = module, sharded, alignment
         extents = self._extents_of(slots)
-        shard_numel = self._aligned(max(1, -(-extents[-1].stop // communicator.size)), extents)
+        shard_numel = self._aligned(max(1, ceil_div(extents[-1].stop, communicator.size)), extents)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
         self._lay_out(extents, self._bounds, shard_numel)
@@ -324,8 +324,6 @@ class FlatLayout(Layout):
 class FlatParameterLayout(FlatLayout):
     """The optimizer sees the `FlatParameter` alone; under the original names stand plain slices of it."""
 
-    _shows_plain = True
-
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
@@ -347,8 +345,7 @@ class FlatParameterLayout(FlatLayout):
     def _follow_places(self) -> None:
         super()._follow_places()
         if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
-            # The leaves are the shard: gradients of what is computed with them are not lost.
-            self.show_sharded = functools.partial(_call_both, self.show_sharded, self.cover.put)
+            self.display = CoveredDisplay(self.fqns, self.places, self._stand_ins(), self.leaves)
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         show_extra(self.module, self.name, None)
@@ -365,12 +362,7 @@ class FlatParameterLayout(FlatLayout):
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
         self._follow_places()
-        self.show_sharded()
-
-
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+        self.display.show_sharded()
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> list[Extent]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of, mesh_over
+from fsdp_wrap._core import ceil_div
 
 
 @dataclass(frozen=True, init=False)
@@ -157,6 +158,6 @@ class Spread:
         numel = shape.numel()
         if numel == 0 or not shape:
             return False
-        part = -(-shape[0] // self.held_by.size) * shape[1:].numel()
+        part = ceil_div(shape[0], self.held_by.size) * shape[1:].numel()
         ends = [min(rank * part, numel) for rank in range(self.held_by.size + 1)]
         return [*self.bounds(numel)] == [*zip(ends, ends[1:])]

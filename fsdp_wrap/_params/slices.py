@@ -55,7 +55,7 @@ class SliceLayout(FlatLayout):
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
-        self.show_sharded()
+        self.display.show_sharded()
         if self._grads is not None:
             for param, grad in zip(self.sources, self._grads):
                 param.grad = grad

@@ -36,7 +36,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import HandleState, ParamHandle, Showing, StayPlan
+from fsdp_wrap._params import HandleState, KeptSegmentsPlan, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher, default_bytes
 from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
@@ -88,7 +88,7 @@ class Schedule:
         self._outermost = root.over_all_meshes
         self._order = ExecOrder()
         self._order_check = OrderCheck()
-        self._stay_plan = StayPlan()
+        self._stay_plan = KeptSegmentsPlan()
         self.iteration = 0
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}

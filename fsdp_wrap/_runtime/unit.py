@@ -338,7 +338,7 @@ class Unit:
         """
         handle = self.handle
         assert handle is not None
-        handle.ride(share, self._lasts(phase))
+        handle.gather(self._lasts(phase), share)
         self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
     def _lasts(self, phase: Phase) -> bool:
@@ -534,7 +534,7 @@ class Unit:
         before, self._copies = self._copies, copies
         for number, segment in enumerate([] if self.handle is None else self.handle.segments):
             if copies is None:
-                segment.layout.show_leaves()
+                segment.layout.display.show_leaves()
             else:
                 segment.layout.show(copies[number])
         return before

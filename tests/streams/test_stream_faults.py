@@ -25,9 +25,9 @@ from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 def _careless(reshard):
     """What frees the buffers of a unit, and never asks whether a gather that nobody waited for is over."""
 
-    def function(handle, within=None, stays=()):
+    def function(handle, within=None, keep=()):
         if handle.state is not HandleState.UNSHARDING:
-            return reshard(handle, within, stays)
+            return reshard(handle, within, keep)
         for segment in handle.segments:
             segment.gathered.free()
             segment.free()

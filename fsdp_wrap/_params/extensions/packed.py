@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._core import ParamSlot, mark_owned, round_up
 from fsdp_wrap._params.extensions.layout import users_attributes
 from fsdp_wrap._params.extensions.packing import Packing
-from fsdp_wrap._params.layout import Extent, round_up
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent
 from fsdp_wrap._params.slices import SliceLayout
-
-_ALIGNMENT_BYTES = 16
 
 
 @final
@@ -40,7 +38,7 @@ class PackedLayout(SliceLayout):
         start = 0
         for slot, packing in zip(slots, self._packings):
             result.append(Extent(slot.fqn, torch.Size([packing.nbytes]), start))
-            start = round_up(result[-1].stop, _ALIGNMENT_BYTES)
+            start = round_up(result[-1].stop, ALIGNMENT_BYTES)
         return result
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:

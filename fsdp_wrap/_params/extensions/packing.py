@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
-from fsdp_wrap._params.layout import round_up
-
-_ALIGNMENT_BYTES = 16
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 
 _Inner = tuple[str, torch.dtype, torch.Size]
 
@@ -37,7 +36,7 @@ class Packing:
         self._starts, end = [], 0
         for _, dtype, shape in self._inner:
             self._starts.append(end)
-            end = round_up(end + shape.numel() * dtype.itemsize, _ALIGNMENT_BYTES)
+            end = round_up(end + shape.numel() * dtype.itemsize, ALIGNMENT_BYTES)
         self.nbytes = end
 
     def fits(self, value: Any) -> bool:

@@ -7,16 +7,13 @@ from operator import attrgetter
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core import SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import set_version_counters
 from fsdp_wrap._params.extensions.gathered import Gathered, Several
 from fsdp_wrap._params.extensions.layout import ExtensionLayout
-from fsdp_wrap._params.layout import round_up
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap._params.segment import Segment
-
-_ALIGNMENT_BYTES = 16
-"""Start of everything in a buffer that travels."""
 
 _VERSION = attrgetter("_version")
 
@@ -85,7 +82,7 @@ class ExtensionSegment(Segment):
             rows = [self.gathered.data.view(ranks, -1)]
             apart = [self.full]
         else:
-            steps = [round_up(size, _ALIGNMENT_BYTES) for size in sizes]
+            steps = [round_up(size, ALIGNMENT_BYTES) for size in sizes]
             self.gathered = self._communicator.buffer(ranks * sum(steps), torch.uint8)
             wide = torch.split_with_sizes(self.gathered.data.view(ranks, -1), steps, dim=1)
             rows = [row[:, :size] for row, size in zip(wide, sizes)]
@@ -110,9 +107,9 @@ class ExtensionSegment(Segment):
     # what comes
 
     def admit(self, changed: bool, in_place: bool) -> None:
-        stayed = self._rests
+        kept = self._kept
         super().admit(changed, in_place)
-        if not stayed:
+        if not kept:
             with torch.inference_mode(False), torch.no_grad():
                 self._convert()
             set_version_counters(self.counted, tuple(self.versions))
@@ -141,7 +138,7 @@ class ExtensionSegment(Segment):
         if self._admitted:
             self.versions = [*map(_VERSION, self.counted)]
             set_version_counters(self.counted, self._freed)
-        self._admitted = self._rests = False
+        self._admitted = self._kept = False
         if self._held:
             self._forget_dropped()
         for index, values in enumerate([] if self._keeps_memory else self._values):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_wrap._comm import ShardMesh
+from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
 # The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
@@ -140,9 +141,10 @@ class LocalPart:
         ):
             if isinstance(placement, Shard):
                 dim, size = placement.dim, sizes[placement.dim]
-                first = min(place * -(-size // count), size)
+                chunk = ceil_div(size, count)
+                first = min(place * chunk, size)
                 offsets[dim] += first
-                sizes[dim] = min(-(-size // count), size - first)
+                sizes[dim] = min(chunk, size - first)
         return tuple(offsets), tuple(sizes)
 
     @property
