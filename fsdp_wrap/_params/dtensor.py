@@ -24,13 +24,13 @@ _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class DTensorLayout(Layout):
-    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
+    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks lie side by side.
 
-    Over a mesh that only replicates there is one chunk, the whole. The leaves alias it where they have its
-    dtype: nothing is to be unsharded then.
+    Over a mesh that only replicates, the chunk is the whole. Leaves of the same dtype alias it, and nothing
+    is gathered.
 
-    Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
-    itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
+    Behind the chunks lies one number per parameter. There the ranks note the used parameters, in the
+    reduction itself, so that all get the same gradients, or None.
 
     Args:
         slots: The original parameters; their data are copied and then given up.
@@ -39,8 +39,8 @@ class DTensorLayout(Layout):
         dims: For each parameter, the dimension that is cut.
         name: Name of the segment within its unit.
         offload: Whether the shard lives in host memory.
-        pin: Whether that is pinned.
-        alignment: Where the chunks begin, as their sizes have it: this layout does not move them.
+        pin: Whether that memory is pinned.
+        alignment: The alignment that the chunks have; this layout does not move them.
     """
 
     extents: Sequence[Cut]
@@ -63,7 +63,7 @@ class DTensorLayout(Layout):
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
         likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
-        # A view like a tensor costs half of a view by a tuple of numbers.
+        # `view_as` costs half of `view` by numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
         bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
         self._filled = [index for index, (start, stop) in enumerate(bounds) if start < stop]
@@ -104,7 +104,7 @@ class DTensorLayout(Layout):
         self._show_pieces()
 
     def _show_pieces(self) -> None:
-        """Lets the sharded parameters, which conversions change, be of the shard again."""
+        """Binds the sharded parameters, which conversions change, to the pieces of the shard."""
         this = weakref.ref(self)
         for index, (param, piece) in enumerate(zip(self.sources, self._pieces)):
             param._local_tensor = piece  # type: ignore[attr-defined]  # not another alias of it
@@ -116,10 +116,10 @@ class DTensorLayout(Layout):
             if self._grad_dtype is not None:
                 _set_grad_dtype(param, self._grad_dtype)
 
-    # what there is
+    # contents
 
     def written(self) -> Written:
-        sources = self.sources  # the shard counts what is written to the pieces themselves
+        sources = self.sources  # the shard's version counts writes to the pieces themselves
         return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
 
     def intervals(self) -> list[Interval]:
@@ -153,7 +153,7 @@ class DTensorLayout(Layout):
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
-        # Tensors of the wanted shapes, as above.
+        # For `view_as`, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
         only_folds = len(folds) == len(self.extents)
 
@@ -173,17 +173,17 @@ class DTensorLayout(Layout):
     def _row_packer(
         self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
     ) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer, for parameters of which every rank has as many rows, in one call.
+        """Returns a packer in one call, for parameters with the same number of rows on every rank.
 
         Args:
-            parts: Of each rank, of the buffer that travels.
+            parts: The gathered buffer: ranks x shard.
             otherwise: Packs tensors of another dtype.
         """
         starts = [*(cut.offset for cut in self.extents[1:]), self._used.start]
         gaps = [start - cut.end for cut, start in zip(self.extents, starts)]
         zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
         between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
-        between[-1].append(notes)  # the rest of a part, which `note_used` writes
+        between[-1].append(notes)  # the rest of a part, for `note_used`
         alike = {parts.dtype}
 
         def pack(tensors: list[torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class DTensorLayout(Layout):
         unknown = [(frozen or param.requires_grad) and not mine for param, mine in zip(self.sources, used)]
         if not any(unknown):
             return used
-        # Looking at numbers waits for the device: once, and only where this rank does not know by itself.
+        # The host waits for the device to look at numbers: once, and only where it must.
         notes = shard[self._used].tolist()
         return [mine or (ask and note != 0) for mine, ask, note in zip(used, unknown, notes)]
 
@@ -241,7 +241,7 @@ class DTensorLayout(Layout):
         for param in self.sources:
             _set_grad_dtype(param, dtype)
 
-    # changes from outside
+    # changes by users, and copies
 
     def follow_replaced(self) -> bool:
         """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
@@ -251,14 +251,14 @@ class DTensorLayout(Layout):
             return False
         found = [param for param in shown if param is not None]
         if len(found) < len(shown):
-            return False  # what was removed is refused
+            return False  # removed parameters are refused elsewhere
         for cut, spec, param in zip(self.extents, self._specs, found):
             _check_replaced(cut, spec, param, found[0], self._rank)
         self._take_values(found)
         self.sources = self.sharded_params = found
         self._show_pieces()
         self._follow_places()
-        self.display.show_sharded()  # of tied ones each place may have got one of its own
+        self.display.show_sharded()  # tied places may have got different parameters
         return True
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:
