@@ -9,6 +9,16 @@ from dataclasses import dataclass
 import torch
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """Returns the quotient rounded up."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ShardAlignment:
     """Parts of a parameter begin at multiples of so many of its elements, or at its rows.
@@ -84,13 +94,3 @@ def _largest_two(named: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the two parameters whose grains fall together most seldom."""
     pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
     return [*max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))]
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    """Divides, rounding up."""
-    return -(-number // divisor)
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Returns the least multiple that is not less than a number."""
-    return -(-number // multiple) * multiple
