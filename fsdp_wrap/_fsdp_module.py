@@ -409,7 +409,7 @@ class FSDPModule(nn.Module):
     def extra_repr(self) -> str:
         """That of the module's class, how parts are aligned, and how many bytes of full parameters stay."""
         own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
-        staying = sum(handle.staying_nbytes for handle in handles if handle is not None)
+        staying = sum(handle.kept_nbytes for handle in handles if handle is not None)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
         return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))

@@ -51,7 +51,7 @@ class InReduction(Protocol):
     def abandon(self) -> None: ...
 
 
-class KeptParameters:
+class PostForwardShards:
     """A unit's full parameters, cut evenly between few ranks, which keep them from forward to backward."""
 
     def __init__(self, segments: list[Segment], within: Communicator) -> None:

@@ -19,8 +19,8 @@ from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_
 from fsdp_wrap._params.collectives import (
     GatherShare,
     InReduction,
-    KeptParameters,
     NotedReduction,
+    PostForwardShards,
     ReduceScatter,
     Reduction,
     Transport,
@@ -65,8 +65,8 @@ class ParamHandle:
         values: Count of times that the leaves' values changed; a graph needs those of its forward.
         written: The last versions of the sharded parameters, by segment; see `Layout.written`.
         transport: Gathers parameters and reduces gradients in training.
-        kept: Source of the next gather, where fewer ranks keep the full parameters.
-        staying: Kept segments of a sharded unit: their full parameters are not gathered.
+        post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
+        kept_segments: Segments of a sharded unit whose full parameters are kept, and are not gathered.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
@@ -96,8 +96,8 @@ class ParamHandle:
         self.generation = self.hookings = self.values = 0
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether what is gathered comes into the unsharded buffers themselves
-        self.kept: KeptParameters | None = None
-        self.staying: dict[Segment, KeptSegment] = {}
+        self.post_forward_shards: PostForwardShards | None = None
+        self.kept_segments: dict[Segment, KeptSegment] = {}
         self.written = self._gathered = [*map(_WRITTEN, layouts)]  # the latter at the last gather
         self._changed = False  # whether the values are others than at the last `wait`
         self._lasting_since = -1  # the count of steps at a gather for several iterations
@@ -119,7 +119,7 @@ class ParamHandle:
 
     def travel_by(self, transport: Transport) -> None:
         """Changes the transport of training; full parameters for users are gathered as before."""
-        self.free_staying()  # another transport may round them otherwise
+        self.free_kept_segments()  # another transport may round them otherwise
         self.transport = transport
 
     def _dtypes(self) -> list[SegmentDtypes]:
@@ -219,15 +219,15 @@ class ParamHandle:
             self._change_values(written)
         self._gathered = written
         segments = self.segments
-        if self.staying:
-            segments = [segment for segment in segments if segment not in self.staying]
-            self.staying = {}
-        self._in_place = batch is not None or self.kept is not None
+        if self.kept_segments:
+            segments = [segment for segment in segments if segment not in self.kept_segments]
+            self.kept_segments = {}
+        self._in_place = batch is not None or self.post_forward_shards is not None
         if batch is not None:
             batch.begin(segments)
             self._gathering = batch
-        elif self.kept is not None:
-            self._gathering = self.kept.gather(segments)
+        elif self.post_forward_shards is not None:
+            self._gathering = self.post_forward_shards.gather(segments)
         elif segments:
             if self._extended:
                 self._prepare(segments)
@@ -284,7 +284,7 @@ class ParamHandle:
         self._gathering = _NOTHING
         for segment in self.segments:
             segment.admit(self._changed, in_place=self._in_place)
-        self._changed, self.kept = False, None
+        self._changed, self.post_forward_shards = False, None
         self.state = HandleState.UNSHARDED
 
     def reshard(self, within: Communicator | None = None, keep: Collection[Segment] = ()) -> bool:
@@ -296,18 +296,20 @@ class ParamHandle:
         """
         if self.state is HandleState.UNSHARDING:
             self.wait()  # a gather in flight still writes
-        self.kept = None
-        if self.staying:
-            self.free_staying(but=keep)
+        self.post_forward_shards = None
+        if self.kept_segments:
+            self.free_kept_segments(but=keep)
         if self.state is not HandleState.UNSHARDED:
             return False
         self.shown.show_sharded()
         if keep:
             self._keep(keep)
-        leaving = [each for each in self.segments if each not in self.staying] if keep else self.segments
+        leaving = (
+            [each for each in self.segments if each not in self.kept_segments] if keep else self.segments
+        )
         parts_can_be_kept = not self.keeps_storage and not self._extended  # a gather may exchange buffers
         if within is not None and leaving and parts_can_be_kept:
-            self.kept = KeptParameters(leaving, within)
+            self.post_forward_shards = PostForwardShards(leaving, within)
         for segment in leaving:
             segment.free()
         self.state = HandleState.SHARDED
@@ -319,37 +321,39 @@ class ParamHandle:
         changed = self.shown.changed or self.written != self._gathered
         for segment, written in zip(self.segments, self._gathered):
             if segment in wanted and not changed and segment.keep():
-                self.staying[segment] = KeptSegment(segment.layout, written)
+                self.kept_segments[segment] = KeptSegment(segment.layout, written)
 
     @property
-    def staying_nbytes(self) -> int:
+    def kept_nbytes(self) -> int:
         """Bytes of the kept unsharded buffers of a sharded unit."""
-        return sum(segment.full.nbytes for segment in self.staying)
+        return sum(segment.full.nbytes for segment in self.kept_segments)
 
     @property
     def left(self) -> tuple[int, ...]:
         """Numbers of the segments that are not kept."""
-        return tuple(n for n, segment in enumerate(self.segments) if segment not in self.staying)
+        return tuple(n for n, segment in enumerate(self.segments) if segment not in self.kept_segments)
 
     def drop_outdated(self) -> int:
         """Frees kept segments whose values the shards may not have any more; returns how many bytes."""
-        before, stepped = self.staying_nbytes, self._lasting_since != steps_taken()
-        kept = self.staying.items()
-        self.free_staying([each for each, was in kept if not was.is_outdated(each.layout.written(), stepped)])
-        return before - self.staying_nbytes
+        before, stepped = self.kept_nbytes, self._lasting_since != steps_taken()
+        kept = self.kept_segments.items()
+        self.free_kept_segments(
+            [each for each, was in kept if not was.is_outdated(each.layout.written(), stepped)]
+        )
+        return before - self.kept_nbytes
 
-    def free_staying(self, but: Collection[Segment] = ()) -> None:
+    def free_kept_segments(self, but: Collection[Segment] = ()) -> None:
         """Frees the kept segments, but for some."""
-        for segment in [each for each in self.staying if each not in but]:
-            del self.staying[segment]
+        for segment in [each for each in self.kept_segments if each not in but]:
+            del self.kept_segments[segment]
             segment.free()
-            self.kept = None  # it has the other segments alone
+            self.post_forward_shards = None  # it has the other segments alone
 
     # changes
 
     def keep_storage(self, keep: bool) -> None:
         """Decides whether the unsharded buffers keep their memory while the unit is sharded."""
-        self.free_staying()
+        self.free_kept_segments()
         self.keeps_storage = keep
         for segment in self.segments:
             segment.keep_memory(keep)
@@ -389,7 +393,7 @@ class ParamHandle:
 
     def _make_segments(self, anew: bool = False) -> None:
         """Makes the segments whose dtypes have changed anew, or all of them."""
-        self.free_staying()
+        self.free_kept_segments()
         self.values += 1
         self._changed = True
         self.hookings += 1
@@ -428,8 +432,8 @@ class ParamHandle:
         for segment in self._summoned:
             segment.take_edits(prefix)
 
-    def dismiss(self, writeback: bool) -> None:
-        """Ends `summon`; with `writeback`, which is collective, the noted edits go to the shards."""
+    def dismiss(self, writeback: bool = False) -> None:
+        """Ends `summon` or `replace`; with `writeback`, which is collective, noted edits go to the shards."""
         summoned, self._summoned = self._summoned, []
         for layout in self.layouts:
             layout.hide_full()
@@ -444,12 +448,6 @@ class ParamHandle:
         for layout, shown in zip(self.layouts, params):
             layout.show_full(shown, copies=True)
         self.state = HandleState.REPLACED
-
-    def end_replacement(self) -> None:
-        """Shows the sharded parameters again."""
-        for layout in self.layouts:
-            layout.hide_full()
-        self.state = HandleState.SHARDED
 
     # gradients
 

@@ -94,11 +94,15 @@ class _GatherPlan(NamedTuple):
         """Whether all members are sharded, and as they were."""
         for unit, options, generation in self.members:
             handle = unit.handle
-            if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+            if (
+                handle is None
+                or handle.state is not HandleState.SHARDED
+                or handle.post_forward_shards is not None
+            ):
                 return False
             if unit.options is not options or handle.generation != generation or handle.without_values:
                 return False
-            if handle.staying:  # of which little or nothing is gathered
+            if handle.kept_segments:  # of which little or nothing is gathered
                 return False
             if handle.transport is not handle.communicator or handle.keeps_storage:
                 return False
@@ -311,9 +315,13 @@ class CollectiveBatcher:
 
     def _may_ride(self, unit: Unit) -> bool:
         handle = unit.handle
-        if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+        if (
+            handle is None
+            or handle.state is not HandleState.SHARDED
+            or handle.post_forward_shards is not None
+        ):
             return False
-        if handle.communicator.size == 1 or handle.staying:  # of which little or nothing is gathered
+        if handle.communicator.size == 1 or handle.kept_segments:  # of which little or nothing is gathered
             return False
         if not self._is_small(unit, handle, handle.travelling_nbytes) or handle.without_values:
             return False

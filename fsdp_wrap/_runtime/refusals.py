@@ -333,9 +333,9 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
     Raises:
         ChangedBetweenError: If a sample of a shard has other values than when they were gathered.
     """
-    for segment, stay in handle.staying.items():
-        if stay.was_written_unseen:
-            handle.free_staying()
+    for segment, kept in handle.kept_segments.items():
+        if kept.was_written_unseen:
+            handle.free_kept_segments()
             raise ChangedBetweenError(
                 f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
                 f"were written to through `.data`, or another alias without a version counter, on rank "
