@@ -151,7 +151,7 @@ class Reduction:
             segment.gradients.drop()
 
 
-def travelling_nbytes(segments: Sequence[Segment], ranks: int) -> int:
+def batch_nbytes(segments: Sequence[Segment], ranks: int) -> int:
     """Returns the bytes of a unit's shards in the buffer of a batch."""
     return ranks * sum(round_up(segment.gathered.nbytes // ranks, ALIGNMENT_BYTES) for segment in segments)
 
@@ -167,7 +167,7 @@ class BatchedGather:
         self._communicator = communicator
         ranks = communicator.size
         self._buffer = communicator.buffer(
-            sum(travelling_nbytes(segments, ranks) for segments in units), torch.uint8
+            sum(batch_nbytes(segments, ranks) for segments in units), torch.uint8
         )
         parts = self._buffer.data.view(ranks, -1)
         self._own: list[torch.Tensor] = []
@@ -251,7 +251,7 @@ class BatchedGradients:
     @torch.inference_mode(False)
     def __init__(self, communicator: Communicator, segments: Sequence[Segment]) -> None:
         self._communicator = communicator
-        self.dtype, self._sums = segments[0].gradients.travels_in, segments[0].dtypes.reduce
+        self.dtype, self._sums = segments[0].gradients.buffer_dtype, segments[0].dtypes.reduce
         self._begun = False
         step = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
         self._ranges: list[slice] = []  # of each segment, in the part of a rank

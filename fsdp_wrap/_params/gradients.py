@@ -208,7 +208,7 @@ class Gradients:
         return views.tensor
 
     @property
-    def travels_in(self) -> torch.dtype:
+    def buffer_dtype(self) -> torch.dtype:
         """The dtype of the reduce buffer at the end of the running backward."""
         return (self._sums if self.unreduced else self._own).tensor.dtype
 

@@ -24,7 +24,7 @@ from fsdp_wrap._params.collectives import (
     ReduceScatter,
     Reduction,
     Transport,
-    travelling_nbytes,
+    batch_nbytes,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
 from fsdp_wrap._params.held_by import HeldBy
@@ -110,14 +110,14 @@ class ParamHandle:
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
-        handle.travel_by(self.transport)
+        handle.set_transport(self.transport)
         handle.divide_gradients_by(self._contributors)
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
 
-    def travel_by(self, transport: Transport) -> None:
+    def set_transport(self, transport: Transport) -> None:
         """Changes the transport of training; full parameters for users are gathered as before."""
         self.free_kept_segments()  # another transport may round them otherwise
         self.transport = transport
@@ -140,7 +140,7 @@ class ParamHandle:
     def _note_contents(self) -> None:
         self._extended = [each for each in self.segments if isinstance(each, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
-        self.travelling_nbytes = travelling_nbytes(self.segments, self.communicator.size)
+        self.batch_nbytes = batch_nbytes(self.segments, self.communicator.size)
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         trained = [segment.gradients for segment in self.segments if segment.trainable]
@@ -244,7 +244,7 @@ class ParamHandle:
             self._note_contents()
 
     @property
-    def travels_plainly(self) -> bool:
+    def can_be_batched(self) -> bool:
         """Whether the communicator alone gathers and reduces: batches with other units are possible."""
         if self.transport is not self.communicator or self.has_own_reduction or self.keeps_storage:
             return False
@@ -519,19 +519,19 @@ class ParamHandle:
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters are gathered, or gradients reduced."""
-        found = [each.gradients.travels_in if reduced else each.dtypes.param for each in self.segments]
+        found = [each.gradients.buffer_dtype if reduced else each.dtypes.param for each in self.segments]
         return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in found))
 
     @property
     def reduced_nbytes(self) -> int:
         """Bytes of the gradients in a reduction."""
         segments = self.reduced_segments()
-        return sum(each.layout.numel * each.gradients.travels_in.itemsize for each in segments)
+        return sum(each.layout.numel * each.gradients.buffer_dtype.itemsize for each in segments)
 
     def reduces_just(self, expected: Sequence[Segment], dtype: torch.dtype) -> bool:
         """Whether just these segments take part in a reduction, all in one dtype."""
         segments = self.reduced_segments()
-        return segments == expected and all(each.gradients.travels_in == dtype for each in segments)
+        return segments == expected and all(each.gradients.buffer_dtype == dtype for each in segments)
 
     def join(self, reduction: InReduction) -> None:
         """Leaves the gradients to a batched reduction."""

@@ -301,7 +301,7 @@ class CollectiveBatcher:
         else:
             expected = coming
         if expected and self._may_ride(unit):
-            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.travelling_nbytes)
+            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
             return None
         handles = [*map(_handle_of, run)]
@@ -323,14 +323,14 @@ class CollectiveBatcher:
             return False
         if handle.communicator.size == 1 or handle.kept_segments:  # of which little or nothing is gathered
             return False
-        if not self._is_small(unit, handle, handle.travelling_nbytes) or handle.without_values:
+        if not self._is_small(unit, handle, handle.batch_nbytes) or handle.without_values:
             return False
         return unit.positions.gather.is_known
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether nothing speaks against it that holds for parameters and gradients."""
         fits = 0 < nbytes <= self.most and not unit.options.gradients_in_place
-        return fits and handle.travels_plainly
+        return fits and handle.can_be_batched
 
     def _companions(
         self,
@@ -457,4 +457,4 @@ def _noted_reduction(units: Iterable[Unit]) -> Collective:
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns the dtypes in which a unit's gradients travel and are summed."""
     segments = _handle_of(unit).reduced_segments()
-    return {(segment.gradients.travels_in, segment.dtypes.reduce) for segment in segments}
+    return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

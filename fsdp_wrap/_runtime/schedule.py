@@ -165,7 +165,7 @@ class Schedule:
                         self._drop_aside(each)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
-                if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
                     coming = self._order.coming_in_forward(unit)
                     self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
@@ -488,7 +488,7 @@ class Schedule:
         if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
             handle.look()
         if unshards:
-            if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
                 self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
@@ -774,7 +774,7 @@ class Schedule:
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.travelling_nbytes > self._travel.most:
+            if target.handle.batch_nbytes > self._travel.most:
                 target.gather(Phase.BACKWARD)
             elif target.handle.state is HandleState.SHARDED:
                 self._travel.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
@@ -805,7 +805,7 @@ class Schedule:
         if not (self.syncs and unit.options.syncs):
             handle.accumulate_gradients()
             return
-        alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
+        alone = handle.batch_nbytes > self._travel.most or phase is Phase.IDLE
         try:
             if alone or not self._travel.take(unit):
                 if self._updates.reduced:
