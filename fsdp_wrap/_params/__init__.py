@@ -1,4 +1,4 @@
-"""How parameters lie in buffers.
+"""Parameters in buffers, their gradients, and the communication of both.
 
 Lives here: layouts (flat parameters, slices, DTensors), their gradients, and the handle that
 unshards and reshards them.

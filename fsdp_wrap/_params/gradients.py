@@ -78,7 +78,7 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait for a reduction, also those of leaves that were frozen since."""
+        """Whether gradients wait for a reduction, perhaps of leaves that were frozen since."""
         return self.collected or self.unreduced or self.partial is not None
 
     @property

@@ -40,7 +40,7 @@ _WRITTEN = methodcaller("written")
 
 
 class HandleState(Enum):
-    """What is in memory."""
+    """The states of a unit's full parameters."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"  # unsharded buffers are allocated and being filled
@@ -62,7 +62,7 @@ class ParamHandle:
     Attributes:
         generation: Count of times that leaves were made anew; older graphs cannot run backward.
         hookings: Count of times that leaves or sharded parameters became others, without hooks.
-        values: Count of times that the leaves' values changed; a graph needs those of its forward.
+        values: Count of times that the leaves got new values; a graph needs its forward's values.
         written: The last versions of the sharded parameters, by segment; see `Layout.written`.
         transport: Gathers parameters and reduces gradients in training.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
@@ -95,7 +95,7 @@ class ParamHandle:
         self._summoned: list[SummonedSegment] = []
         self.generation = self.hookings = self.values = 0
         self._gathering: Pending = _NOTHING
-        self._in_place = False  # whether what is gathered comes into the unsharded buffers themselves
+        self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
         self.kept_segments: dict[Segment, KeptSegment] = {}
         self.written = self._gathered = [*map(_WRITTEN, layouts)]  # the latter at the last gather
@@ -236,7 +236,7 @@ class ParamHandle:
         self.state = HandleState.UNSHARDING
 
     def _prepare(self, segments: Collection[Segment]) -> None:
-        """Asks tensor subclasses what is to be gathered."""
+        """Asks tensor subclasses for the tensors to gather."""
         anew = [each.prepare() for each in self._extended if each in segments]
         if True in anew:
             self.generation += 1

@@ -1,4 +1,4 @@
-"""`IntervalTensor`: a tensor of which this rank holds one interval, as sharded state dicts contain it.
+"""`IntervalTensor`: one rank's interval of a tensor, as sharded state dicts contain it.
 
 A contiguous interval of a flattened n-dimensional tensor consists of a few rectangular boxes (three for a
 matrix). So each rank writes and reads its interval as chunks of the full tensor, by the protocol of

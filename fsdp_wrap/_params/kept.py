@@ -34,7 +34,7 @@ class KeptSegment:
         """Whether the shard may have other values now, as far as all ranks can tell alike.
 
         Args:
-            written: What the layout says now.
+            written: The layout's present `written()`.
             stepped: Whether any optimizer has stepped since. Not all that do move version counters.
         """
         return written != self._written or trains(self._layout) != self._trains or (stepped and self._trains)
@@ -61,8 +61,8 @@ class KeptSegmentsPlan:
     """The segments of a tree that may be kept within budgets of bytes; it keeps none of them alive.
 
     Attributes:
-        chosen: Those segments.
-        frozen: Those of them that do not train.
+        chosen: The segments to keep.
+        frozen: The chosen segments that do not train.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`Layout`: how the original parameters of one segment lie in 1-D buffers, and what stands for them."""
+"""`Layout`: the original parameters of one segment in 1-D buffers, and the sharded parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.zero_marks import GradientMarks
 
 Written = tuple[list[int], list[int]]
-"""How often tensors were written to, and where they lie."""
+"""Version counters and addresses of tensors."""
 
 _VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
 
@@ -104,7 +104,7 @@ class Extent:
 
 
 def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> torch.Tensor | None:
-    """Returns the one memory, 1-D, of which all tensors are parts; None if there is no such.
+    """Returns the memory, 1-D, that all tensors are consecutive parts of; None if there is none.
 
     Args:
         tensors: At least one.
@@ -177,7 +177,7 @@ class Layout(ABC):
     in_place = True  # whether the gathered buffer is the unsharded one
     sharded = True  # whether ranks have different parts
     alignment: ShardAlignment | None = None
-    extended = False  # whether tensor subclasses say what is gathered, and make the leaves
+    extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
     _shard: torch.Tensor

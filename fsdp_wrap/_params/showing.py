@@ -1,4 +1,4 @@
-"""What the modules of a unit show of its parameters: the sharded ones, or the full ones (the leaves)."""
+"""The parameters that modules of a unit show: the sharded ones, or the full ones (the leaves)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GONE = object()
 
 
 class Showing(Enum):
-    """What modules show in training."""
+    """The parameters that modules show in training."""
 
     SHARDED = "sharded"
     LEAVES = "leaves"
@@ -30,7 +30,7 @@ class SegmentDisplay(Display):
     Args:
         fqns: Names of the original parameters.
         places: For each of them, all places that show it.
-        sharded: What to show while they are sharded: parameters, or plain tensors under their names.
+        sharded: Tensors to show while sharded: parameters, or plain tensors under their names.
         leaves: The full parameters; empty before they are made.
     """
 
@@ -61,7 +61,7 @@ class SegmentDisplay(Display):
         Display(self._places, params, self._uncovers).show()
 
     def shown(self) -> list[nn.Parameter | None]:
-        """Returns what is registered now, for each original parameter."""
+        """Returns the registered parameter, if any, for each original one."""
         return [*map(dict.get, *self.firsts)]
 
     def is_untouched(self) -> bool:
@@ -71,7 +71,7 @@ class SegmentDisplay(Display):
         return same and not any(map(REFUSED_HOOKS_OF, self._distinct))
 
     def replaced(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name of each replaced parameter with what stands there; None for nothing."""
+        """Yields the name of each replaced parameter with its replacement, None if it was removed."""
         for fqn, (registry, name, expected) in zip(self._fqns, self._params):
             found = registry.get(name, _GONE)
             if found is not expected:
@@ -84,7 +84,7 @@ class SegmentDisplay(Display):
                 yield fqn
 
     def cover(self) -> None:
-        """Shows the leaves by attributes; `parameters()` and state dicts go on with what is behind."""
+        """Shows the leaves by attributes; `parameters()` and state dicts go on with the sharded ones."""
         self._behind = [names.get(name, _GONE) for names, name, _ in self._before]
         for names, name, leaf in self._before:
             names[name] = leaf
@@ -106,14 +106,14 @@ class CoveredDisplay(SegmentDisplay):
         self.cover()
 
 
-class _Layout(Protocol):
+class _HasDisplay(Protocol):
     @property
     def display(self) -> SegmentDisplay: ...
 
 
-class _Segment(Protocol):
+class _Coverable(Protocol):
     @property
-    def layout(self) -> _Layout: ...
+    def layout(self) -> _HasDisplay: ...
 
     def cover(self) -> None: ...
 
@@ -121,14 +121,14 @@ class _Segment(Protocol):
 
 
 class UnitDisplay:
-    """What the modules of one unit show in training.
+    """The display of one unit in training.
 
     Attributes:
-        state: What they show, unless something else is in the user's hands.
+        state: The shown parameters, unless others are in the user's hands.
         changed: Names of parameters that were changed while the leaves were shown; the reader empties it.
     """
 
-    def __init__(self, segments: Sequence[_Segment]) -> None:
+    def __init__(self, segments: Sequence[_Coverable]) -> None:
         self._segments = segments
         self.state = Showing.LEAVES
         self.changed: list[str] = []
@@ -136,7 +136,7 @@ class UnitDisplay:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody is known to have changed the leaves, or replaced what is shown."""
+        """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
         if self.changed:
             return False
         shown = self._segments if self.state is Showing.SHARDED else ()
@@ -147,7 +147,7 @@ class UnitDisplay:
         if self.state is not Showing.LEAVES:
             if self.state is Showing.KEPT:
                 self._uncover()
-                for segment in self._segments:  # before the leaves hide what was replaced
+                for segment in self._segments:  # before the leaves hide replacements
                     if not segment.layout.display.is_untouched():
                         self.changed += [fqn for fqn, _ in segment.layout.display.replaced()]
             self.state = Showing.LEAVES

@@ -1,4 +1,4 @@
-"""`SliceLayout`: the flat layout of which the optimizer sees the user's own Parameter objects."""
+"""`SliceLayout`: the flat layout that shows optimizers the user's own Parameter objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SliceLayout(FlatLayout):
         if copies:
             self.show(params)
             return
-        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
+        self._grads = [param.grad for param in self.sources]  # in the shapes of the slices
         shown: list[nn.Parameter] = []
         for source, param, part in zip(self.sources, params, self._parts):
             source.grad = None

@@ -1,6 +1,6 @@
 """Calls of the all-gather methods of tensor subclasses.
 
-`fsdp_pre_all_gather` and `fsdp_post_all_gather` are those of `torch.distributed.fsdp.fully_shard`.
+`torch.distributed.fsdp.fully_shard` defines `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 """
 
 from __future__ import annotations
