@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import UNIT_ATTR, not_picklable
-from fsdp_wrap._params import HandleState, Layout, make_copyable
+from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
@@ -398,7 +398,7 @@ class FSDPModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for each in unit.over_all_meshes:
             if each.handle is not None and each.handle.state is HandleState.SHARDED:
-                if not unit.parts or each.handle.shows_one_kind:  # parts are converted one by one
+                if not unit.parts or _shows_one_kind(each.handle):  # parts are converted one by one
                     each.handle.follow_replaced()
         return self
 
@@ -409,7 +409,7 @@ class FSDPModule(nn.Module):
     def extra_repr(self) -> str:
         """That of the module's class, how parts are aligned, and how many bytes of full parameters stay."""
         own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
-        staying = sum(handle.staying_nbytes for handle in handles if handle is not None)
+        staying = sum(handle.kept_nbytes for handle in handles if handle is not None)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
         return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))
@@ -533,6 +533,15 @@ def _unit_of(module: Any) -> Unit:
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
+
+
+def _shows_one_kind(handle: ParamHandle) -> bool:
+    """Whether the shown parameters of each segment have one dtype, and all or none of them values."""
+    kinds = (
+        {(param.dtype, param.is_meta) for param in layout.shown() if param is not None}
+        for layout in handle.layouts
+    )
+    return all(len(each) == 1 for each in kinds)
 
 
 def _told_alignment(layouts: Sequence[Layout]) -> str:

@@ -164,7 +164,7 @@ class Settings:
             casts=InputCasts.of(self.policy, module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
             travel_together_bytes=self.travel_together_bytes,
-            stay_bytes=self.keep_unsharded_bytes or 0,
+            keep_unsharded_bytes=self.keep_unsharded_bytes or 0,
         )
 
     def kept(self) -> Settings:

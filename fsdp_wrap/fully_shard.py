@@ -136,7 +136,7 @@ def fully_shard(
             reshard_after_forward=reshard_after_forward is not False,
             keeps_as_root=not reshard_after_forward,
             travel_together_bytes=travel_together_bytes,
-            stay_bytes=keep_unsharded_bytes or 0,
+            keep_unsharded_bytes=keep_unsharded_bytes or 0,
         ),
         kept_within=partial(_kept_within, reshard_after_forward, data=data, shared_memory=shares),
         shared_memory=shares,

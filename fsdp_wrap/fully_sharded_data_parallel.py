@@ -266,7 +266,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
             way += f", gathered with {', '.join(repr(name) for name in others[:3])}{rest}"
         held = ", ".join(segment.describe() for segment in handle.segments)
-        stays = f", {handle.staying_nbytes} bytes stay unsharded" if handle.staying else ""
+        stays = f", {handle.kept_nbytes} bytes stay unsharded" if handle.kept_segments else ""
         return (
             f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
             f"{handle.communicator.size}{copies}, holds {held}{way}{stays}"

@@ -32,7 +32,7 @@ def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) 
     for handle in handles:
         if handle.communicator.size > 1:
             codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
-            handle.travel_by(CompressedTransport(handle.communicator, gather_codec, codec))
+            handle.set_transport(CompressedTransport(handle.communicator, gather_codec, codec))
 
 
 def _codec(argument: str, name: str | None) -> Codec | None:

@@ -7,7 +7,7 @@ Must never know: what a unit is, and how bytes travel.
 """
 
 from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
-from fsdp_wrap._core.alignment import ShardAlignment
+from fsdp_wrap._core.alignment import ShardAlignment, ceil_div, round_up
 from fsdp_wrap._core.api import (
     BackwardPrefetch,
     CPUOffload,

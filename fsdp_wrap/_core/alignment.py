@@ -9,6 +9,16 @@ from dataclasses import dataclass
 import torch
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """Returns the quotient rounded up."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ShardAlignment:
     """Parts of a parameter begin at multiples of so many of its elements, or at its rows.

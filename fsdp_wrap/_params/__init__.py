@@ -1,4 +1,4 @@
-"""How parameters lie in buffers.
+"""Parameters in buffers, their gradients, and the communication of both.
 
 Lives here: layouts (flat parameters, slices, DTensors), their gradients, and the handle that
 unshards and reshards them.
@@ -8,7 +8,6 @@ Must never know: when that happens, and in which order units run.
 
 from fsdp_wrap._params.chunks import chunk_numel
 from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, Reduction
-from fsdp_wrap._params.display import Showing
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions import (
     ExtensionLayout,
@@ -36,6 +35,7 @@ from fsdp_wrap._params.interval_tensor import (
     by_rows,
     rebuild_interval_tensor,
 )
+from fsdp_wrap._params.kept import KeptSegmentsPlan
 from fsdp_wrap._params.layout import Interval, Layout, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,
@@ -47,6 +47,6 @@ from fsdp_wrap._params.parallel import (
     to_local,
 )
 from fsdp_wrap._params.segment import Segment
-from fsdp_wrap._params.shown import StayPlan
+from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.slices import SliceLayout
 from fsdp_wrap._params.summoned import Summoning

@@ -1,4 +1,4 @@
-"""`Cut`: how one parameter is cut into chunks, and where these lie in the buffers of a `DTensorLayout`."""
+"""`Cut`: the chunks of one parameter, and their places in the buffers of a `DTensorLayout`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_wrap._core import ParamSlot
-from fsdp_wrap._params.layout import Extent, alignment_of, round_up
+from fsdp_wrap._core import ParamSlot, ceil_div, round_up
+from fsdp_wrap._params.layout import Extent, alignment_of
 from fsdp_wrap._params.parallel import to_local
 
 
 @dataclass(frozen=True)
 class Cut(Extent):
-    """How one parameter is cut: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
+    """The chunks of one parameter: rank r holds the rows [r x chunk, (r + 1) x chunk), as by `torch.chunk`.
 
-    Of one that is distributed already that is the part on this rank.
+    For a parameter that is distributed already, the chunks of the part on this rank.
 
     Attributes:
-        dim: The dimension that is cut; its indices are the rows here.
-        ranks: Into how many parts.
-        offset: Where each rank's chunk begins in its part of the buffer that travels.
+        dim: The dimension that is cut; its indices are called rows here.
+        offset: Index of a rank's chunk in its part of the gathered buffer.
     """
 
     dim: int
@@ -32,21 +31,21 @@ class Cut(Extent):
     @functools.cached_property
     def chunk(self) -> int:
         """Rows of a whole chunk."""
-        return -(-self.shape[self.dim] // self.ranks)
+        return ceil_div(self.shape[self.dim], self.ranks)
 
     @functools.cached_property
     def whole(self) -> int:
-        """How many ranks hold a whole chunk; the next holds the rest, the others nothing."""
+        """Number of ranks with a whole chunk; the next rank holds the rest, the others nothing."""
         return self.shape[self.dim] // self.chunk if self.shape.numel() else 0
 
     @functools.cached_property
     def rest(self) -> int:
-        """Rows of the chunk that is not whole."""
+        """Rows of the last, smaller chunk."""
         return self.shape[self.dim] - self.whole * self.chunk if self.shape.numel() else 0
 
     @functools.cached_property
     def folded(self) -> torch.Size | None:
-        """The shape (ranks, rows, others), if rows are the first dimension and none is left over."""
+        """The shape (ranks, rows, others), if rows are the first dimension and all chunks are whole."""
         if self.dim or self.rest or not self.whole:
             return None
         return torch.Size([self.whole, self.chunk, *self.shape[1:]])
@@ -58,18 +57,18 @@ class Cut(Extent):
 
     @property
     def end(self) -> int:
-        """Where each rank's chunk ends in its part."""
+        """Index after a rank's whole chunk in its part."""
         return self.offset + self.chunk_numel
 
     def _shape_of(self, rows: int) -> torch.Size:
         return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
 
     def first_row(self, rank: int) -> int:
-        """Returns the first row that a rank holds."""
+        """Returns a rank's first row."""
         return min(rank * self.chunk, self.shape[self.dim])
 
     def rows(self, rank: int) -> int:
-        """Returns how many rows a rank holds."""
+        """Returns the number of a rank's rows."""
         return self.first_row(rank + 1) - self.first_row(rank)
 
     def held_shape(self, rank: int) -> torch.Size:
@@ -77,19 +76,19 @@ class Cut(Extent):
         return self._shape_of(self.rows(rank))
 
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of all ranks' parts (ranks x shard): (ranks, rows, other dimensions) and (rows, others)."""
+        """Returns views of all parts (ranks x shard): (ranks, rows, others); the rest (rows, others)."""
         found = []
         if self.whole:
             chunks = parts[: self.whole, self.offset : self.end]
             found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
-        if self.rest or not self.whole:  # of what is empty there is a view too
+        if self.rest or not self.whole:  # an empty view as well
             shape = self._shape_of(self.rest)
             chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
             found.append(chunk.view(shape).movedim(self.dim, 0))
         return found
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the parameter, or something of its shape, that correspond to the `boxes`."""
+        """Returns views of a tensor of the parameter's shape that correspond to the `boxes`."""
         if self.folded is not None:
             return [tensor.view(self.folded)]
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
@@ -103,7 +102,7 @@ class Cut(Extent):
         return found
 
     def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what belongs to no row."""
+        """Returns views of the elements that belong to no row."""
         first = self.offset + self._shape_of(self.rest).numel()
         return [
             parts[self.whole : self.whole + 1, first : self.end],

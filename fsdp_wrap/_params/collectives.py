@@ -1,34 +1,32 @@
-"""How a unit's parameters and gradients travel, and what it holds between its verbs.
+"""Gathers and reductions: of one unit, and batched for several small units.
 
-Those are parameters that some ranks keep, and a reduction in flight. Small units travel together: a rank's
-shards of several lie one after the other in one buffer.
+In a batch, a rank's shards of several units lie one after the other in one buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator, Finished, Pending
+from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import foreach_copy_
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.segment import Segment
 
-_ALIGNMENT_BYTES = 16
-"""Start of every shard in a buffer that several units share, so that it can be seen in any dtype."""
-
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
-"""Fills the shards given first from the unsharded 1-D tensors given second, which it may spoil."""
+"""Fills shards, given first, from unsharded 1-D tensors, given second, which it may overwrite."""
 
 
 class Transport(Protocol):
-    """How parameters and gradients travel between the ranks of one copy, as a `Communicator` lets them.
+    """The part of a `Communicator` by which parameters are gathered and gradients reduced.
 
     Attributes:
-        keeps_notes: Whether what layouts note in a reduction arrives.
-        compresses_reductions: Whether gradients travel in fewer bytes, which a communication hook would end.
+        keeps_notes: Whether reductions hand on the notes of `Layout.note_used`.
+        compresses_reductions: Whether gradients are sent in fewer bytes, unlike with a communication hook.
     """
 
     keeps_notes: bool
@@ -40,10 +38,10 @@ class Transport(Protocol):
 
 
 class InReduction(Protocol):
-    """What takes the gradients of a unit until their sums are there, or not to be.
+    """A reduction in flight, of one unit or of a batch.
 
     Attributes:
-        partial: Whether the sums are kept for the next reduction, of which they are part.
+        partial: Whether the sums are kept for the next reduction, which adds them.
     """
 
     partial: bool
@@ -53,15 +51,15 @@ class InReduction(Protocol):
     def abandon(self) -> None: ...
 
 
-class KeptParameters:
-    """The full parameters of a unit, evenly cut within some ranks that keep them from forward to backward."""
+class PostForwardShards:
+    """A unit's full parameters, cut evenly between few ranks, which keep them from forward to backward."""
 
     def __init__(self, segments: list[Segment], within: Communicator) -> None:
         self._within = within
         self._parts = [within.own_part(segment.full.data).clone() for segment in segments]
 
     def gather(self, segments: list[Segment]) -> Pending:
-        """Fills the unsharded buffers."""
+        """Gathers them into the unsharded buffers."""
         full = [segment.full for segment in segments]
 
         def fill() -> None:
@@ -72,14 +70,7 @@ class KeptParameters:
 
 
 class NotedReduction:
-    """A reduction that loses what the ranks have noted (by a hook, encoded), with the notes beside it.
-
-    Args:
-        segments: Whose gradients are reduced.
-        shards: What comes of them.
-        pending: The reduction.
-        ranks: Over which it sums.
-    """
+    """A reduction that loses notes of used parameters (by a hook, encoded), and their sum beside it."""
 
     def __init__(
         self, segments: list[Segment], shards: list[torch.Tensor], pending: Pending, ranks: Communicator
@@ -95,7 +86,7 @@ class NotedReduction:
     def wait(self) -> None:
         self._pending.wait()
         self._counting.wait()
-        known = all(self._used)  # looking at numbers makes the host wait
+        known = all(self._used)  # else the host waits to look at numbers
         used = iter(self._used if known else [count > 0 for count in self._counts.tolist()])
         for segment, shard in zip(self._segments, self._shards):
             by_any = [next(used) for _ in segment.leaves]
@@ -103,19 +94,14 @@ class NotedReduction:
 
 
 class Reduction:
-    """A reduction in flight: its buffers, what is still to be done, and where the result goes.
-
-    The sum over the replicas, if any, follows that within the copy, at once if that is finished already.
+    """A reduction in flight: first over the ranks of one copy, then over the replicas.
 
     Args:
-        segments: Whose gradients are reduced.
-        shards: What comes of them.
+        segments: Owners of the gradients.
+        shards: The reduced shard of each.
         pending: The sum within the copy.
-        replicas: Over which it sums then; None to keep the sum for the next reduction, of which it is part.
-        summed: What it sums there, of which the shards are views; None for the shards.
-
-    Attributes:
-        partial: Whether the sums are kept for the next reduction, of which they are part.
+        replicas: Ranks of the second sum; None to keep the first one for the next reduction.
+        summed: Tensors for the second sum, of which the shards are views; None for the shards.
     """
 
     def __init__(
@@ -157,7 +143,7 @@ class Reduction:
                 segment.gradients.add_reduced(shard)
 
     def abandon(self) -> None:
-        """Waits, and drops what was to be reduced."""
+        """Waits, and drops the gradients."""
         self._pending.wait()
         if self._over_replicas is not None:
             self._over_replicas.wait()
@@ -165,26 +151,15 @@ class Reduction:
             segment.gradients.drop()
 
 
-def travelling_nbytes(segments: Sequence[Segment], ranks: int) -> int:
-    """Returns how many bytes the shards of a unit take in a buffer that it shares with others."""
-    return ranks * sum(_aligned(segment.gathered.nbytes // ranks) for segment in segments)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def batch_nbytes(segments: Sequence[Segment], ranks: int) -> int:
+    """Returns the bytes of a unit's shards in the buffer of a batch."""
+    return ranks * sum(round_up(segment.gathered.nbytes // ranks, ALIGNMENT_BYTES) for segment in segments)
 
 
 class BatchedGather:
-    """One gather of the shards of several units, in one buffer of bytes.
+    """One gather for several units, in one buffer of bytes.
 
-    What came is copied from there to a unit's own buffers when that waits. The last one frees the buffer.
-
-    Args:
-        communicator: That of all the units.
-        units: The segments of each.
-
-    Attributes:
-        pending: What was issued last.
+    Each unit copies its share to its own buffers when it waits, and the last one frees the buffer.
     """
 
     @torch.inference_mode(False)
@@ -192,42 +167,35 @@ class BatchedGather:
         self._communicator = communicator
         ranks = communicator.size
         self._buffer = communicator.buffer(
-            sum(travelling_nbytes(segments, ranks) for segments in units), torch.uint8
+            sum(batch_nbytes(segments, ranks) for segments in units), torch.uint8
         )
         parts = self._buffer.data.view(ranks, -1)
         self._own: list[torch.Tensor] = []
-        self._rides: list[GatherShare] = []
+        self._shares: list[GatherShare] = []
         begin = 0
         for segments in units:
-            places = []
+            rows = []
             for segment in segments:
-                end = begin + segment.gathered.nbytes // ranks
-                places.append(parts[:, begin:end].view(segment.dtypes.param))
-                self._own.append(places[-1][communicator.rank])
-                begin += _aligned(end - begin)
-            self._rides.append(GatherShare(self, places))
+                nbytes = segment.gathered.nbytes // ranks
+                rows.append(parts[:, begin : begin + nbytes].view(segment.dtypes.param))
+                self._own.append(rows[-1][communicator.rank])
+                begin += round_up(nbytes, ALIGNMENT_BYTES)
+            self._shares.append(GatherShare(self, rows))
         self._buffer.free()
         self.pending: Pending = Finished()
         self._left = 0
 
     def issue(self, units: Sequence[Sequence[Segment]]) -> list[GatherShare]:
-        """Issues it.
-
-        Args:
-            units: Their segments, of the same sizes and dtypes as before.
-
-        Returns:
-            What each of the units must begin, and then wait for.
-        """
+        """Issues the gather for units with segments of the same sizes and dtypes; returns their shares."""
         shards = [segment.shard for segment in chain.from_iterable(units)]
         self.pending = self._communicator.gather_into(
             [self._buffer], lambda: foreach_copy_(self._own, shards, non_blocking=True)
         )
         self._left = len(units)
-        return self._rides
+        return self._shares
 
     def leave(self) -> None:
-        """Notes that one of the units has what it waited for."""
+        """Notes that one of the units has copied its share."""
         self._left -= 1
         if not self._left:
             self.pending = Finished()
@@ -235,21 +203,21 @@ class BatchedGather:
 
 
 class GatherShare:
-    """What one unit waits for whose shards were gathered with others' (a `Pending`).
+    """One unit's share of a batched gather, for which it waits (a `Pending`).
 
     Args:
-        gather: The gather.
-        places: Where its shards come, those of one segment after the other's: a row for each rank.
+        gather: The batch.
+        shards: For each segment, the gathered shards: ranks x elements.
     """
 
-    def __init__(self, gather: BatchedGather, places: list[torch.Tensor]) -> None:
-        self._gather, self._places = gather, places
+    def __init__(self, gather: BatchedGather, shards: list[torch.Tensor]) -> None:
+        self._gather, self._shards = gather, shards
         self._segments: Sequence[Segment] = ()
-        self._full: list[Buffer] = []  # for which the copies were found
+        self._full: list[Buffer] = []  # the targets of the copies
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Notes where to copy what comes."""
+        """Notes the segments that the share is for."""
         self._segments = segments
 
     def wait(self) -> None:
@@ -268,90 +236,62 @@ class GatherShare:
     def _find_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for segment, place in zip(self._segments, self._places):
-            pairs = segment.layout.same_elements(place, segment.full.data)
+        for segment, shards in zip(self._segments, self._shards):
+            pairs = segment.layout.same_elements(shards, segment.full.data)
             if segment.layout.in_place:
-                pairs = [(place, segment.full.data.view(len(place), -1))]
+                pairs = [(shards, segment.full.data.view(len(shards), -1))]
             sources += [source for source, _ in pairs]
             targets += [target for _, target in pairs]
         return targets, sources
 
 
-class _Place(NamedTuple):
-    """Where a segment's gradients lie in a buffer that several units share.
-
-    Attributes:
-        parts: A row for each rank.
-        begin: The first element of a row.
-        end: The one after the last.
-    """
-
-    parts: torch.Tensor
-    begin: int
-    end: int
-
-
 class BatchedGradients:
-    """One buffer for the gradients of several units: the parts of a rank one after the other.
-
-    Args:
-        communicator: That of all the units.
-        segments: Theirs, which travel in one dtype, and are summed in one.
-
-    Attributes:
-        dtype: That in which they travel.
-    """
+    """One buffer for the gradients of several units, in one dtype; parts of a rank lie side by side."""
 
     @torch.inference_mode(False)
     def __init__(self, communicator: Communicator, segments: Sequence[Segment]) -> None:
         self._communicator = communicator
-        self.dtype, self._sums = segments[0].gradients.travels_in, segments[0].dtypes.reduce
+        self.dtype, self._sums = segments[0].gradients.buffer_dtype, segments[0].dtypes.reduce
         self._begun = False
-        step = max(1, _ALIGNMENT_BYTES // self.dtype.itemsize)
-        begins, numel = [], 0
+        step = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        self._ranges: list[slice] = []  # of each segment, in the part of a rank
+        numel = 0
         for segment in segments:
-            begins.append(numel)
-            numel += -(-segment.layout.shard_numel // step) * step
+            self._ranges.append(slice(numel, numel + segment.layout.shard_numel))
+            numel = round_up(self._ranges[-1].stop, step)
         self._buffer = communicator.buffer(numel * communicator.size, self.dtype)
         self._parts = self._buffer.data.view(communicator.size, -1)
-        self._places: list[_Place] = []
-        self._gaps: list[torch.Tensor] = []
-        for segment, begin, stop in zip(segments, begins, [*begins[1:], numel]):
-            end = begin + segment.layout.shard_numel
-            self._places.append(_Place(self._parts[:, begin:end], begin, end))
-            if end < stop:
-                self._gaps.append(self._parts[:, end:stop])
+        self._of_segments = [self._parts[:, each] for each in self._ranges]
+        starts = [*(each.start for each in self._ranges[1:]), numel]
+        gaps = [self._parts[:, each.stop : start] for each, start in zip(self._ranges, starts)]
+        self._gaps = [gap for gap in gaps if gap.numel()]
         self._buffer.free()
 
     def take(self, index: int, full: torch.Tensor) -> None:
-        """Copies the gradients of one segment, by its number."""
+        """Copies the gradients of one segment, given by number."""
         if not self._begun:
             self._begun = True
             self._buffer.allocate()
             for gap in self._gaps:
                 gap.zero_()
-        parts = self._places[index].parts
+        parts = self._of_segments[index]
         parts.copy_(full.view(len(parts), -1))
 
     def reduce(self, taken: Sequence[int]) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
-        """Issues the reduction.
-
-        Args:
-            taken: The numbers of the segments of which there are gradients.
+        """Issues the reduction of some segments, given by number.
 
         Returns:
-            It, what comes of it, and the parts of that which belong to those segments, in their order.
+            (pending, reduced shard, one view of it per segment)
         """
-        for index, place in enumerate(self._places):
-            if index not in taken:  # where NaN may lie, at which checks of what is sent would stop
-                place.parts.zero_()
+        for index, parts in enumerate(self._of_segments):
+            if index not in taken:  # may hold NaN, which checks of collectives refuse
+                parts.zero_()
         shard = self._communicator.empty(self._parts.shape[1], self._sums)
         pending = self._communicator.reduce_scatter([shard], [self._buffer.data])
-        places = [self._places[index] for index in taken]
-        # Each with a version counter of its own, and the base of its gradients: as if it came alone.
-        return pending, shard, [shard[place.begin : place.end].data for place in places]
+        # Each with a version counter of its own, as if it had been reduced alone.
+        return pending, shard, [shard[self._ranges[index]].data for index in taken]
 
     def free(self) -> None:
-        """Gives the memory back; nothing may be in flight."""
+        """Frees the buffer; nothing may be in flight."""
         self._begun = False
         self._buffer.free()

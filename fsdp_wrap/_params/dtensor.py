@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned
+from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned, round_up
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around, round_up
+from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
@@ -24,13 +24,13 @@ _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class DTensorLayout(Layout):
-    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks stand side by side.
+    """Parameters of one dtype, each cut into one chunk per rank; a rank's chunks lie side by side.
 
-    Over a mesh that only replicates there is one chunk, the whole. The leaves alias it where they have its
-    dtype: nothing is to be unsharded then.
+    Over a mesh that only replicates, the chunk is the whole. Leaves of the same dtype alias it, and nothing
+    is gathered.
 
-    Behind the chunks stands one number per parameter, by which the ranks tell each other, in the reduction
-    itself, whose gradients they have contributed to: all ranks get the same gradients, or None.
+    Behind the chunks lies one number per parameter. There the ranks note the used parameters, in the
+    reduction itself, so that all get the same gradients, or None.
 
     Args:
         slots: The original parameters; their data are copied and then given up.
@@ -39,8 +39,8 @@ class DTensorLayout(Layout):
         dims: For each parameter, the dimension that is cut.
         name: Name of the segment within its unit.
         offload: Whether the shard lives in host memory.
-        pin: Whether that is pinned.
-        alignment: Where the chunks begin, as their sizes have it: this layout does not move them.
+        pin: Whether that memory is pinned.
+        alignment: The alignment that the chunks have; this layout does not move them.
     """
 
     extents: Sequence[Cut]
@@ -63,7 +63,7 @@ class DTensorLayout(Layout):
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
         likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
-        # A view like a tensor costs half of a view by a tuple of numbers.
+        # `view_as` costs half of `view` by numbers.
         self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
         bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
         self._filled = [index for index, (start, stop) in enumerate(bounds) if start < stop]
@@ -104,7 +104,7 @@ class DTensorLayout(Layout):
         self._show_pieces()
 
     def _show_pieces(self) -> None:
-        """Lets the sharded parameters, which conversions change, be of the shard again."""
+        """Binds the sharded parameters, which conversions change, to the pieces of the shard."""
         this = weakref.ref(self)
         for index, (param, piece) in enumerate(zip(self.sources, self._pieces)):
             param._local_tensor = piece  # type: ignore[attr-defined]  # not another alias of it
@@ -116,10 +116,10 @@ class DTensorLayout(Layout):
             if self._grad_dtype is not None:
                 _set_grad_dtype(param, self._grad_dtype)
 
-    # what there is
+    # contents
 
     def written(self) -> Written:
-        sources = self.sources  # the shard counts what is written to the pieces themselves
+        sources = self.sources  # the shard's version counts writes to the pieces themselves
         return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
 
     def intervals(self) -> list[Interval]:
@@ -144,16 +144,16 @@ class DTensorLayout(Layout):
 
     # buffers
 
-    def parts(self, travelling: torch.Tensor) -> list[list[torch.Tensor]]:
-        parts = travelling.view(self._ranks, -1)
+    def parts(self, gathered: torch.Tensor) -> list[list[torch.Tensor]]:
+        parts = gathered.view(self._ranks, -1)
         return [cut.boxes(parts) for cut in self.extents]
 
     def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self.extents[index].split(tensor)
 
-    def packer(self, travelling: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        boxes, gaps = [box for boxes in self.parts(travelling) for box in boxes], self.padding(travelling)
-        # Tensors of the wanted shapes, as above.
+    def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+        boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
+        # For `view_as`, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
         only_folds = len(folds) == len(self.extents)
 
@@ -167,23 +167,23 @@ class DTensorLayout(Layout):
                 foreach_zero_(gaps)
 
         if only_folds and all(cut.whole == self._ranks for cut in self.extents):
-            return self._row_packer(travelling.view(self._ranks, -1), pack)
+            return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 
     def _row_packer(
         self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
     ) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer, for parameters of which every rank has as many rows, in one call.
+        """Returns a packer in one call, for parameters with the same number of rows on every rank.
 
         Args:
-            parts: Of each rank, of the buffer that travels.
+            parts: The gathered buffer: ranks x shard.
             otherwise: Packs tensors of another dtype.
         """
         starts = [*(cut.offset for cut in self.extents[1:]), self._used.start]
         gaps = [start - cut.end for cut, start in zip(self.extents, starts)]
         zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
         between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
-        between[-1].append(notes)  # the rest of a part, which `note_used` writes
+        between[-1].append(notes)  # the rest of a part, for `note_used`
         alike = {parts.dtype}
 
         def pack(tensors: list[torch.Tensor]) -> None:
@@ -197,16 +197,16 @@ class DTensorLayout(Layout):
 
         return pack
 
-    def padding(self, travelling: torch.Tensor) -> list[torch.Tensor]:
-        parts = travelling.view(self._ranks, -1)
+    def padding(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        parts = gathered.view(self._ranks, -1)
         gaps = [parts[:, one.end : other.offset] for one, other in zip(self.extents, self.extents[1:])]
         gaps += [gap for cut in self.extents for gap in cut.padding(parts)]
         return [gap for gap in gaps if gap.numel()]
 
     # gradients
 
-    def notes(self, travelling: torch.Tensor) -> torch.Tensor:
-        return travelling.view(self._ranks, -1)[:, self._used]
+    def notes(self, gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.view(self._ranks, -1)[:, self._used]
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         notes.fill_(1)
@@ -221,7 +221,7 @@ class DTensorLayout(Layout):
         unknown = [(frozen or param.requires_grad) and not mine for param, mine in zip(self.sources, used)]
         if not any(unknown):
             return used
-        # Looking at numbers waits for the device: once, and only where this rank does not know by itself.
+        # The host waits for the device to look at numbers: once, and only where it must.
         notes = shard[self._used].tolist()
         return [mine or (ask and note != 0) for mine, ask, note in zip(used, unknown, notes)]
 
@@ -241,24 +241,24 @@ class DTensorLayout(Layout):
         for param in self.sources:
             _set_grad_dtype(param, dtype)
 
-    # changes from outside
+    # changes by users, and copies
 
     def follow_replaced(self) -> bool:
         """Takes over parameters that were converted, loaded with `assign=True`, or left the meta device."""
-        shown = [*map(dict.get, self._registries, self._names)]  # on every step: no call
+        shown = [*map(dict.get, *self.display.firsts)]  # on every step: no call
         same = all(map(operator.is_, shown, self.sources))
         if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
             return False
         found = [param for param in shown if param is not None]
         if len(found) < len(shown):
-            return False  # what was removed is refused
+            return False  # removed parameters are refused elsewhere
         for cut, spec, param in zip(self.extents, self._specs, found):
             _check_replaced(cut, spec, param, found[0], self._rank)
         self._take_values(found)
         self.sources = self.sharded_params = found
         self._show_pieces()
         self._follow_places()
-        self.show_sharded()  # of tied ones each place may have got one of its own
+        self.display.show_sharded()  # tied places may have got different parameters
         return True
 
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any, final
 
@@ -14,14 +13,15 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
+from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of, round_up
+from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of
 from fsdp_wrap._params.parallel import to_local
+from fsdp_wrap._params.showing import CoveredDisplay
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's shard of the concatenated parameters of one segment; what an optimizer updates.
+    """This rank's shard of the concatenated parameters of one segment, which an optimizer updates.
 
     It takes no part in autograd: modules compute with leaves, and `.grad` is filled by the reduction.
 
@@ -29,7 +29,7 @@ class FlatParameter(nn.Parameter):
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
         _numels: Their element counts.
-        of_layout: The layout whose shard it is, if any; there `compat/internals.py` reads what torch's have.
+        of_layout: Reference to the layout that it is the shard of, if any; used by `compat/internals.py`.
         shard_alias: Another tensor of the same data, once it was asked for.
     """
 
@@ -38,8 +38,8 @@ class FlatParameter(nn.Parameter):
     _numels: tuple[int, ...]
     of_layout: LayoutRef | None = None
     shard_alias: torch.Tensor | None = None
-    _fsdp_flattened = True  # by which clients know sharded parameters
-    _is_flat_param = True  # by which torch knows its own
+    _fsdp_flattened = True  # marks sharded parameters for clients
+    _is_flat_param = True  # marks flat parameters for torch
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
         self: FlatParameter = make_subclass(cls, data, requires_grad)
@@ -49,7 +49,7 @@ class FlatParameter(nn.Parameter):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuses what autograd would call with the gradient before it is accumulated: it never does."""
+        """Refuses hooks on the gradient before it is accumulated: autograd would never call them."""
         raise ValueError(
             f"register_hook on the FlatParameter of '{self._fqns[0]}' and others would never be called, "
             "since gradients come from a reduction: use register_post_accumulate_grad_hook, or hook the "
@@ -64,19 +64,13 @@ class FlatParameter(nn.Parameter):
 
 
 class FlatPiece(nn.Parameter):
-    """What a rank's `FlatParameter` has of one original parameter, for an optimizer to hold by itself.
+    """One original parameter's piece of a `FlatParameter`, for an optimizer to hold by itself.
 
-    Its memory and its gradient are parts of those of the `FlatParameter`.
-
-    Args:
-        flat: The `FlatParameter`.
-        interval: What the rank holds of the original parameter.
+    Memory and gradient are views into the `FlatParameter`'s.
 
     Attributes:
-        flat: The same.
-        fqn: Name of the original parameter within its unit.
         start: Index of the first element in the `FlatParameter`.
-        updated: Whether there is anything to update: not where the rank has nothing of what others have.
+        updated: Whether there is anything to update: not for an empty piece of a parameter with elements.
     """
 
     flat: FlatParameter
@@ -91,11 +85,11 @@ class FlatPiece(nn.Parameter):
         return self
 
     def __init__(self, flat: FlatParameter, interval: Interval) -> None:
-        """All is done where it is made."""
+        """Does nothing: `__new__` has done all."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The part of the `FlatParameter`'s gradient; None where that has none, or the rank nothing."""
+        """The view into the `FlatParameter`'s gradient; None without one, or for an empty piece."""
         grad = self.flat.grad
         return grad.narrow(0, self.start, self.numel()) if grad is not None and self.updated else None
 
@@ -109,25 +103,25 @@ class FlatPiece(nn.Parameter):
             self.flat.grad.narrow(0, self.start, self.numel()).copy_(grad)
 
     def follow(self) -> None:
-        """Goes over to the memory that the `FlatParameter` has now."""
+        """Moves to the memory that the `FlatParameter` has now."""
         memory = self.flat.data.narrow(0, self.start, self.numel())
         if (memory.data_ptr(), memory.dtype) != (self.data_ptr(), self.dtype):
             self.data = memory
 
 
 class LayoutRef(weakref.ref["FlatLayout"]):
-    """Of a `FlatParameter` to its layout; where that is pickled, it is left out."""
+    """A weak reference from a `FlatParameter` to its layout; pickled as None."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 class HiddenFlatParameter(FlatParameter):
-    """One that no optimizer sees, but its slices or another: their gradients are its own."""
+    """A `FlatParameter` that no optimizer sees; its gradient consists of its slices' gradients."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the shard, of which those of slices are views; zeros where a slice has none."""
+        """The gradient of the shard, with the slices' gradients as views; zeros for missing ones."""
         layout = None if self.of_layout is None else self.of_layout()
         return None if layout is None else layout.joint_gradient()
 
@@ -141,27 +135,18 @@ class HiddenFlatParameter(FlatParameter):
 class FlatLayout(Layout):
     """Parameters of one dtype side by side in one buffer, cut into one even shard per rank.
 
-    The ranks tell each other in a reduction whose gradients they have contributed to. Where a rank has no
-    gradient its contribution is -0.0. A sum of zeros is -0.0 only if all of them are. So one number of each
-    rank's piece of a parameter, its first, is enough to note it: who has used the parameter makes sure that
-    this number is not -0.0.
-
-    Attributes:
-        first: Where this rank's shard begins in the unsharded buffer.
-        module: The unit's module.
+    The ranks note the used parameters in the reduction itself. A rank without a gradient contributes -0.0,
+    and a sum of zeros is -0.0 only if all summands are. So the first number of each rank's piece of a
+    parameter serves as the note: a rank that has used the parameter makes sure that it is not -0.0.
 
     Args:
         slots: The original parameters; their data are copied and then given up.
         communicator: Allocates the shard and knows the rank.
         name: Name of the `FlatParameter` in the unit's module.
         module: The unit's module.
-        sharded: Whether the buffer is cut at all; otherwise every rank holds the whole of it as its shard.
+        sharded: Whether the buffer is cut; otherwise every rank's shard is the whole.
         offload: Whether the shard lives in host memory.
-        alignment: Where shards may begin in parameters. What that takes is padding: between parameters, and
-            behind the last.
-
-    Raises:
-        ValueError: If even shards cannot begin there.
+        alignment: Positions in parameters at which shards may begin, at the cost of padding.
     """
 
     flat_param: FlatParameter
@@ -181,11 +166,11 @@ class FlatLayout(Layout):
         super().__init__(name, slots, communicator, offload)
         self.module, self.sharded, self.alignment = module, sharded, alignment
         extents = self._extents_of(slots)
-        shard_numel = self._aligned(max(1, -(-extents[-1].stop // communicator.size)), extents)
+        shard_numel = self._aligned(max(1, ceil_div(extents[-1].stop, communicator.size)), extents)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
         self._lay_out(extents, self._bounds, shard_numel)
-        self._begins = [  # of this rank's pieces, in their parameters
+        self._begins = [  # the first elements of this rank's pieces, in their parameters
             self.first + start - extent.start if stop > start else 0
             for extent, (start, stop) in zip(extents, self._bounds)
         ]
@@ -197,11 +182,11 @@ class FlatLayout(Layout):
         self._take_over(slots)
 
     def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
-        """Says where the original parameters are to lie."""
+        """Lays the original parameters out."""
         return _extents(slots, self.alignment)
 
     def _aligned(self, numel: int, extents: Sequence[Extent]) -> int:
-        """Returns the size of shards of at least so many elements."""
+        """Returns the least size of shards, not below `numel`, that keeps the alignment."""
         if self.alignment is None:
             return numel
         shapes = [extent.shape for extent in extents]
@@ -225,7 +210,7 @@ class FlatLayout(Layout):
 
     def intervals(self) -> list[Interval]:
         result = []
-        # Beside parts of other sizes, ranks hold other intervals of what all have whole.
+        # Replicated parameters may be cut differently on each TP rank, beside parts of other sizes.
         beside = next((part for part in self._parts if part is not None), None)
         parts = [
             part if part is not None or beside is None else beside.replicated(extent.shape)
@@ -254,13 +239,13 @@ class FlatLayout(Layout):
     # gradients
 
     def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
-        """Tells for which original parameters it is known that a gradient is there, if these were used."""
+        """Returns which original parameters are known to have a gradient, if these were used."""
         return used
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         firsts = self._all_firsts
         notes.index_add_(0, firsts, notes.new_zeros(firsts.numel()))  # -0.0 + 0.0 is 0.0
-        if False in used:  # to send an index of others to the device would make the host wait
+        if False in used:  # one by one: an index tensor for the device would make the host wait
             unused = [not known for known in self._known_used(used)]
             for first in chain.from_iterable(compress(self._firsts, unused)):
                 notes[first].fill_(-0.0)
@@ -286,9 +271,9 @@ class FlatLayout(Layout):
         return result
 
     def joint_gradient(self) -> torch.Tensor | None:
-        """Returns the gradient shard, of which the sharded parameters' gradients are views, if any has one.
+        """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
 
-        While gradients wait for a reduction, or parameters are shown in full, it may be a copy.
+        It may be a copy while gradients wait for a reduction, or parameters are shown in full.
         """
         return self.flat_param.grad
 
@@ -301,7 +286,7 @@ class FlatLayout(Layout):
         return True
 
     def _go_to(self, shard: torch.Tensor) -> None:
-        """Goes over to the memory of another shard, perhaps of another dtype."""
+        """Moves to the memory of another shard, perhaps of another dtype."""
         if shard.shape != self._shard.shape:
             raise ValueError(
                 f"the data of the FlatParameter of '{self.fqns[0]}' and others were replaced by a tensor of "
@@ -324,8 +309,6 @@ class FlatLayout(Layout):
 class FlatParameterLayout(FlatLayout):
     """The optimizer sees the `FlatParameter` alone; under the original names stand plain slices of it."""
 
-    _shows_plain = True
-
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
@@ -336,7 +319,7 @@ class FlatParameterLayout(FlatLayout):
     _cut_gradients = cut
 
     def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [any(used)] * len(used)  # one speaks for all
+        return [any(used)] * len(used)  # there is one gradient for all
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)]
@@ -347,8 +330,7 @@ class FlatParameterLayout(FlatLayout):
     def _follow_places(self) -> None:
         super()._follow_places()
         if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
-            # The leaves are the shard: gradients of what is computed with them are not lost.
-            self.show_sharded = functools.partial(_call_both, self.show_sharded, self.cover.put)
+            self.display = CoveredDisplay(self.fqns, self.places, self._stand_ins(), self.leaves)
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         show_extra(self.module, self.name, None)
@@ -365,12 +347,7 @@ class FlatParameterLayout(FlatLayout):
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
         self._follow_places()
-        self.show_sharded()
-
-
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+        self.display.show_sharded()
 
 
 def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> list[Extent]:
@@ -386,6 +363,6 @@ def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> li
 
 
 def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:
-    """Where the pieces begin into which even parts of this length cut a parameter."""
+    """Returns the first elements of a parameter's pieces in even parts of this length."""
     begin, end = extent.start, extent.stop
     return [begin, *range(begin // length * length + length, end, length)] if end > begin else []

@@ -1,11 +1,11 @@
-"""`Gradients`: those of one segment's leaves, on their way from the leaves to the sharded parameters.
+"""`Gradients`: gradients of one segment on their way from the leaves to the sharded parameters.
 
-They wait on their leaves for the end of their unit's backward, are moved into one reduce buffer at once, and
-leave it with the reduction. Gradients that no reduction takes (`no_sync`) stay in the buffer.
+They wait on their leaves for the end of their unit's backward, and then move into one reduce buffer, which
+the reduction empties. Without a reduction (`no_sync`) they stay in the buffer.
 
-A reduce dtype that is wider than that of the leaves is the sums': what is added only once need not be wide
-before. So the buffer is as narrow as the leaves, unless a backward has ended without a reduction since the
-last one. What this rank accumulated must not decide: ranks reduce buffers of one dtype.
+A reduce dtype that is wider than the leaves' is for sums: a single gradient need not be widened. So the
+buffer has the leaves' dtype, unless a backward has ended without a reduction since the last one. Gradients
+of this rank alone must not decide: ranks reduce buffers of one dtype.
 """
 
 from __future__ import annotations
@@ -28,31 +28,24 @@ from fsdp_wrap._params.parallel import PartialSums
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
 _NOTHING = -0.0
-"""Stands where this rank has no gradient: a sum is -0.0 only if all that is summed is."""
+"""The contribution of a rank without a gradient: a sum is -0.0 only if all summands are."""
 
 _FEW_RANKS = 16
-"""Up to so many, dividing before a sum costs at most four of fp16's small exponents."""
+"""Up to so many, division before a sum costs at most four of fp16's small exponents."""
 
 
 class Gradients:
-    """The gradients of one segment.
-
-    Args:
-        layout: How they lie in the reduce buffer.
-        dtypes: Of the segment.
-        communicator: Allocates the reduce buffer.
-        contributors: By how much summed gradients are divided: over so many ranks they are averaged.
-        leaves: Whose gradients they are.
+    """The gradients of one segment, averaged over `contributors` ranks.
 
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
         sizeable: Whether one takes a quarter of it.
+        buffer: The reduce buffer: of its own, or the unsharded buffer (`take_in`).
+        collected: Whether anything is in the reduce buffer.
         kept: Whether anything was kept for a later backward; see `accumulated`.
-        collected: Whether there is anything in the reduce buffer.
-        buffer: What serves as the reduce buffer now.
         unreduced: Whether a backward has ended without a reduction since the last one.
-        partial: A shard that was summed over this copy's ranks only, to be added to the next reduction's.
-        used: For each leaf, whether the reduce buffer holds a gradient of it.
+        partial: A shard summed over this copy's ranks only, for the next reduction to add.
+        used: For each leaf, whether the reduce buffer holds its gradient.
     """
 
     def __init__(
@@ -75,7 +68,8 @@ class Gradients:
         largest = max(each.numel() for each in layout.memory)
         self.bulky, self.sizeable = 2 * largest >= layout.full_numel, 4 * largest >= layout.full_numel
         self.kept = False
-        self.unreduced = self._waited = False  # the latter: parts of earlier backwards, summed or not
+        self.unreduced = False
+        self._waited = False  # whether gradients of earlier backwards, summed or not, are waiting
         self.partial: torch.Tensor | None = None
         self._over_meshes = None if layout.distributed is None else PartialSums(layout.distributed)
         self.average_over(contributors)
@@ -83,8 +77,13 @@ class Gradients:
             layout.take_gradients_in(dtypes.grad)
 
     @property
+    def waits(self) -> bool:
+        """Whether gradients wait for a reduction, perhaps of leaves that were frozen since."""
+        return self.collected or self.unreduced or self.partial is not None
+
+    @property
     def accumulated(self) -> bool:
-        """Whether gradients are kept whose sum over all ranks is not there and the user has not zeroed."""
+        """Whether gradients are kept that are not summed over all ranks, and that the user has not zeroed."""
         if self.waits_for_replicas:
             return True
         return self.kept and any(
@@ -99,23 +98,20 @@ class Gradients:
     def average_over(self, contributors: float) -> None:
         """Divides gradients by another number of ranks.
 
-        After they are summed, when only a shard is left to divide. In fp16 sums would overflow: there before,
-        at many ranks, where that would lose small ones, by about the square root only.
+        The division comes after the sum, when only a shard is left. In fp16, where sums would overflow, it
+        comes before. At many ranks that would lose small values: there the square root is divided before.
         """
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
         self._scale, after = 1.0 / before, before / contributors
-        # Multiplying by a number would make such a tensor each time.
+        # To multiply by a number would make such a tensor each time.
         self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
     # from the leaves into the reduce buffer
 
     def take_in(self, buffer: Buffer, index: int) -> None:
-        """Moves a leaf's gradient into an unsharded buffer that nobody needs any more where the leaf lies.
+        """Moves a leaf's gradient into the leaf's memory, in an unsharded buffer that nobody needs any more.
 
-        It becomes the reduce buffer, unless there is one already.
-
-        Raises:
-            RuntimeError: If a gradient lies there already.
+        That becomes the reduce buffer, unless there is one already.
         """
         narrow = self._sums is self._own or not self.unreduced
         there = self.buffer is buffer
@@ -137,7 +133,7 @@ class Gradients:
         self._move([(index, grad)])
 
     def collect(self) -> None:
-        """Moves what gradients the leaves hold into the reduce buffer, where more may be added."""
+        """Moves the leaves' gradients into the reduce buffer, to which more may be added."""
         if not self.collected:
             self._lie_in(self._sums)
         self._move_all(waits=True)
@@ -190,10 +186,10 @@ class Gradients:
             _copy_scaled(targets, grads, self._scale)
 
     def complete(self, counts_unused: bool = False) -> torch.Tensor:
-        """Returns the reduce buffer, with all gradients, and zeros where none came.
+        """Returns the reduce buffer with all gradients, and zeros for missing ones.
 
         Args:
-            counts_unused: Whether parameters that train and that no rank used are to get gradients of zeros.
+            counts_unused: Whether parameters that train get gradients of zeros if no rank used them.
         """
         if self.unreduced and not self.collected:
             self._lie_in(self._sums)
@@ -212,28 +208,28 @@ class Gradients:
         return views.tensor
 
     @property
-    def travels_in(self) -> torch.dtype:
+    def buffer_dtype(self) -> torch.dtype:
         """The dtype of the reduce buffer at the end of the running backward."""
         return (self._sums if self.unreduced else self._own).tensor.dtype
 
     def free_copied(self) -> None:
-        """Frees the memory of a complete reduce buffer that travels by a copy, until `drop`."""
-        self.kept = False  # a backward that fails must not leave what is not there
+        """Frees a complete reduce buffer that was copied into a batch, until `drop`."""
+        self.kept = False  # else a failed backward would count on the freed buffer
         self.buffer.free()
 
-    # what was reduced
+    # reduced gradients
 
     def keep_partial(self, shard: torch.Tensor) -> None:
-        """Keeps what was summed over this copy's ranks only for the next reduction."""
+        """Keeps a sum over this copy's ranks only for the next reduction."""
         self.partial = shard
         self._layout.mark_partial()
         self.unreduced, self._waited = False, True
         self.drop()
 
     def add_reduced(self, shard: torch.Tensor) -> None:
-        """Adds the reduced gradients to the sharded parameters', and forgets what was reduced."""
+        """Adds reduced gradients to the sharded parameters', and empties the reduce buffer."""
         used: Sequence[bool] = self.used
-        if False in used:  # else there is nothing to ask
+        if False in used:
             used = self._layout.used_by_any(shard, used, frozen=self._waited)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self._factor is not None:
@@ -247,24 +243,24 @@ class Gradients:
         else:
             self._layout.add_reduced(reduced, used)
 
-    # what was not
+    # gradients without a reduction
 
     def keep_accumulated(self) -> None:
-        """Keeps the gradients collected so far, if any, for a later backward."""
+        """Keeps the collected gradients, if any, for a later backward."""
         self.unreduced = self._waited = True
         if self.collected:
             self.kept = True
             self._layout.mark_unsynced()
 
     def forget_zeroed(self) -> None:
-        """Forgets accumulated gradients that the user has zeroed since on the sharded parameters."""
+        """Drops accumulated gradients that the user has zeroed on the sharded parameters since."""
         if self.partial is not None and self._layout.zeroed_partial():
             self.partial = None
         for index, zeroed in enumerate(self._layout.zeroed()):
             self.used[index] = self.used[index] and not zeroed
 
     def drop(self) -> None:
-        """Forgets all that was collected and frees the reduce buffer."""
+        """Drops all collected gradients and frees the reduce buffer."""
         self.used = [False] * len(self._leaves)
         self.kept = False
         self.collected = False
@@ -273,13 +269,13 @@ class Gradients:
             self._lie_in(self._own)
 
     def drop_all(self) -> None:
-        """Forgets all gradients, also those summed over a part of the ranks."""
+        """Drops all gradients, also those summed over a part of the ranks."""
         self.drop()
         self.unreduced = self._waited = False
         self.partial = None
 
     def drop_failed(self) -> None:
-        """Forgets what a failed backward left; what earlier backwards accumulated stays."""
+        """Drops the gradients of a failed backward; those that earlier backwards accumulated stay."""
         for leaf in self._leaves:
             leaf.grad = None
         if not self.kept:
@@ -303,7 +299,7 @@ class Gradients:
 
 
 class _ReduceBuffer:
-    """A buffer with views of it, in which the gradients of all leaves lie side by side."""
+    """A buffer with a view for each leaf's gradient."""
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer

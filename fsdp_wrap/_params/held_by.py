@@ -1,4 +1,4 @@
-"""`HeldBy`: the ranks that hold tensors between them; `Spread`: how they cut one; `Box`: parts of it."""
+"""`HeldBy`: the ranks that share tensors; `Spread`: the cuts of one tensor; `Box`: rectangles in it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,31 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of, mesh_over
+from fsdp_wrap._core import ceil_div
 
 
 @dataclass(frozen=True, init=False)
 class Intervals(Placement):
-    """Each rank holds a contiguous interval of the flattened tensor, which need not be whole rows."""
+    """A placement: each rank holds an interval of the flattened tensor, perhaps not whole rows."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor that is contiguous in it.
-
-    Attributes:
-        offsets: Index of its first element.
-        sizes: Its shape.
-        first: Index of its first element in the flattened tensor.
-    """
+    """A rectangular, contiguous part of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    first: int
+    first: int  # index of its first element in the flattened tensor
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return torch.Size(self.sizes).numel()
 
 
 def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Cuts the interval [start, stop) of a flattened tensor into at most 2 x dimensions - 1 boxes, in order.
 
-    An empty interval has none, save that of a tensor without elements: that has one, of the whole shape.
+    An empty interval has no box, but a tensor without elements has one, of the whole shape.
     """
     if torch.Size(shape).numel() == 0 or (not shape and start < stop):
         yield Box((0,) * len(shape), shape, 0)
@@ -59,15 +53,14 @@ def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class HeldBy:
-    """The ranks that hold tensors between them. Refers to no process group, which may so be destroyed.
+    """The ranks that hold tensors between them, without a reference that keeps their process group alive.
 
     Attributes:
-        ranks: As the default group counts them, in order.
-        device_type: Of the devices on which they compute.
-        names: Of the mesh's dimension, if it has one.
+        ranks: Global ranks, in order.
+        names: Name of the mesh's dimension, if it has one.
         replicated: Whether each of them holds everything.
-        given: The mesh that the user gave them by.
-        reference: Gives their process group while that lives, if it was known.
+        given: The user's mesh, if the ranks were given by one.
+        reference: Returns their process group while that lives.
     """
 
     ranks: tuple[int, ...]
@@ -79,7 +72,7 @@ class HeldBy:
 
     @classmethod
     def of(cls, mesh: ShardMesh, device: torch.device) -> HeldBy:
-        """Returns the ranks that hold one copy of a unit between them; all that do, if each has a copy."""
+        """Returns the ranks that hold one copy of a unit between them; all replicas, if each has a copy."""
         ranks = mesh.shard or mesh.replicate
         assert ranks is not None
         names = None if mesh.given is None else mesh.given.mesh_dim_names
@@ -100,37 +93,32 @@ class HeldBy:
 
     @property
     def size(self) -> int:
-        """How many ranks hold one copy between them."""
+        """Number of ranks that hold one copy between them."""
         return 1 if self.replicated else len(self.ranks)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Their process group.
-
-        Raises:
-            RuntimeError: If there is none any more, or none in this process.
-        """
+        """Their process group; raises RuntimeError where there is none any more."""
         return group_of(self.ranks, self.reference())
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh that the user gave, or one of one dimension."""
+        """The user's mesh, or one of one dimension."""
         return self.given or mesh_over(self.group, self.device_type, self.names)
 
     @property
     def described(self) -> tuple[Any, ...]:
-        """The arguments that make the like of it in another process."""
+        """Arguments that make an equal object in another process."""
         return self.ranks, self.device_type, self.names, self.replicated
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How ranks hold a tensor between them: each the next so many elements of the buffer in which it lies.
+    """The cuts of a tensor in a buffer that is cut evenly between ranks.
 
     Attributes:
-        held_by: The ranks.
-        first: Index in the buffer of the tensor's first element.
-        length: How many elements of the buffer each rank holds.
+        first: Index of the tensor's first element in the buffer.
+        length: Elements of the buffer on each rank.
     """
 
     held_by: HeldBy
@@ -138,7 +126,7 @@ class Spread:
     length: int
 
     def bounds(self, numel: int) -> Iterator[tuple[int, int]]:
-        """Yields which elements of a flattened tensor of so many each rank holds."""
+        """Yields each rank's (start, stop) in a flattened tensor of so many elements."""
         if self.held_by.size == 1:
             yield 0, numel
             return
@@ -147,7 +135,7 @@ class Spread:
             yield min(max(begin, 0), numel), min(max(begin + self.length, 0), numel)
 
     def placements(self, shape: torch.Size) -> tuple[Placement, ...]:
-        """Returns how a `DTensor` would tell it: `Shard(0)` where every rank has the rows that this means."""
+        """Returns the placements of a `DTensor`: `Shard(0)` where every rank has just those rows."""
         others = [Replicate()] * (self.held_by.mesh.ndim - 1)
         if self.held_by.replicated:
             return (*others, Replicate())
@@ -157,6 +145,6 @@ class Spread:
         numel = shape.numel()
         if numel == 0 or not shape:
             return False
-        part = -(-shape[0] // self.held_by.size) * shape[1:].numel()
+        part = ceil_div(shape[0], self.held_by.size) * shape[1:].numel()
         ends = [min(rank * part, numel) for rank in range(self.held_by.size + 1)]
         return [*self.bounds(numel)] == [*zip(ends, ends[1:])]

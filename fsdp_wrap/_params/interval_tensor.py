@@ -1,8 +1,8 @@
-"""`IntervalTensor`: a tensor of which this rank holds one interval, as sharded state dicts contain it.
+"""`IntervalTensor`: one rank's interval of a tensor, as sharded state dicts contain it.
 
-A contiguous interval of a flattened n-dimensional tensor is a handful of rectangular boxes of that tensor
-(three for a matrix). So each rank writes and reads what it holds as chunks of the full tensor, by the
-protocol of `torch.distributed.checkpoint` for tensors that bring chunks of their own, and nothing travels.
+A contiguous interval of a flattened n-dimensional tensor consists of a few rectangular boxes (three for a
+matrix). So each rank writes and reads its interval as chunks of the full tensor, by the protocol of
+`torch.distributed.checkpoint` for tensors with chunks of their own, without communication.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _aten = torch.ops.aten
 
 
 PASSES_FOR_DTENSOR = torch.__version__ >= "2.12"
-"""Whether operators find what `isinstance` takes for a `DTensor`.
+"""Whether operators reach an object that `isinstance` takes for a `DTensor`.
 
-Up to torch 2.11 they go to `DTensor`'s own runtime then, which reads what is not there.
+Up to torch 2.11 they go to `DTensor`'s own runtime instead, which reads attributes that are not there.
 """
 
 
 class IntervalTensor(torch.Tensor):
     """A tensor of full shape of which this rank holds the interval [start, start + piece.numel()).
 
-    Elementwise operations, copies and moves act on the piece; whatever needs other elements raises
+    Elementwise operations, copies and moves act on the piece; operations that need other elements raise
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
-    Programs that expect a `DTensor` or a `ShardedTensor` find what they read of one: `isinstance` says that
-    it is a `DTensor` (from torch 2.12 on), and the methods of both are here.
+    It has the methods of a `DTensor` and of a `ShardedTensor`, for programs that expect one. `isinstance`
+    takes it for a `DTensor` from torch 2.12 on.
     """
 
     start: int
@@ -79,8 +79,8 @@ class IntervalTensor(torch.Tensor):
             start: Index of the piece's first element in the flattened full tensor.
             piece: 1-D, contiguous; it is not copied.
             requires_grad: Whether the tensor claims to need a gradient.
-            spread: Which ranks hold the tensor between them, and how; None if that is not known.
-            part: What of the tensor these hold, if that is a part: the interval is one of it, flattened.
+            spread: The ranks that hold the tensor between them, and its cuts; None if that is not known.
+            part: The part of the tensor that these ranks hold, if not all: `start` counts in it, flattened.
         """
         self: IntervalTensor = make_wrapper_subclass(
             cls, shape, dtype=piece.dtype, device=piece.device, requires_grad=requires_grad
@@ -91,7 +91,7 @@ class IntervalTensor(torch.Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # to which isinstance() looks beside the type
+    def __class__(self) -> type:  # read by isinstance() beside the type
         return DTensor if PASSES_FOR_DTENSOR else IntervalTensor
 
     @property
@@ -100,7 +100,7 @@ class IntervalTensor(torch.Tensor):
         return self.start + self.piece.numel()
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """Returns the boxes that this rank holds, as views of the piece, by their offsets."""
+        """Returns this rank's boxes, as views of the piece, by their offsets."""
         begins, sizes = ((0,) * self.ndim, tuple(self.shape)) if self.part is None else self.part.box
         return {
             tuple(map(sum, zip(begins, box.offsets))): self.piece.narrow(
@@ -110,11 +110,11 @@ class IntervalTensor(torch.Tensor):
         }
 
     def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
-        """Returns a tensor of which this rank holds the same interval, with other values."""
+        """Returns a tensor with the same interval on this rank, and other values."""
         return IntervalTensor(self.shape, self.start, piece, spread=self.spread, part=self.part)
 
     def own(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns, 1-D, what this rank holds of a full tensor."""
+        """Returns this rank's interval of a full tensor, 1-D."""
         held = full if self.part is None else self.part.cut(full)
         return held.reshape(-1)[self.start : self.stop]
 
@@ -124,9 +124,9 @@ class IntervalTensor(torch.Tensor):
         """Returns the full tensor; collective.
 
         Args:
-            group: Its ranks hold all of it between them. By default those that did when it was made; all
-                ranks, if that is not known.
-            grad_placements: Of no effect: no gradient flows here.
+            group: Ranks that hold all of the tensor between them. By default those that did when it was made,
+                or all ranks if that is not known.
+            grad_placements: Has no effect: no gradient flows here.
         """
         if group is None and self.part is not None and self.spread is not None:
             held_by = self.spread.held_by
@@ -138,7 +138,7 @@ class IntervalTensor(torch.Tensor):
         return self._assembled([group])
 
     def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
-        """Returns the same as a `DTensor`; collective over `mesh`, whose ranks hold all of it between them.
+        """Returns a `DTensor` of the same values; collective over `mesh`, whose ranks hold all of them.
 
         It is sharded along dimension 0 over the mesh's last dimension, and replicated over the others.
         """
@@ -146,7 +146,7 @@ class IntervalTensor(torch.Tensor):
         return by_rows(full, mesh)
 
     def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-        """Returns the full tensor, all of which the ranks of these groups hold between them; collective."""
+        """Returns the full tensor, which the ranks of these groups hold between them; collective."""
 
         def write(full: torch.Tensor) -> None:
             for offsets, box in self.boxes().items():
@@ -154,7 +154,7 @@ class IntervalTensor(torch.Tensor):
 
         return assemble(self.shape, self.dtype, groups, write, self.device).to(self.device)
 
-    # what programs read of a `DTensor`
+    # the interface of `DTensor`
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -164,13 +164,13 @@ class IntervalTensor(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How they hold it: `Shard(0)` where that is true of all of them, `Intervals()` where it is not."""
+        """The placements: `Shard(0)` if all ranks hold just those rows, else `Intervals()`."""
         if self.spread is None or self.part is not None:
             return (Intervals(),)
         return self.spread.placements(self.shape)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Returns what this rank holds: the rows or the tensor that `placements` tells of, else 1-D."""
+        """Returns this rank's part: rows or the whole, as `placements` says, else the piece, 1-D."""
         if isinstance(self.placements[-1], Intervals):
             return self.piece
         rows = self.piece.numel() // self.shape[1:].numel() if self.shape else 1
@@ -182,7 +182,7 @@ class IntervalTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor | IntervalTensor:
-        """Returns a `DTensor` that is placed like this; collective over the ranks that hold the tensor."""
+        """Returns a `DTensor` with other placements; collective over the ranks that hold the tensor."""
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
         if mesh == self.device_mesh and tuple(wanted) == self.placements:
@@ -206,10 +206,10 @@ class IntervalTensor(torch.Tensor):
             "a piece of a sharded state dict cannot combine with a DTensor; use full_tensor() or to_dtensor()"
         )
 
-    # what programs read of a `ShardedTensor`
+    # the interface of `ShardedTensor`
 
     def local_shards(self) -> list[ShardOfTensor]:
-        """Returns the boxes that this rank holds."""
+        """Returns this rank's boxes."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return [
             ShardOfTensor.from_tensor_and_offsets(box, list(offsets), rank)
@@ -219,15 +219,15 @@ class IntervalTensor(torch.Tensor):
     _local_shards = property(local_shards)
 
     def local_tensor(self) -> torch.Tensor:
-        """Returns what this rank holds: a box, if it is one, else 1-D."""
+        """Returns this rank's part: in its shape if it is one box, else 1-D."""
         boxes = [*self.boxes().values()]
         return boxes[0] if len(boxes) == 1 else self.piece
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Returns which boxes every rank holds.
+        """Returns the boxes of every rank.
 
         Raises:
-            RuntimeError: If that is not known here.
+            RuntimeError: If they are not known here.
         """
         if self.spread is None or self.part is not None:
             what = "that was made by hand" if self.spread is None else "of a part of a tensor"
@@ -245,12 +245,12 @@ class IntervalTensor(torch.Tensor):
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
         )
 
-    # how torch.distributed.checkpoint sees it
+    # the protocol of torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         if self.part is not None and not self.part.is_first_copy:
-            return []  # others hold it between them as well, but perhaps cut it elsewhere
+            return []  # the first copy is saved; other copies may be cut differently
         self._refuse_boxes(fqn)
         return [
             WriteItem(
@@ -262,7 +262,7 @@ class IntervalTensor(torch.Tensor):
         ]
 
     def _refuse_boxes(self, fqn: str) -> None:
-        """Refuses files with room for one box of a tensor if this rank has more: only one would be left."""
+        """Refuses files with room for one box of a tensor if this rank has more, which would be lost."""
         writer, boxes = _writer_asking(), self.boxes()
         format_ = getattr(writer, "serialization_format", None)
         if len(boxes) > 1 and format_ == SerializationFormat.SAFETENSORS:
@@ -281,7 +281,7 @@ class IntervalTensor(torch.Tensor):
         # By offset: the index counts the chunks of all ranks.
         return _with_own_storage(self.boxes()[tuple(index.offset or ())])
 
-    # how torch sees it
+    # the protocol of tensor subclasses
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -324,7 +324,7 @@ class IntervalTensor(torch.Tensor):
 
 
 _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allclose.default}
-"""What comparing needs; they tell of what this rank holds."""
+"""Comparisons; they return a result for this rank's piece."""
 
 _ON_PIECES = {
     _aten.detach.default,
@@ -343,12 +343,9 @@ _ON_PIECES = {
 
 
 def by_rows(full: torch.Tensor, mesh: DeviceMesh, *, replicated: bool = False) -> DTensor:
-    """Cuts this rank's rows, in memory of their own, out of a full tensor that all ranks of a mesh have.
+    """Shards a full tensor, which all ranks have, along dimension 0 over the last dimension of a mesh.
 
-    Args:
-        full: The tensor; without dimensions, all ranks keep it.
-        mesh: It is sharded over the last dimension, and replicated over the others.
-        replicated: Replicate it over all of them.
+    A tensor without dimensions stays whole, as all do with `replicated`.
     """
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if full.ndim > 0 and not replicated:
@@ -369,7 +366,7 @@ def rebuild_interval_tensor(
     return IntervalTensor(torch.Size(shape), start, piece, spread=spread, part=beside)
 
 
-_BEFORE = "fsdp_wrap._interval_tensor._rebuild"  # what older files name
+_BEFORE = "fsdp_wrap._interval_tensor._rebuild"  # the name in older files
 torch.serialization.add_safe_globals(
     [IntervalTensor, rebuild_interval_tensor, (rebuild_interval_tensor, _BEFORE)]
 )
@@ -440,16 +437,16 @@ def assemble(
     write: Callable[[torch.Tensor], None],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Puts a full tensor together from what every rank has of it; collective.
+    """Assembles a full tensor from parts on the ranks of all groups; collective.
 
-    What a rank does not have is zero, and what several have is the same: so the largest bytes are its values.
+    Elements that a rank lacks are zero, and ranks agree on the others: the maximum of bytes is the value.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        groups: Their ranks have all of it between them.
-        write: Writes what this rank has into a full tensor of zeros.
-        device: Where the tensor is made, if the groups can communicate from there.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        groups: Groups of ranks that hold all of the tensor between them.
+        write: Writes this rank's part into a full tensor of zeros.
+        device: Device of the tensor, if the groups can communicate from there.
     """
     full = torch.zeros(shape, dtype=dtype, device=_device_in(groups[0], device))
     write(full)
@@ -461,10 +458,7 @@ def assemble(
 
 
 def _writer_asking() -> Any:
-    """Returns the storage writer for which DCP asks a value for its chunks; None if there is none.
-
-    DCP does not tell values who writes them, so it is looked up among the callers.
-    """
+    """Returns DCP's storage writer, found among the callers since DCP does not pass it; None without one."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if "storage_writer" in frame.f_code.co_varnames + frame.f_code.co_freevars:
@@ -474,10 +468,10 @@ def _writer_asking() -> Any:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Returns the same host memory as a tensor whose storage is no larger than it.
+    """Returns a tensor over the same host memory with a storage of just its size.
 
-    DCP's writer copies a tensor that shares a storage with others, and keeps such copies until its file is
-    done: in all as much as the rank's shards.
+    DCP's writer copies tensors that share a storage, and keeps the copies until its file is done: as much
+    memory as the rank's shards.
     """
     if view.device.type != "cpu" or view.numel() == 0 or view.untyped_storage().nbytes() == view.nbytes:
         return view
@@ -486,13 +480,13 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def _device_in(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
-    """Returns a device from which a group can communicate: the given one, if it can."""
+    """Returns a device from which a group can communicate: the given one, if that is possible."""
     group = dist.group.WORLD if group is None else group
     types = {each.type for each in group._device_types}  # type: ignore[union-attr]
     return device if device is not None and device.type in types else torch.device(object_device_of(group))
 
 
 def _device_of(rank: int, like: torch.device) -> str:
-    """Returns on which device another rank has its part, by the custom of one rank for each device."""
+    """Returns the device of another rank's part, assuming one rank per device."""
     count = 0 if like.index is None else torch.get_device_module(like).device_count()
     return f"{like.type}:{rank % count}" if count else like.type

@@ -20,27 +20,21 @@ _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 
 _FREED = 1 << 31
-"""The version of leaves whose memory is freed, which no graph has saved."""
+"""The version of freed leaves, which no graph has saved."""
 
 
 class Segment:
     """One layout with its unsharded buffer, its leaves and their gradients.
 
-    Args:
-        layout: How the parameters lie in the buffers.
-        dtypes: Of the buffers.
-        communicator: Allocates the buffers.
-        contributors: By how much summed gradients are divided: over so many ranks they are averaged.
-
     Attributes:
-        places: Of each leaf, its number.
+        full: The unsharded buffer.
+        gathered: The buffer into which shards are gathered; often `full`.
+        places: Numbers of the leaves.
         trainable: Whether any leaf needs a gradient now.
-        shard: This rank's.
-        write_shard: Copies it to where it travels from.
-        from_host: By what it does so, if the shard lies in host memory.
-        counted: The leaves, and where they are `DTensor`s their parts on this rank, each with a version.
-        versions: Of these, when they were filled or freed last, or `edited` was called; the runtime's
-            writes do not move them.
+        write_shard: Copies the shard to this rank's part of `gathered`.
+        from_host: The copier of a shard in host memory, or None.
+        counted: The leaves, and the local parts of `DTensor`s, each with a version counter.
+        versions: Their versions when they were last filled or freed, or `edited` was called.
     """
 
     def __init__(
@@ -57,11 +51,11 @@ class Segment:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
-        self._admitted = self._rests = False
-        self._lie_at: list[int] = []
+        self._admitted = self._kept = False
+        self._addresses: list[int] = []  # of the leaves, and below their reference counts, at `cover`
         self._references: list[int] = []
-        self._held: dict[int, int] = {}  # leaves that somebody keeps: how many references without
-        self._apart: list[int] = []  # those with memory of their own
+        self._held: dict[int, int] = {}  # leaves that users hold, with the references that others have
+        self._apart: list[int] = []  # leaves with memory of their own
         others = () if layout.distributed is None else layout.memory
         self.counted = (*self.leaves, *others)
         self.versions = [*map(_VERSION, self.counted)]
@@ -73,7 +67,7 @@ class Segment:
         self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
-        """Returns the unsharded buffer, and the one that travels."""
+        """Returns the unsharded buffer and the gathered one."""
         layout, dtype = self.layout, self.dtypes.param
         if layout.resident is not None and dtype == self.dtypes.master:
             full: Buffer = ResidentBuffer(layout.resident)
@@ -82,7 +76,7 @@ class Segment:
         return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
 
     def describe(self) -> str:
-        """Says how many elements this rank holds of how many, and of which dtypes."""
+        """Describes sizes, dtypes and alignment, for `repr`."""
         held = sum(interval.data.numel() for interval in self.layout.intervals())
         frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
         aligned = self.layout.alignment
@@ -90,48 +84,44 @@ class Segment:
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}{padding}"
 
     def edited(self) -> list[int]:
-        """Returns which leaves were written to since the last call, where that does not reach the shard."""
+        """Returns which leaves were written to since the last call, if the write does not reach the shard."""
         before, self.versions = self.versions, [*map(_VERSION, self.counted)]
         pairs = zip(before, self.versions) if self.full.temporary else ()
         return [number % len(self.leaves) for number, (old, new) in enumerate(pairs) if old != new]
 
     def cover(self) -> None:
-        """Lets the modules' attributes show the leaves, to whoever looks until `uncover`."""
-        self._lie_at, self._references = (
-            [*map(_DATA_PTR, self.layout.memory)],
-            [*map(getrefcount, self.leaves)],
-        )
+        """Shows the leaves by attributes of modules until `uncover`."""
+        self._addresses = [*map(_DATA_PTR, self.layout.memory)]
+        self._references = [*map(getrefcount, self.leaves)]
         for index, alone in self._held.items():
             self._references[index] = alone
-        self.layout.cover.put()
+        self.layout.display.cover()
 
-    def uncover(self) -> list[int]:
-        """Ends that; returns which leaves were changed meanwhile, where that reaches no shard."""
-        self.layout.cover.take_away()
+    def uncover(self) -> list[str]:
+        """Undoes `cover`; returns names of leaves that were changed since, if that reaches no shard."""
+        self.layout.display.uncover()
         before, references = self._references, [*map(getrefcount, self.leaves)]
         if references != before or self._held:
             held = [index for index, alone in enumerate(before) if references[index] > alone]
             self._held = {index: before[index] for index in held}
-        lie_at = [*map(_DATA_PTR, self.layout.memory)]
-        if lie_at != self._lie_at:
-            self._apart = [index for index, known in enumerate(self._lie_at) if lie_at[index] != known]
-        return sorted({*self.edited(), *self._apart})
+        addresses = [*map(_DATA_PTR, self.layout.memory)]
+        if addresses != self._addresses:
+            self._apart = [index for index, known in enumerate(self._addresses) if addresses[index] != known]
+        changed = self.edited() + self._apart
+        return [self.layout.fqns[index] for index in sorted({*changed})] if changed else []
 
     def _part_from_held(self) -> None:
-        """Gives leaves that somebody has kept memory of their own until they are filled again.
-
-        To read what is freed would end the process.
-        """
+        """Gives held leaves memory of their own until they are filled again: reads of freed memory crash."""
         self._forget_dropped()
         memory = self.layout.memory
         self.layout.lie_in((index, memory[index].data.clone()) for index in self._held)
         self._apart += self._held
 
     def _forget_dropped(self) -> None:
-        """Forgets which leaves were held and are not any more.
+        """Forgets leaves that are not held any more.
 
-        A graph may have had one of the references that were counted without, and be gone: then a leaf that
-        does not train has as many now, and is held.
+        A graph may have had one of the counted references, and be gone: a leaf that does not train then has
+        as many as before, and is held.
         """
         references, leaves = [*map(getrefcount, self.leaves)], self.leaves
         self._held = {
@@ -140,43 +130,40 @@ class Segment:
             if references[index] + (not leaves[index].requires_grad) > alone
         }
 
-    def _rejoin(self) -> None:
-        views = self.layout.views(self.full.tensor)
-        self.layout.lie_in((index, views[index]) for index in self._apart)
-        self._apart = []
-
     def admit(self, changed: bool, in_place: bool) -> None:
-        """Lets autograd use the leaves, now that their values have come.
+        """Lets autograd use the leaves, once their values have been gathered.
 
         Args:
-            changed: Whether their values are others than before: what graphs saved then is refused.
-            in_place: Whether they have come into the unsharded buffer, also where gathers go elsewhere.
+            changed: Whether the values are new: graphs that saved earlier ones are refused.
+            in_place: Whether they were gathered into the unsharded buffer itself.
         """
         if self.from_host is not None:
             self.from_host.settle()
-        if self.gathered is not self.full and not in_place and not self._rests:
+        if self.gathered is not self.full and not in_place and not self._kept:
             self.full.allocate()
             foreach_copy_(*self._copies)
             self.gathered.free()
         if self._apart:
-            self._rejoin()
+            views = self.layout.views(self.full.tensor)
+            self.layout.lie_in((index, views[index]) for index in self._apart)
+            self._apart = []
         if changed:
             self.versions = [version + 1 for version in self.versions]
         set_version_counters(self.counted, tuple(self.versions))
-        self._admitted, self._rests = True, False
+        self._admitted, self._kept = True, False
 
     def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
 
-        Autograd refuses the leaves until they are filled again, as it does tensors that were changed since
-        it saved them. Gradients that took the parameters' place stay until they are reduced.
+        Autograd refuses the leaves until they are filled again, as if they had changed since it saved them.
+        Gradients that took the parameters' place stay until they are reduced.
         """
         if self._admitted:
             self.versions = [*map(_VERSION, self.counted)]
             if self._held and self.full.temporary:
                 self._part_from_held()
             set_version_counters(self.counted, self._freed)
-        self._admitted = self._rests = False
+        self._admitted = self._kept = False
         if self._keeps_memory or self.gradients.buffer is self.full:
             return
         if self.full.free():
@@ -189,31 +176,27 @@ class Segment:
         self.full.free()
         self.gathered.free()
 
-    def rest(self) -> bool:
-        """Keeps the unsharded buffer as it is until `admit` or `free`; autograd refuses the leaves so long.
+    def keep(self) -> bool:
+        """Keeps the unsharded buffer until `admit` or `free`; autograd refuses the leaves meanwhile.
 
         Returns:
-            Whether it can: where there is nothing else in the buffer than was gathered.
+            Whether that is possible: not where the buffer holds edits or gradients.
         """
         edited = self.full.temporary and [*map(_VERSION, self.counted)] != self.versions
         if edited or self.gradients.buffer is self.full:
             return False
         before, self._keeps_memory = self._keeps_memory, True
         self.free()
-        self._keeps_memory, self._rests = before, True
+        self._keeps_memory, self._kept = before, True
         return True
 
     def let_use(self) -> None:
-        """Lets autograd use the leaves of a buffer that rests."""
+        """Lets autograd use the leaves of a kept buffer."""
         set_version_counters(self.counted, tuple(self.versions))
         self._admitted = True
 
     def refuse_conversion(self) -> None:
-        """Refuses another dtype of the sharded parameters while gradients wait in the old one.
-
-        Raises:
-            RuntimeError: If it is so.
-        """
+        """Refuses another dtype of the sharded parameters while gradients wait in the old one."""
         layout = self.layout
         converted = any(param.dtype != layout.dtype for param in (layout.flat_param, *layout.sources))
         if converted and self.gradients.accumulated:
@@ -223,7 +206,7 @@ class Segment:
             )
 
     def follow_shard(self) -> None:
-        """Goes over to where the layout's shard lies now, or a resident buffer of the same dtype."""
+        """Moves to the memory of the layout's shard, or to a resident buffer of the same dtype."""
         fits = self.dtypes.param == self.dtypes.master == self.layout.dtype
         if self.layout.resident is not None and fits:
             self.full = self.gathered = ResidentBuffer(self.layout.resident)
@@ -247,18 +230,18 @@ class Segment:
         self.from_host = self.layout.from_host(self.dtypes.param) if self.full.temporary else None
         if self.from_host is not None:
             self.write_shard = partial(self.from_host.write, self._own)
-        elif self.full.temporary:  # not by a function of ours: gathers are many
+        elif self.full.temporary:  # a C function: no Python frame in each gather
             self.write_shard = partial(self._own.copy_, self.shard, non_blocking=True)
 
     def train(self, wanted: Sequence[bool]) -> None:
-        """Lets the leaves need gradients, or not."""
+        """Sets `requires_grad` of each leaf."""
         for leaf, trains in zip(self.leaves, wanted):
             leaf.requires_grad_(trains)
         self.trainable = True in wanted
 
     @torch.no_grad()
     def take_gradient(self, index: int, grad: torch.Tensor) -> None:
-        """Adds a gradient that came another way to a leaf's."""
+        """Adds a gradient to a leaf's that reached the sharded parameter."""
         leaf, part = self.leaves[index], (self.layout.distributed or [None] * (index + 1))[index]
         held = to_local(grad)
         held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
@@ -266,11 +249,7 @@ class Segment:
         leaf.grad = taken if leaf.grad is None else leaf.grad + taken
 
     def take_in_place(self, index: int) -> None:
-        """Moves a leaf's gradient to where the leaf lies, if that may serve as the reduce buffer.
-
-        Raises:
-            RuntimeError: If a gradient lies there already.
-        """
+        """Moves a leaf's gradient into the leaf's memory, if that may serve as the reduce buffer."""
         param, reduce = self.dtypes.param, self.dtypes.reduce
         fits = self.layout.in_place and torch.promote_types(param, reduce) == reduce
         fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
@@ -279,4 +258,4 @@ class Segment:
 
 
 def _write_nothing() -> None:
-    """Writes the shard where the shard is the buffer."""
+    """Writes a shard that is the buffer itself."""

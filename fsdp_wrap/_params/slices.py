@@ -1,4 +1,4 @@
-"""`SliceLayout`: the flat layout of which the optimizer sees the user's own Parameter objects."""
+"""`SliceLayout`: the flat layout that shows optimizers the user's own Parameter objects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgette
 class SliceLayout(FlatLayout):
     """The optimizer sees the user's own Parameter objects, each holding its slice of the shard.
 
-    Their `.data` is a slice while sharded and the full parameter while shown in full, so whoever holds
-    such an object (an optimizer made meanwhile, say) holds the right one.
+    Their `.data` is a slice while sharded, and the full parameter while shown in full. So an optimizer that
+    is made meanwhile holds the right objects.
     """
 
     _kind = HiddenFlatParameter
@@ -37,25 +37,25 @@ class SliceLayout(FlatLayout):
         super()._lie_in(shard)
         self._memory = _memory(self._pieces)
 
-    # what the modules show
+    # module attributes
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:
             self.show(params)
             return
-        self._grads = [param.grad for param in self.sources]  # their shape is that of the slices
+        self._grads = [param.grad for param in self.sources]  # in the shapes of the slices
         shown: list[nn.Parameter] = []
         for source, param, part in zip(self.sources, params, self._parts):
             source.grad = None
             if part is None:
                 source.data = param.data
-            shown.append(source if part is None else param)  # no plain parameter can hold a `DTensor`
+            shown.append(source if part is None else param)  # a plain parameter cannot hold a `DTensor`
         self.show(shown)
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
-        self.show_sharded()
+        self.display.show_sharded()
         if self._grads is not None:
             for param, grad in zip(self.sources, self._grads):
                 param.grad = grad
@@ -64,7 +64,7 @@ class SliceLayout(FlatLayout):
     # gradients
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        # An empty slice has nothing to update; of an empty parameter plain optimizers keep state too.
+        # An empty slice has nothing to update, but plain optimizers keep state of an empty parameter.
         return [*map(operator.and_, used, self._updated)]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
@@ -89,12 +89,12 @@ class SliceLayout(FlatLayout):
         return joint
 
     def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
-        """Returns the gradients of slices that are not empty, each with where it begins in the shard."""
+        """Returns the gradients of non-empty slices, each with its first element in the shard."""
         pairs = zip(grads, self._bounds)
         return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
 
     def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
-        """Returns the shard of which all given gradients are views, each at its place, if there is one."""
+        """Returns the shard that all given gradients are views of, each at its place; None without one."""
         shard = grads[0][0]._base if grads else None
         if shard is None or shard.numel() != self.shard_numel:
             return None
@@ -107,7 +107,7 @@ class SliceLayout(FlatLayout):
         if self.flat_param.data_ptr() != self._shard.data_ptr():
             return super().follow_replaced()
         memory = _memory(self.sources)
-        if memory == self._memory or memory == _memory(self._pieces):  # the latter: all have moved as one
+        if memory == self._memory or memory == _memory(self._pieces):  # the latter: all moved together
             return False
         self._check_replaced()
         shard = self._shard.to(self.sources[0].dtype, copy=True)
@@ -129,5 +129,5 @@ class SliceLayout(FlatLayout):
 
 
 def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[torch.dtype]]:
-    """Says where tensors lie, how many elements they have, and of which dtype."""
+    """Returns addresses, sizes and dtypes."""
     return [*map(_DATA_PTR, tensors)], [*map(_NUMEL, tensors)], [*map(_DTYPE, tensors)]

@@ -1,6 +1,6 @@
-"""The full parameters, and gradients, of one segment while the user holds them.
+"""Full parameters and gradients of one segment in the user's hands.
 
-They are memory of their own, not the leaves': references that the user keeps stay valid.
+Their memory is not the leaves': references that the user keeps stay valid.
 """
 
 from __future__ import annotations
@@ -28,26 +28,15 @@ _REASON = (
 
 @dataclass(frozen=True)
 class Summoning:
-    """How full parameters are shown.
+    """Options of `summon_full_params`."""
 
-    Attributes:
-        rank0_only: Show them on the first rank only; the others keep showing the sharded parameters, and
-            get the first rank's edits.
-        offload_to_cpu: Show them in host memory.
-        with_grads: Show the full gradients as well.
-    """
-
-    rank0_only: bool = False
+    rank0_only: bool = False  # the other ranks show the sharded parameters, and get the first one's edits
     offload_to_cpu: bool = False
     with_grads: bool = False
 
 
 class SummonedSegment:
-    """The full parameters of one segment; making one is collective, and so is writing back.
-
-    Attributes:
-        shows_full: Whether this rank shows the full parameters.
-    """
+    """The full parameters of one segment; making one is collective, and so is writing back."""
 
     def __init__(
         self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
@@ -71,32 +60,28 @@ class SummonedSegment:
                 param.grad = grad
 
     def _where_grads(self) -> list[bool]:
-        """For each parameter, whether any rank that holds a part of this copy has a gradient of it."""
+        """Returns for each parameter whether any rank of this copy has a gradient."""
         flags = [source.grad is not None for source in self._layout.sources]
         tensor = torch.tensor(flags, dtype=torch.int32, device=self._communicator.device)
         self._communicator.all_reduce([tensor], op=dist.ReduceOp.MAX).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
     def leave(self) -> None:
-        """Leaves the shown parameters to whoever keeps them; optimizers are told so when they step."""
+        """Makes optimizers refuse the shown parameters, if users have kept them there."""
         refuse_in_steps(
             (param, functools.partial(_REASON.format, fqn))
             for fqn, param in zip(self._layout.fqns, self._params)
         )
 
     def take_edits(self, prefix: str) -> None:
-        """Notes what the modules show now, for `write_back`, or refuses what does not fit.
-
-        Raises:
-            ValueError: If a parameter or gradient was replaced by one of another shape, dtype or placement.
-        """
+        """Notes the parameters that modules show now, for `write_back`; refuses other shapes and dtypes."""
         if not self.shows_full:
             return
         shown = [
             param if found is None else found for param, found in zip(self._params, self._layout.shown())
         ]
         grads = [param.grad if self._how.with_grads else None for param in shown]
-        # Not against the parameters: their `.data` may be what was replaced.
+        # Not against the parameters: their `.data` may have been replaced.
         for fqn, given, found, grad in zip(self._layout.fqns, self._values.shown, shown, grads):
             _check_fits(f"parameter '{prefix}{fqn}'", given, found)
             if grad is not None:
@@ -107,7 +92,7 @@ class SummonedSegment:
             self._grads.note(grads)
 
     def write_back(self) -> None:
-        """Takes this rank's part of the noted edits into the shard; the modules show the shards again."""
+        """Copies this rank's part of the noted edits into the shard, which modules show again."""
         self._layout.read_shard(self._values.own_part())
         if self._how.with_grads:
             have_grads = self._have_grads
@@ -125,9 +110,9 @@ def _check_fits(what: str, given: torch.Tensor, found: torch.Tensor) -> None:
     here, there = placed(given), placed(found)
     if here != there:
         raise ValueError(
-            f"{what} was replaced inside summon_full_params by {_told(there)}; it must stay {_told(here)}: "
-            "distribute what is put there likewise (torch.distributed.tensor.distribute_tensor). No edit was "
-            "written back"
+            f"{what} was replaced inside summon_full_params by {_format_placed(there)}; it must stay "
+            f"{_format_placed(here)}: distribute what is put there likewise "
+            "(torch.distributed.tensor.distribute_tensor). No edit was written back"
         )
 
 
@@ -135,17 +120,17 @@ def _held(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else to_local(tensor)
 
 
-def _told(place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> str:
+def _format_placed(place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> str:
     return "a plain tensor" if place is None else f"a DTensor with placements {place[1]} on {place[0]}"
 
 
 class _FullBuffer:
-    """A full buffer of one segment: brought together from the ranks' parts where it is shown, and back.
+    """A full buffer of one segment, gathered where it is shown, and scattered again.
 
     Attributes:
-        shows: Whether this rank shows what is in it.
-        views: Views of it, one for each original parameter; none where it is not.
-        shown: The same as their modules have them: `DTensor`s where tensor parallelism has made such.
+        shows: Whether this rank shows it.
+        views: A view for each original parameter; none where the buffer is not.
+        shown: The views as modules have them: `DTensor`s where tensor parallelism has made them.
     """
 
     def __init__(
@@ -159,7 +144,7 @@ class _FullBuffer:
         self._edits: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def collect(self, write: Callable[[torch.Tensor], None]) -> None:
-        """Fills it, where it is shown, with what `write` puts into each rank's part."""
+        """Gathers the parts, which `write` fills on each rank, to where they are shown."""
         full = self._empty(self._layout.numel) if self.shows else None
         own = self._empty(self._layout.shard_numel) if full is None else self._communicator.own_part(full)
         if full is not None and not self._how.rank0_only:
@@ -173,7 +158,7 @@ class _FullBuffer:
                 self._lie_in(full.cpu() if self._how.offload_to_cpu else full)
 
     def note(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Notes its new values, with None for zeros; copies what may lie in another's place."""
+        """Notes new values, with None for zeros; copies those that lie elsewhere than their view."""
         if self._full is None:
             with torch.inference_mode(False):
                 self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype, device="cpu"))
@@ -184,7 +169,7 @@ class _FullBuffer:
         ]
 
     def own_part(self) -> torch.Tensor:
-        """Returns this rank's part, after the noted edits; of the first rank's where only that shows it."""
+        """Returns this rank's part after the noted edits, of the first rank where only that shows it."""
         for view, value in self._edits:
             view.copy_(value)
         packed = None if self._full is None else self._layout.pack(self._full)

@@ -1,4 +1,4 @@
-"""`GradientMarks`: tell whether a user has zeroed gradients since unreduced ones were left behind."""
+"""`GradientMarks`: detect gradients that users have zeroed while unreduced ones wait."""
 
 from __future__ import annotations
 
@@ -12,27 +12,20 @@ from fsdp_wrap._params.parallel import to_local
 
 
 class _Mark(NamedTuple):
-    """How the gradient of a sharded parameter looked when unreduced ones were left behind.
-
-    Attributes:
-        grad: It.
-        held: What this rank holds of it.
-        version: What grows with each change in place, of the gradient or of what this rank holds of it.
-        own: Whether it is the mark's own, which the parameter has in place of none.
-    """
+    """A sharded parameter's gradient at the time when unreduced ones were left behind."""
 
     grad: torch.Tensor
-    held: torch.Tensor
-    version: int
-    own: bool
+    held: torch.Tensor  # its local part
+    version: int  # grows with writes to either
+    own: bool  # whether the gradient is the mark's, since the parameter had none
 
     def is_left(self, grad: torch.Tensor) -> bool:
-        """Whether the gradient that the parameter has now is another one, or was written to since."""
+        """Whether a parameter's present gradient is another one, or was written to since."""
         return grad is not self.grad or grad._version + self.held._version != self.version
 
 
 class GradientMarks(dict[nn.Parameter, _Mark]):
-    """Marks of sharded parameters whose gradients wait unreduced.
+    """Marks of sharded parameters while unreduced gradients wait.
 
     A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
     """
@@ -50,17 +43,17 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
             self[param] = _Mark(grad, held, grad._version + held._version, own)
 
     def zeroed(self, params: Sequence[nn.Parameter]) -> list[bool]:
-        """For each parameter, whether it was marked and its gradient zeroed since."""
+        """Returns for each parameter whether it was marked and its gradient zeroed since."""
         marked = [(param.grad, self.get(param)) for param in params]
         told = [mark is not None and (grad is None or mark.is_left(grad)) for grad, mark in marked]
         written = [grad for (grad, _), left in zip(marked, told) if left and grad is not None]
-        if written:  # with zeros or with anything else: the host waits once to see all
+        if written:  # with zeros or with other values: the host waits once to see all
             seen = iter(torch.stack([to_local(grad).any() for grad in written]).tolist())
             told = [left and (grad is None or not next(seen)) for (grad, _), left in zip(marked, told)]
         return told
 
     def take_away(self) -> None:
-        """Forgets all marks, and removes the gradients that are the marks' own."""
+        """Drops all marks, and removes the gradients that they have made."""
         for param, mark in self.items():
             if mark.own and param.grad is mark.grad:
                 param.grad = None

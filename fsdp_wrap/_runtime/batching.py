@@ -94,11 +94,15 @@ class _GatherPlan(NamedTuple):
         """Whether all members are sharded, and as they were."""
         for unit, options, generation in self.members:
             handle = unit.handle
-            if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+            if (
+                handle is None
+                or handle.state is not HandleState.SHARDED
+                or handle.post_forward_shards is not None
+            ):
                 return False
             if unit.options is not options or handle.generation != generation or handle.without_values:
                 return False
-            if handle.staying:  # of which little or nothing is gathered
+            if handle.kept_segments:  # of which little or nothing is gathered
                 return False
             if handle.transport is not handle.communicator or handle.keeps_storage:
                 return False
@@ -297,7 +301,7 @@ class CollectiveBatcher:
         else:
             expected = coming
         if expected and self._may_ride(unit):
-            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.travelling_nbytes)
+            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
             return None
         handles = [*map(_handle_of, run)]
@@ -311,18 +315,22 @@ class CollectiveBatcher:
 
     def _may_ride(self, unit: Unit) -> bool:
         handle = unit.handle
-        if handle is None or handle.state is not HandleState.SHARDED or handle.kept is not None:
+        if (
+            handle is None
+            or handle.state is not HandleState.SHARDED
+            or handle.post_forward_shards is not None
+        ):
             return False
-        if handle.communicator.size == 1 or handle.staying:  # of which little or nothing is gathered
+        if handle.communicator.size == 1 or handle.kept_segments:  # of which little or nothing is gathered
             return False
-        if not self._is_small(unit, handle, handle.travelling_nbytes) or handle.without_values:
+        if not self._is_small(unit, handle, handle.batch_nbytes) or handle.without_values:
             return False
         return unit.positions.gather.is_known
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether nothing speaks against it that holds for parameters and gradients."""
         fits = 0 < nbytes <= self.most and not unit.options.gradients_in_place
-        return fits and handle.travels_plainly
+        return fits and handle.can_be_batched
 
     def _companions(
         self,
@@ -449,4 +457,4 @@ def _noted_reduction(units: Iterable[Unit]) -> Collective:
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns the dtypes in which a unit's gradients travel and are summed."""
     segments = _handle_of(unit).reduced_segments()
-    return {(segment.gradients.travels_in, segment.dtypes.reduce) for segment in segments}
+    return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

@@ -55,7 +55,7 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
                 f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
             )
     theirs = before.comms if isinstance(before, CustomTransport) else {}
-    handle.travel_by(CustomTransport(handle, {**theirs, **comms}))
+    handle.set_transport(CustomTransport(handle, {**theirs, **comms}))
 
 
 def allocate_by_group(unit: Unit, enable: bool) -> None:

@@ -40,9 +40,13 @@ class Offloading:
         handle = None if unit is None else unit.handle
         if unit is None or handle is None or handle is self._ahead or handle.communicator.size == 1:
             return
-        if handle.state is not HandleState.SHARDED or handle.kept is not None or handle.without_values:
+        if (
+            handle.state is not HandleState.SHARDED
+            or handle.post_forward_shards is not None
+            or handle.without_values
+        ):
             return
-        if handle.staying:  # of which little or nothing is to be sent
+        if handle.kept_segments:  # of which little or nothing is to be sent
             return
         self._recall()
         handle.look()  # or the gather would find that the values have changed

@@ -288,7 +288,7 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
         ChangedBetweenError: If a full parameter was written to after the last forward.
     """
     for segment in handle.segments:
-        if not segment.layout.shown_sharded.is_untouched():
+        if not segment.layout.display.is_untouched():
             refuse_replaced(unit, segment.layout)
             _refuse_hooked(unit, segment.layout)
     if handle.shown.changed:
@@ -333,9 +333,9 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
     Raises:
         ChangedBetweenError: If a sample of a shard has other values than when they were gathered.
     """
-    for segment, stay in handle.staying.items():
-        if stay.was_written_unseen:
-            handle.free_staying()
+    for segment, kept in handle.kept_segments.items():
+        if kept.was_written_unseen:
+            handle.free_kept_segments()
             raise ChangedBetweenError(
                 f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
                 f"were written to through `.data`, or another alias without a version counter, on rank "
@@ -350,10 +350,10 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
     Raises:
         ReplacedError: If there is any.
     """
-    for index, found in layout.shown_sharded.replaced():
+    for fqn, found in layout.display.replaced():
         what = "was removed" if found is None else f"was replaced by {_described(found)}"
         raise ReplacedError(
-            f"the sharded parameter '{unit.name_of(layout.fqns[index])}' {what} in its "
+            f"the sharded parameter '{unit.name_of(fqn)}' {what} in its "
             f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
             "former object back, and write new values into it; or replace it before sharding, or, with the "
             "wrapper, inside summon_full_params"
@@ -361,10 +361,10 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
 
 
 def _refuse_hooked(unit: Unit, layout: Layout) -> None:
-    for index in layout.shown_sharded.hooked():
+    for fqn in layout.display.hooked():
         raise ValueError(
             f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
-            f"'{unit.name_of(layout.fqns[index])}' would never be called, since its gradient comes from a "
+            f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
             "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the module's "
             "parameter inside its forward"
         )

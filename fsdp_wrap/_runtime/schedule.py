@@ -36,7 +36,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import HandleState, ParamHandle, Showing, StayPlan
+from fsdp_wrap._params import HandleState, KeptSegmentsPlan, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher, default_bytes
 from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
@@ -88,7 +88,7 @@ class Schedule:
         self._outermost = root.over_all_meshes
         self._order = ExecOrder()
         self._order_check = OrderCheck()
-        self._stay_plan = StayPlan()
+        self._kept_plan = KeptSegmentsPlan()
         self.iteration = 0
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
@@ -165,7 +165,7 @@ class Schedule:
                         self._drop_aside(each)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
-                if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
                     coming = self._order.coming_in_forward(unit)
                     self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
@@ -246,7 +246,7 @@ class Schedule:
             if unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.to_keep)
         else:
             self.lasting[unit] = call, inputs
 
@@ -257,14 +257,14 @@ class Schedule:
         """
         handle = unit.handle
         assert handle is not None
-        unit.reshard(Phase.FORWARD, stays=handle.segments)
-        for segment in handle.staying:
+        unit.reshard(Phase.FORWARD, keep=handle.segments)
+        for segment in handle.kept_segments:
             segment.let_use()
 
     def _drop_aside(self, unit: Unit) -> None:
         """Lets a forward that begins gather anew what was set aside: not all writes to shards are seen."""
         if unit in self._awaited and unit.handle is not None and unit.handle.state is HandleState.SHARDED:
-            unit.reshard(Phase.FORWARD, stays=unit.stays)
+            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
 
     def _show_again(self, unit: Unit) -> None:
         """Lets modules show what was set aside: outer forwards that are computed again look for it."""
@@ -272,7 +272,7 @@ class Schedule:
         if handle is None or handle.state is not HandleState.SHARDED:
             return
         unit.drop_outdated(Phase.BACKWARD)
-        if len(handle.staying) == len(handle.segments):  # else it is gathered when the unit needs it
+        if len(handle.kept_segments) == len(handle.segments):  # else it is gathered when the unit needs it
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_kept()
 
@@ -296,7 +296,7 @@ class Schedule:
             elif unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.stays)
+                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.to_keep)
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -316,10 +316,10 @@ class Schedule:
     def _end_outermost_forward(self) -> None:
         prefetched, self._prefetched = self._prefetched, []
         for unit in prefetched:  # they did not run after all
-            unit.reshard(Phase.FORWARD, stays=unit.stays)
+            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
         for unit in self.lasting:  # it raised
             unit.restart()
-            unit.reshard(Phase.FORWARD, stays=unit.stays)
+            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
         self.lasting = {}
         if self._offloading is not None:
             self._offloading.end_forward(self._units)
@@ -332,7 +332,7 @@ class Schedule:
                 unit.reshard(Phase.FORWARD)
         elif unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._prefetched:  # the order has changed
-                wrong.reshard(Phase.FORWARD, stays=wrong.stays)
+                wrong.reshard(Phase.FORWARD, keep=wrong.to_keep)
             self._prefetched = []
 
     def _prefetch_forward(self, unit: Unit) -> None:
@@ -361,15 +361,15 @@ class Schedule:
         if self._backward_open:
             self._abandon_backward()
         self._await_event()
-        if self._stay_plan.chosen or any([unit.options.stay_bytes for unit in self._units]):
-            self._choose_what_stays()
+        if self._kept_plan.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
+            self._choose_kept_segments()
         if self._offloading is not None:
             self._offloading.outdate(self._units)
         for unit in self._units:
             handle = unit.handle
             if handle is None:
                 continue
-            if handle.state is not HandleState.SHARDED or handle.kept is not None:
+            if handle.state is not HandleState.SHARDED or handle.post_forward_shards is not None:
                 awaited = handle.shown.state is Showing.KEPT
                 if awaited:
                     self._awaited[unit] = None
@@ -378,9 +378,9 @@ class Schedule:
                 if awaited:
                     self._set_aside(unit)
                 else:
-                    unit.reshard(Phase.FORWARD, stays=handle.staying)
+                    unit.reshard(Phase.FORWARD, keep=handle.kept_segments)
             if handle.state is HandleState.SHARDED:
-                if handle.staying:
+                if handle.kept_segments:
                     unit.drop_outdated(Phase.FORWARD)
                     if unit not in self._awaited:
                         refuse_unseen(unit, handle)
@@ -394,13 +394,17 @@ class Schedule:
         if self._trains and added_names:
             refuse_added(self._units)
 
-    def _choose_what_stays(self) -> None:
-        """Decides whose full parameters stay when units reshard, where anything that decides has changed."""
-        handles = [(unit.handle, unit.options.stay_bytes) for unit in self._units if unit.handle is not None]
+    def _choose_kept_segments(self) -> None:
+        """Chooses the segments that are kept when units reshard, if anything that decides has changed."""
+        handles = [
+            (unit.handle, unit.options.keep_unsharded_bytes)
+            for unit in self._units
+            if unit.handle is not None
+        ]
         listed = [(segment, budget) for handle, budget in handles for segment in handle.segments]
-        if self._stay_plan.choose(listed):
+        if self._kept_plan.choose(listed):
             for unit in self._units:
-                unit.stays, unit.stays_on = self._stay_plan.chosen, self._stay_plan.frozen
+                unit.to_keep, unit.frozen_to_keep = self._kept_plan.chosen, self._kept_plan.frozen
 
     def _await_event(self) -> None:
         """Lets the computation wait for the event of `wait_for`, if there is one."""
@@ -484,7 +488,7 @@ class Schedule:
         if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
             handle.look()
         if unshards:
-            if handle.state is HandleState.SHARDED and handle.travelling_nbytes <= self._travel.most:
+            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
                 self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
@@ -572,7 +576,7 @@ class Schedule:
             return
         unit.end_backward(Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
-            unit.reshard(Phase.BACKWARD, stays=unit.stays_on if unit.options.syncs else unit.stays)
+            unit.reshard(Phase.BACKWARD, keep=unit.frozen_to_keep if unit.options.syncs else unit.to_keep)
         else:
             unit.end_unsharded(Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
@@ -658,7 +662,7 @@ class Schedule:
             unit.arrivals.forget()
             if unit.handle is not None:
                 unit.handle.abandon_backward()
-                unit.handle.free_staying()  # ranks may have come to different units
+                unit.handle.free_kept_segments()  # ranks may have come to different units
 
     # by hand
 
@@ -668,7 +672,7 @@ class Schedule:
         if handle is None:
             return
         if not handle.is_current and graph_task() == -1 and not self.depth:
-            unit.reshard(Phase.IDLE, stays=handle.staying)
+            unit.reshard(Phase.IDLE, keep=handle.kept_segments)
             if handle.state is HandleState.SHARDED:
                 unit.drop_outdated(Phase.IDLE)
                 refuse_unseen(unit, handle)
@@ -770,7 +774,7 @@ class Schedule:
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.travelling_nbytes > self._travel.most:
+            if target.handle.batch_nbytes > self._travel.most:
                 target.gather(Phase.BACKWARD)
             elif target.handle.state is HandleState.SHARDED:
                 self._travel.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
@@ -801,7 +805,7 @@ class Schedule:
         if not (self.syncs and unit.options.syncs):
             handle.accumulate_gradients()
             return
-        alone = handle.travelling_nbytes > self._travel.most or phase is Phase.IDLE
+        alone = handle.batch_nbytes > self._travel.most or phase is Phase.IDLE
         try:
             if alone or not self._travel.take(unit):
                 if self._updates.reduced:
@@ -945,9 +949,9 @@ def set_stay_bytes(units: Iterable[Unit], nbytes: int) -> None:
     check_nbytes("keep_unsharded_bytes", nbytes)
     require_idle(units, "set_keep_unsharded_bytes()")
     for unit in units:
-        unit.set(stay_bytes=nbytes or 0)
+        unit.set(keep_unsharded_bytes=nbytes or 0)
         if unit.handle is not None:
-            unit.handle.free_staying()
+            unit.handle.free_kept_segments()
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

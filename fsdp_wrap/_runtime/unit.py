@@ -76,7 +76,7 @@ class UnitOptions:
         full_in_eval: Whether mixed precision is left out while the module is in eval mode.
         travel_together_bytes: How much memory small units may take to travel together; None for the default
             of the device. The root's counts.
-        stay_bytes: So many bytes of full parameters may stay in the tree once some of this unit's do.
+        keep_unsharded_bytes: The most bytes of kept segments in the tree, once some of this unit's are kept.
     """
 
     reshard_after_forward: bool = True
@@ -97,7 +97,7 @@ class UnitOptions:
     gradients_in_place: bool = False
     full_in_eval: bool = False
     travel_together_bytes: int | None = None
-    stay_bytes: int = 0
+    keep_unsharded_bytes: int = 0
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
@@ -135,8 +135,8 @@ class Unit:
         told_of_own_gradients: Whether a warning told that a graph leads to sharded parameters themselves.
         all_train: Whether every leaf needs a gradient.
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
-        stays: Segments of the tree whose full parameters stay within the budget when their units reshard.
-        stays_on: Those of them that stay when a backward has ended: optimizers do not change them.
+        to_keep: Segments of the tree whose full parameters are kept, within the budget, when units reshard.
+        frozen_to_keep: Those of them that are kept after a backward too: optimizers do not change them.
     """
 
     positions: UnitPositions
@@ -179,8 +179,8 @@ class Unit:
         self.told_of_own_gradients = False
         self.hooked = -1
         self.all_train = handle is None
-        self.stays: Collection[Segment] = ()
-        self.stays_on: Collection[Segment] = ()
+        self.to_keep: Collection[Segment] = ()
+        self.frozen_to_keep: Collection[Segment] = ()
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
 
@@ -249,7 +249,7 @@ class Unit:
             tell: Makes that by which it tells other ranks what it does.
         """
         self.schedule = schedule
-        self.stays = self.stays_on = ()
+        self.to_keep = self.frozen_to_keep = ()
         self.fqn = fqn
         self.positions = tell(self)
 
@@ -306,12 +306,12 @@ class Unit:
             raise _no_values(self, handle)
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.staying else 0)
-        travels = not handle.staying or bool(handle.left)
+        nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.kept_segments else 0)
+        travels = not handle.kept_segments or bool(handle.left)
         if travels:
             assert self.schedule is not None
-            note = self.positions.gather if handle.kept is None else self.positions.gather_kept
-            if handle.kept is None and handle.staying:
+            note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
+            if handle.post_forward_shards is None and handle.kept_segments:
                 note = self.positions.gather_part(handle.left)
             note.issue(phase, self.schedule.iteration)
         with self.span(SpanKind.GATHER, phase, nbytes):
@@ -321,12 +321,12 @@ class Unit:
         return True
 
     def _reuse(self, handle: ParamHandle, phase: Phase) -> int:
-        """Returns the bytes of the full parameters that have stayed and are what the shards are now."""
+        """Returns the bytes of the kept segments whose values are still those of the shards."""
         self.drop_outdated(phase)
-        stayed = handle.staying_nbytes
-        if stayed:
-            self.tell(EventKind.REUSE, phase, stayed)
-        return stayed
+        kept = handle.kept_nbytes
+        if kept:
+            self.tell(EventKind.REUSE, phase, kept)
+        return kept
 
     def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
         """Takes part in the batched gather of several units; this one is sharded.
@@ -338,34 +338,34 @@ class Unit:
         """
         handle = self.handle
         assert handle is not None
-        handle.ride(share, self._lasts(phase))
+        handle.gather(self._lasts(phase), share)
         self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
     def _lasts(self, phase: Phase) -> bool:
         """Whether a later iteration may take over the full parameters that are gathered now."""
         options, schedule = self.options, self.schedule
-        if phase is Phase.IDLE or self.stays or schedule is None or not schedule.syncs:
+        if phase is Phase.IDLE or self.to_keep or schedule is None or not schedule.syncs:
             return True
         if not options.reshards_after_backward or not options.reshard_after_forward:
             return True
         return options.keeps_as_root and not self.nested
 
     def drop_outdated(self, phase: Phase) -> None:
-        """Frees full parameters that have stayed and may have other values by now."""
+        """Frees kept segments that may have other values than the shards by now."""
         assert self.handle is not None
         freed = self.handle.drop_outdated()
         if freed:
             self.tell(EventKind.RESHARD, phase, freed)
 
     def reshard(
-        self, phase: Phase, within: Communicator | None = None, stays: Collection[Segment] = ()
+        self, phase: Phase, within: Communicator | None = None, keep: Collection[Segment] = ()
     ) -> None:
         """Frees the full parameters, unless a forward that is running needs them.
 
         Args:
             phase: Where in the iteration this is.
             within: Ranks that keep the full parameters between them.
-            stays: Segments, of any units, whose full parameters this rank keeps.
+            keep: Segments, of any units, whose full parameters this rank keeps.
         """
         handle = self.handle
         # A backward may run inside a forward, which still needs its leaves.
@@ -374,12 +374,12 @@ class Unit:
         if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
             with self.span(SpanKind.AWAIT_GATHER, phase):
                 handle.wait()
-        before = handle.staying_nbytes if handle.staying else 0
-        if handle.reshard(within, stays):
+        before = handle.kept_nbytes if handle.kept_segments else 0
+        if handle.reshard(within, keep):
             self._held, before = False, handle.unsharded_nbytes
-            if handle.staying:
-                self.tell(EventKind.STAY, phase, handle.staying_nbytes)
-        after = handle.staying_nbytes if handle.staying else 0
+            if handle.kept_segments:
+                self.tell(EventKind.STAY, phase, handle.kept_nbytes)
+        after = handle.kept_nbytes if handle.kept_segments else 0
         if before > after:
             self.tell(EventKind.RESHARD, phase, before - after)
 
@@ -534,7 +534,7 @@ class Unit:
         before, self._copies = self._copies, copies
         for number, segment in enumerate([] if self.handle is None else self.handle.segments):
             if copies is None:
-                segment.layout.show_leaves()
+                segment.layout.display.show_leaves()
             else:
                 segment.layout.show(copies[number])
         return before
@@ -592,7 +592,9 @@ class Unit:
         options, schedule = self.options, self.schedule
         accumulates = schedule is not None and not schedule.syncs
         if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
-            self.reshard(phase, stays=self.stays if accumulates or not options.syncs else self.stays_on)
+            self.reshard(
+                phase, keep=self.to_keep if accumulates or not options.syncs else self.frozen_to_keep
+            )
         elif self.handle is not None:
             self.hold()
             if not self.running:

@@ -265,7 +265,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: 
         yield
     finally:
         for handle in handles:
-            handle.end_replacement()
+            handle.dismiss()
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
@@ -436,7 +436,7 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
     def end(keep: bool) -> None:
         unit.buffers.release()
         for handle, shards in staged:
-            handle.end_replacement()
+            handle.dismiss()
             for layout, shard in zip(handle.layouts, shards) if keep else ():
                 layout.read_shard(shard)
 

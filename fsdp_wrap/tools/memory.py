@@ -119,7 +119,7 @@ class _Held(NamedTuple):
     @classmethod
     def of(cls, name: str, handle: ParamHandle) -> _Held:
         unsharded = handle.state in (HandleState.UNSHARDING, HandleState.UNSHARDED, HandleState.SUMMONED)
-        full = handle.unsharded_nbytes if unsharded else handle.staying_nbytes
+        full = handle.unsharded_nbytes if unsharded else handle.kept_nbytes
         gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
         return cls(name, handle.state, full, gradients, sum(each.shard.nbytes for each in handle.segments))
 

@@ -80,7 +80,7 @@ def check_gather(handle: ParamHandle, module: nn.ParameterList, dtype: torch.dty
             assert type(param) is nn.Parameter
             assert torch.equal(param, value.to(dtype))
         assert handle.reshard(keeps)
-        assert (handle.kept is not None) == (keeps is not None)
+        assert (handle.post_forward_shards is not None) == (keeps is not None)
         assert all(isinstance(param, DTensor) for param in module)
 
 

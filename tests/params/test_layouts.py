@@ -291,24 +291,24 @@ def test_what_modules_show(kind):
                 layout.flat_param.register_hook(print)
         elif kind == "slices":
             assert type(layout.flat_param) is HiddenFlatParameter
-        assert layout.shown_sharded.is_untouched()
+        assert layout.display.is_untouched()
         full = layout.unpack(ranks.travelling)
         leaves = layout.make_leaves(full)
-        layout.show_leaves()
+        layout.display.show_leaves()
         for name, value, leaf, original in zip(SHAPES, shown(module), leaves, ranks.originals):
             assert value is leaf and type(value) is nn.Parameter and torch.equal(value, original)
             assert value.told == f"of {name}" and not value.requires_grad
-        assert module.below.again is leaves[0] and not layout.shown_sharded.is_untouched()
-        layout.show_sharded()
-        layout.cover.put()
-        assert module.below.again is leaves[0] and layout.shown_sharded.is_untouched()
-        layout.cover.take_away()
+        assert module.below.again is leaves[0] and not layout.display.is_untouched()
+        layout.display.show_sharded()
+        layout.display.cover()
+        assert module.below.again is leaves[0] and layout.display.is_untouched()
+        layout.display.uncover()
         assert module.below.again is not leaves[0]
         other = nn.Module()
         other.register_parameter("lent", None)
         layout.add_place(5, (other, "lent"))
         assert other.lent is module.vector
-        layout.show_leaves()
+        layout.display.show_leaves()
         assert other.lent is module.vector is leaves[5]
 
 
@@ -571,9 +571,7 @@ def test_a_copy_has_memory_and_modules_of_its_own(kind):
     copied.follow_modules(memo)
     assert torch.equal(copied.flat_param, layout.flat_param)
     assert copied.flat_param.data_ptr() != layout.flat_param.data_ptr()
-    assert (
-        all(map(operator.is_, shown(other)[:6], copied._stand_ins())) and copied.shown_sharded.is_untouched()
-    )
+    assert all(map(operator.is_, shown(other)[:6], copied._stand_ins())) and copied.display.is_untouched()
     assert (
         all(map(operator.is_, shown(module)[:6], layout._stand_ins()))
         and shown(other)[0] is other.below.again

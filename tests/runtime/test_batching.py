@@ -463,8 +463,8 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
     def taken(self: BatchedGradients, index: int, full: torch.Tensor) -> None:
         if not self._begun:
             take(self, index, full)
-            for place in self._places:
-                place.parts.fill_(torch.nan)
+            for parts in self._of_segments:
+                parts.fill_(torch.nan)
         take(self, index, full)
 
     def sent(shards: Any, full: Any) -> Any:

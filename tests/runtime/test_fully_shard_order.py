@@ -112,9 +112,9 @@ def test_any_divisor_of_the_ranks_may_keep_parameters(shape):
             loss = model(batches[rank]).square().sum()
             handle = model[1].__dict__[UNIT_ATTR].handle
             if number in (1, sharding):
-                assert handle.kept is None
+                assert handle.post_forward_shards is None
             else:
-                kept = sum(part.numel() for part in handle.kept._parts)
+                kept = sum(part.numel() for part in handle.post_forward_shards._parts)
                 assert kept == -(-handle.segments[0].layout.full_numel // number)
             loss.backward()
         for found, expected in zip(model.parameters(), plain.parameters()):

@@ -26,10 +26,10 @@ from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 def _careless(reshard):
     """What frees the buffers of a unit, and never asks whether a gather that nobody waited for is over."""
 
-    def function(unit, phase, within=None, stays=()):
+    def function(unit, phase, within=None, keep=()):
         handle = unit.handle
         if handle is None or handle.state is not HandleState.UNSHARDING:
-            reshard(unit, phase, within, stays)
+            reshard(unit, phase, within, keep)
             return
         for segment in handle.segments:
             segment.gathered.free()

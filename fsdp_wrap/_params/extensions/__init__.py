@@ -1,7 +1,7 @@
-"""Parameters whose tensor is a subclass that says what travels of it, and what is made of what has come.
+"""Parameters of tensor subclasses, which may define their own inputs and outputs of all-gathers.
 
 Lives here: the calls of the subclass's methods, the layout of such parameters and their segment; and the
-layout of frozen ones as bytes, of the wrapper.
+wrapper's layout of frozen ones as bytes.
 May import: `_core`, `_comm`, and of `_params` the layouts and segments.
 Must never know: handles.
 """

@@ -1,4 +1,4 @@
-"""`Gathered`: what one parameter's subclass has given to be gathered, and what it makes of what has come."""
+"""`Gathered`: the all-gather inputs and outputs of one parameter's subclass."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from fsdp_wrap._params.extensions.methods import Whole
 
 
 class Gathered:
-    """The memory of one parameter on its way through its subclass.
-
-    Args:
-        whole: What the subclass is told of the parameter.
-        dtype: In which to compute, which it is told as well.
+    """The all-gather inputs and outputs of one parameter's subclass, which computes in `dtype`.
 
     Attributes:
-        inputs: What is to be gathered of this rank's part.
-        travels: The shape and dtype of each.
-        buffers: For each, the bytes of all ranks.
+        inputs: Tensors of this rank's part to be gathered.
+        kinds: Shape and dtype of each input.
+        buffers: For each input, the bytes of all ranks.
     """
 
     def __init__(self, whole: Whole, dtype: torch.dtype) -> None:
@@ -31,39 +27,34 @@ class Gathered:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._besides: list[tuple[torch.UntypedStorage, int]] = []
         self.inputs: Sequence[torch.Tensor] = ()
-        self.travels: list[tuple[torch.Size, torch.dtype]] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self.buffers: Sequence[Buffer] = ()
 
     def ask(self, local: torch.Tensor, module: nn.Module) -> bool:
-        """Asks a part what is to be gathered; returns whether that is known for the first time.
-
-        Raises:
-            TypeError, ValueError: As `Whole.inputs_of` does.
-            RuntimeError: If it is of other shapes or dtypes than before.
-        """
+        """Asks a part for its inputs; returns whether they are known for the first time."""
         self.inputs, self._metadata = self._whole.inputs_of(local, module)
-        before, self.travels = self.travels, [(each.shape, each.dtype) for each in self.inputs]
-        if before and before != self.travels:
-            self.travels, found = before, self.travels
+        before, found = self.kinds, [(each.shape, each.dtype) for each in self.inputs]
+        if before and before != found:
             raise RuntimeError(
                 f"the {type(local).__name__} in parameter '{self._whole.fqn}' gave tensors of (shape, dtype) "
                 f"{found} to be gathered, and {before} before; they must stay the same"
             )
+        self.kinds = found
         return not before
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of each of the tensors."""
-        return [shape.numel() * dtype.itemsize for shape, dtype in self.travels]
+        """Bytes of each input."""
+        return [shape.numel() * dtype.itemsize for shape, dtype in self.kinds]
 
     def lie_in(self, buffers: Sequence[Buffer]) -> None:
-        """Goes over to buffers, one for each of the tensors, that are allocated."""
+        """Moves to allocated buffers, one for each input."""
         self.buffers = buffers
         pairs = zip(buffers, self.inputs)
         self._outputs = tuple(self._whole.joined(buffer.tensor.data, like) for buffer, like in pairs)
 
     def first(self, local: torch.Tensor) -> torch.Tensor:
-        """Lets the subclass make the full tensor of what has come."""
+        """Lets the subclass make the full tensor from the gathered outputs."""
         unsharded, inner = self._whole.made_of(self._outputs, self._metadata, self._dtype, local)
         storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inner}
         for buffer in self.buffers:
@@ -72,7 +63,7 @@ class Gathered:
         return unsharded  # type: ignore[no-any-return]
 
     def again(self, local: torch.Tensor, leaf: nn.Parameter) -> None:
-        """Lets the subclass fill the leaf that was made of the full tensor."""
+        """Lets the subclass fill a leaf that was made before."""
         for storage, nbytes in self._besides:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
@@ -81,7 +72,7 @@ class Gathered:
         self._whole.made_of(self._outputs, self._metadata, self._dtype, local, out=leaf)
 
     def free(self) -> None:
-        """Frees what the leaf computes with."""
+        """Frees the buffers, and memory that the subclass has beside them."""
         if all([buffer.free() for buffer in self.buffers]):
             for storage, _ in self._besides:
                 storage.resize_(0)
@@ -90,11 +81,7 @@ class Gathered:
 
 
 class Several(Buffer):
-    """Buffers that come and go together.
-
-    Args:
-        buffers: These.
-    """
+    """Buffers that are allocated and freed together."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers

@@ -1,4 +1,4 @@
-"""`InnerTensors`: what is gathered of a frozen subclass that is made of other tensors, and says nothing."""
+"""`InnerTensors`: the all-gather of frozen subclasses of inner tensors, without methods of their own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from fsdp_wrap._params.parallel import dtensor_of, to_local
 
 
 class InnerTensors:
-    """The tensors of which a subclass is made, as its rows are cut and put together again.
+    """The inner tensors of a subclass, which is cut by rows and put together again.
 
-    Those that have a row for each of the subclass's go by rows. Others, which are the same for a part as for
-    the whole (one scale for all, say), every rank has. The subclass must implement `narrow`, which tells what
-    a part of it is.
+    Inner tensors with a row for each of the subclass's are sharded by rows. Others, equal in a part and in
+    the whole (one scale for all, say), are replicated. The subclass must implement `narrow`, to cut a part.
 
     Args:
         whole: The parameter's tensor.
-        by_rows: Names of those that go by rows.
-        others: Names of those that do not.
+        by_rows: Names of the tensors that are sharded.
+        others: Names of the tensors that are replicated.
     """
 
     def __init__(self, whole: torch.Tensor, by_rows: Sequence[str], others: Sequence[str]) -> None:
@@ -32,19 +31,7 @@ class InnerTensors:
 
     @classmethod
     def cut(cls, fqn: str, whole: torch.Tensor, rows: tuple[int, int]) -> tuple[InnerTensors, torch.Tensor]:
-        """Cuts a parameter.
-
-        Args:
-            fqn: Name of the parameter within its unit.
-            whole: Its tensor.
-            rows: The (first, number) of the rows of this rank.
-
-        Returns:
-            How it was cut, and this rank's rows in memory of their own.
-
-        Raises:
-            TypeError: If the subclass has no `narrow`, or inner tensors that go by other steps than rows.
-        """
+        """Cuts a parameter; returns a description, and a copy of this rank's rows: (first, number)."""
         names = _flattened(whole)[0]
         try:
             part = whole.narrow(0, *rows)
@@ -56,7 +43,7 @@ class InnerTensors:
         return cls(whole, by_rows, [name for name in names if name not in by_rows]), copied(part)
 
     def inputs(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Returns what is gathered of a part, and what is to be told when it has come."""
+        """Returns the tensors of a part to be gathered, and the part as metadata for `put_together`."""
         return tuple(getattr(part, name) for name in self._by_rows), part
 
     def put_together(
@@ -66,17 +53,17 @@ class InnerTensors:
         size: tuple[torch.Size, tuple[int, ...]],
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole of what has come from all ranks; see `fsdp_post_all_gather`.
+        """Makes the whole from gathered tensors; see `fsdp_post_all_gather`.
 
         Args:
-            outputs: What goes by rows.
-            part: Of this rank, which has the rest.
+            outputs: The gathered tensors.
+            part: This rank's part, which has the replicated ones.
             size: Shape and stride of the whole.
-            out: The whole that was made of the same memory before, if it was.
+            out: The whole that was made in the same memory before, if any.
         """
         if out is not None:
             for name in self._others:
-                getattr(out, name).data.copy_(getattr(part, name))  # no edit, as autograd sees it
+                getattr(out, name).data.copy_(getattr(part, name))  # not seen by autograd as an edit
             return None
         inner = {name: getattr(part, name).clone() for name in self._others}
         inner |= zip(self._by_rows, outputs)
@@ -84,7 +71,7 @@ class InnerTensors:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a subclass that is made of copies of the tensors of which another one is made."""
+    """Returns a subclass over copies of another one's inner tensors."""
     names, context = _flattened(tensor)
     inner = {name: getattr(tensor, name).detach().clone() for name in names}
     kind: Any = type(tensor)
@@ -93,7 +80,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like_made_of_tensors(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns memory like that of a `DTensor` whose part is made of other tensors; None for any other."""
+    """Returns a copy of a `DTensor` whose local part has inner tensors; None for other tensors."""
     if not isinstance(value, DTensor) or not is_traceable_wrapper_subclass(to_local(value)):
         return None
     return dtensor_of(copied(to_local(value.detach())), value._spec)
@@ -105,7 +92,7 @@ def _flattened(tensor: torch.Tensor) -> tuple[list[str], Any]:
 
 
 def _goes_by_rows(fqn: str, whole: torch.Tensor, part: torch.Tensor, name: str, rows: int) -> bool:
-    """Whether an inner tensor has a row for each of the whole, as this rank's part shows."""
+    """Whether an inner tensor has a row for each row of the whole, judged by this rank's part."""
     full, own = getattr(whole, name).shape, getattr(part, name).shape
     if full and full[0] == whole.shape[0] and own == (rows, *full[1:]):
         return True

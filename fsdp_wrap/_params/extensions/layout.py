@@ -1,4 +1,4 @@
-"""`ExtensionLayout`: parameters whose tensors are subclasses that say what travels of them."""
+"""`ExtensionLayout`: parameters whose tensors are subclasses with their own all-gather inputs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,17 @@ from fsdp_wrap._params.extensions.methods import Whole, plain, says_nothing
 from fsdp_wrap._params.layout import Interval, Written
 from fsdp_wrap._params.parallel import DataMesh, to_local
 
-_MARK = "_is_param"  # by which torch tells parameters of other classes than its own
+_MARK = "_is_param"  # torch's mark on parameters of other classes than its own
 
 
 class ExtensionLayout(DTensorLayout):
     """Parameters, each cut along its first dimension; the parts stay tensors of the subclass.
 
-    Gradients are plain tensors, which lie and travel as in any `DTensorLayout`. There is no flat shard: an
-    empty one, of the same dtype and device, is in its place.
+    Gradients are plain tensors, as in any `DTensorLayout`. An empty tensor of the same dtype and device
+    stands for the flat shard.
 
     Args:
-        slots: The parameters, of one dtype.
-        communicator: Knows the rank.
-        mesh: The ranks over which they are sharded and replicated.
-        name: Name of the segment within its unit.
-        mp_policy: What the subclasses are told of dtypes.
-        offload: Whether the parts live in host memory.
-        pin: Whether that is pinned.
-        alignment: Where the parts begin.
-
-    Attributes:
-        wholes: What each subclass is told of its parameter.
+        mp_policy: Dtypes, for the subclasses' methods; the others as in `DTensorLayout`.
     """
 
     extended = True
@@ -66,12 +56,12 @@ class ExtensionLayout(DTensorLayout):
 
     @property
     def locals(self) -> Sequence[torch.Tensor]:
-        """This rank's parts, of the subclasses."""
+        """This rank's parts, which are subclasses."""
         return self._pieces
 
     @property
     def modules(self) -> list[nn.Module]:
-        """For each parameter, a module that holds it."""
+        """A module of each parameter."""
         return [next(iter(places))[0] for places in self.places]
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
@@ -85,9 +75,9 @@ class ExtensionLayout(DTensorLayout):
         self.hide_full()
 
     def _cut_out(self, index: int, param: torch.Tensor) -> tuple[InnerTensors | None, torch.Tensor]:
-        """Returns how a parameter is cut, if its subclass does not say, and this rank's part in own memory.
+        """Returns a copy of this rank's part, and how it was cut if the subclass has no methods.
 
-        By the operations that subclasses implement for torch's `fully_shard`, and by no others if it says.
+        With methods, only operations are used that subclasses implement for torch's `fully_shard`.
         """
         cut, full = self.extents[index], param.detach()
         rows = cut.rows(self._rank)
@@ -101,7 +91,7 @@ class ExtensionLayout(DTensorLayout):
         return None, self._placed_own(own).narrow(0, 0, rows)
 
     def _placed_own(self, own: torch.Tensor) -> torch.Tensor:
-        """Brings a part to where it lives."""
+        """Moves a part to the host if it is offloaded."""
         if self._offload and not own.is_meta:
             own = own.cpu()
             if self._pin and self._accelerator is not None:
@@ -123,7 +113,7 @@ class ExtensionLayout(DTensorLayout):
     def _take_values(self, found: Sequence[nn.Parameter]) -> None:
         self._adopt_all([*map(to_local, found)])
 
-    # what there is
+    # contents
 
     def written(self) -> Written:
         versions, places = [], []
@@ -158,8 +148,8 @@ class ExtensionLayout(DTensorLayout):
         return super().split(index, plain(tensor))
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Makes what stands for the leaves until the first values have come; see `become`."""
-        # What subclasses compute with is their own affair.
+        """Makes placeholders for the leaves until the first values are gathered; see `become`."""
+        # The memory of subclasses is their own affair.
         self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.extents]
         self.leaves = [*map(self._leaf, range(len(self.extents)), self.memory)]
         self._follow_places()
@@ -172,12 +162,9 @@ class ExtensionLayout(DTensorLayout):
         return leaf
 
     def become(self, unsharded: Sequence[torch.Tensor]) -> None:
-        """Makes the leaves of what the subclasses have made of the values of all ranks.
-
-        They need gradients where what stood for them did.
-        """
+        """Makes the leaves from full tensors of the subclasses; `requires_grad` is the placeholders'."""
         for index, (tensor, cut) in enumerate(zip(unsharded, self.extents)):
-            if tensor.size() != cut.shape:  # with the padding
+            if tensor.size() != cut.shape:  # it has padding
                 tensor = torch.as_strided(tensor, cut.shape, self.wholes[index].stride, 0)
             leaf = self._leaf(index, tensor)
             leaf.requires_grad_(self.leaves[index].requires_grad)
@@ -193,17 +180,17 @@ def _copied(inner: InnerTensors | None, piece: torch.Tensor) -> torch.Tensor:
 
 
 def users_attributes(param: nn.Parameter) -> dict[str, Any]:
-    """Returns what users have set on a parameter: not what its class has, which may be the values."""
+    """Returns attributes that users have set on a parameter, not those of its class."""
     own = param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own and name != _MARK}
 
 
 def _names_of_inner(tensor: torch.Tensor) -> Sequence[str]:
-    """Names the tensors of which a subclass is made."""
+    """Returns the names of a subclass's inner tensors."""
     return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
 
 
 def _shard_mesh(mesh: DataMesh) -> DeviceMesh:
-    """Returns the ranks that have different parts."""
+    """Returns the mesh of ranks with different parts."""
     names = mesh.mesh.mesh_dim_names
     return mesh.mesh if mesh.mesh.ndim == 1 or names is None else mesh.mesh[names[-1]]

@@ -1,6 +1,6 @@
-"""The methods by which a tensor subclass says what travels of it, and what is made of what has come.
+"""Calls of the all-gather methods of tensor subclasses.
 
-`fsdp_pre_all_gather` and `fsdp_post_all_gather` are those of `torch.distributed.fsdp.fully_shard`.
+`torch.distributed.fsdp.fully_shard` defines `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SIGNATURES = {1, 5}
 
 
 def is_extension(param: torch.Tensor) -> bool:
-    """Whether a parameter's tensor is a subclass that may say itself what travels of it.
+    """Whether a parameter's tensor is a subclass that has the methods, or may get them later.
 
-    One that is made of other tensors may get the methods later, by an assignment to its instances.
+    A subclass with inner tensors may get them by an assignment to its instances.
     """
     local = to_local(param)
     if type(local) in _PLAIN:
@@ -39,7 +39,7 @@ def is_extension(param: torch.Tensor) -> bool:
 
 
 def says_nothing(param: torch.Tensor) -> bool:
-    """Whether nothing trains a subclass that is made of other tensors, and it has not the methods."""
+    """Whether a parameter is a frozen subclass with inner tensors and without the methods."""
     local = to_local(param)
     if param.requires_grad or hasattr(local, PRE) or hasattr(local, POST):
         return False
@@ -47,22 +47,14 @@ def says_nothing(param: torch.Tensor) -> bool:
 
 
 def check_extension(fqn: str, param: torch.Tensor) -> None:
-    """Checks the methods of a subclass, where it has any yet.
-
-    Raises:
-        TypeError: If it has only one of the two, or the first takes neither set of arguments.
-    """
+    """Checks the methods of a subclass, if it has any yet."""
     local = to_local(param)
     if hasattr(local, PRE) or hasattr(local, POST):
         check_methods(fqn, local)
 
 
 def check_methods(fqn: str, local: torch.Tensor) -> int:
-    """Checks the methods of a subclass; returns how many arguments the first takes.
-
-    Raises:
-        TypeError: If it has not both, or the first takes neither set of arguments.
-    """
+    """Checks the methods of a subclass; returns the number of arguments of the first."""
     missing = [name for name in (PRE, POST) if not hasattr(local, name)]
     if missing:
         raise TypeError(
@@ -83,16 +75,13 @@ def check_methods(fqn: str, local: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a subclass is told of the whole of which it is a part.
+    """The whole parameter, as its subclass's methods are told of it.
 
     Attributes:
-        fqn: Name of the parameter within its unit.
-        mesh: The ranks that have the other parts.
-        size: The parameter's.
-        mp_policy: Dtypes of computation and communication.
+        mesh: The ranks with the other parts.
         padded: Rows of the largest part.
-        ranks: How many have parts.
-        inner: Of what it is made, if it has no methods.
+        ranks: Number of parts.
+        inner: Description of the inner tensors, if the subclass has no methods.
     """
 
     fqn: str
@@ -105,23 +94,10 @@ class Whole:
 
     @functools.cached_property
     def stride(self) -> tuple[int, ...]:
-        """The parameter's."""
         return torch.empty(self.size, device="meta").stride()
 
     def inputs_of(self, local: torch.Tensor, module: nn.Module) -> tuple[list[torch.Tensor], Any]:
-        """Asks a part what is to be gathered.
-
-        Args:
-            local: The part.
-            module: That holds the parameter.
-
-        Returns:
-            Plain tensors, of the same shapes on all ranks, and what `fsdp_post_all_gather` is told.
-
-        Raises:
-            TypeError: If the methods are not there, or something else than tensors is to be gathered.
-            ValueError: If this part has fewer rows than others, and what is to be gathered of it has not.
-        """
+        """Asks a part for the tensors to gather, of the same shapes on all ranks, and for metadata."""
         inputs, metadata = self._given_by(local, module)
         if isinstance(inputs, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in inputs):
             raise TypeError(
@@ -147,7 +123,7 @@ class Whole:
         local: torch.Tensor,
         **out: Any,
     ) -> Any:
-        """Lets a part make the whole of what has come; see `fsdp_post_all_gather`."""
+        """Lets a part make the whole from gathered tensors; see `fsdp_post_all_gather`."""
         inner = self._inner_of(local)
         if inner is not None:
             return inner.put_together(outputs, local, (self.size, self.stride), **out)
@@ -155,16 +131,16 @@ class Whole:
         return method(outputs, metadata, dtype, **out)
 
     def _inner_of(self, local: torch.Tensor) -> InnerTensors | None:
-        """How to take a part apart, unless it has got the methods by now."""
+        """Returns the description of inner tensors, unless the part has the methods by now."""
         return None if hasattr(local, PRE) else self.inner
 
     @property
     def uneven(self) -> bool:
-        """Whether some part has fewer rows than others."""
+        """Whether parts have different numbers of rows."""
         return self.size[0] != self.padded * self.ranks
 
     def _padded(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Gives what is of a smaller part the shape of what is of the largest."""
+        """Pads a tensor of a smaller part to the rows of the largest."""
         if not self.uneven:
             return tensor
         rows = local.shape[0] if local.numel() else 0
@@ -182,10 +158,7 @@ class Whole:
         return full
 
     def joined(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Views bytes of all ranks as `fsdp_post_all_gather` takes them: joined along the first dimension.
-
-        Without the padding, which would not fit the parameter.
-        """
+        """Views gathered bytes as one tensor, joined along the first dimension, without the padding."""
         values = memory.view(like.dtype)
         if not like.ndim:
             return values
@@ -194,7 +167,7 @@ class Whole:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that is no subclass, of the same values."""
+    """Returns a plain tensor of the same values."""
     if type(tensor) in _PLAIN:
         return tensor.detach()
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""`PackedLayout`: frozen tensor subclasses of the wrapper, in a flat parameter of bytes."""
+"""`PackedLayout`: frozen tensor subclasses of the wrapper in a flat parameter of bytes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._core import ParamSlot, mark_owned, round_up
 from fsdp_wrap._params.extensions.layout import users_attributes
 from fsdp_wrap._params.extensions.packing import Packing
-from fsdp_wrap._params.layout import Extent, round_up
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent
 from fsdp_wrap._params.slices import SliceLayout
-
-_ALIGNMENT_BYTES = 16
 
 
 @final
 class PackedLayout(SliceLayout):
-    """The tensors of which subclasses are made lie in the buffer one after the other, as bytes.
+    """The inner tensors of frozen subclasses, one after the other as bytes.
 
-    While sharded, 1-D slices of bytes stand for the parameters under their names, whether or not the wrapper
-    uses the original parameters. Full ones are subclasses over the bytes.
-
-    Args:
-        slots: The parameters, frozen and made of other tensors.
-        communicator: Allocates the shard and knows the rank.
-        options: As `FlatLayout` takes them.
+    While sharded, 1-D slices of bytes stand under the parameters' names, whether or not the wrapper uses the
+    original parameters. Full parameters are subclasses over the bytes.
     """
 
     def __init__(self, slots: Sequence[ParamSlot], communicator: Communicator, **options: Any) -> None:
@@ -40,7 +33,7 @@ class PackedLayout(SliceLayout):
         start = 0
         for slot, packing in zip(slots, self._packings):
             result.append(Extent(slot.fqn, torch.Size([packing.nbytes]), start))
-            start = round_up(result[-1].stop, _ALIGNMENT_BYTES)
+            start = round_up(result[-1].stop, ALIGNMENT_BYTES)
         return result
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
@@ -79,7 +72,7 @@ class PackedLayout(SliceLayout):
         for index, view in views:
             self._packings[index].move(self.leaves[index], view)
 
-    # what users see
+    # full values for users
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
         return self._packings[index].made_of(full)
@@ -95,7 +88,7 @@ class PackedLayout(SliceLayout):
         super().show([*map(self._as_shown, range(len(params)), params)])
 
     def _as_shown(self, index: int, param: torch.Tensor) -> torch.Tensor:
-        """Makes the subclass of bytes; what is none, or a piece of them, is shown as it is."""
+        """Makes the subclass from all bytes of it; other tensors are shown as they are."""
         if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != self.extents[index].shape:
             return param
         shown = nn.Parameter(self.whole(index, param.detach()), requires_grad=False)

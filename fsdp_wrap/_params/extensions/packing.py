@@ -1,4 +1,4 @@
-"""`Packing`: a frozen subclass that is made of other tensors, as bytes that can be cut anywhere."""
+"""`Packing`: a frozen subclass with inner tensors as bytes, which can be cut anywhere."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
-from fsdp_wrap._params.layout import round_up
-
-_ALIGNMENT_BYTES = 16
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 
 _Inner = tuple[str, torch.dtype, torch.Size]
 
 
 class Packing:
-    """How the tensors of which a subclass is made lie one after the other as bytes, and what is made of them.
-
-    Args:
-        tensor: The subclass.
-
-    Attributes:
-        nbytes: Of all.
-        size: The subclass's shape.
-        dtype: The one that it shows.
-    """
+    """The places of a subclass's inner tensors in bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._kind: Any = type(tensor)
@@ -37,51 +27,47 @@ class Packing:
         self._starts, end = [], 0
         for _, dtype, shape in self._inner:
             self._starts.append(end)
-            end = round_up(end + shape.numel() * dtype.itemsize, _ALIGNMENT_BYTES)
+            end = round_up(end + shape.numel() * dtype.itemsize, ALIGNMENT_BYTES)
         self.nbytes = end
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is such a subclass, made of tensors of the same shapes and dtypes."""
+        """Whether a value is of this subclass, with inner tensors of the same shapes and dtypes."""
         if type(value) is not self._kind and not (isinstance(value, self._kind) and _is_param(value)):
             return False
         return bool(_described(value) == self._inner)
 
     def describe(self) -> str:
-        """Says what a value must be to fit."""
+        """Describes values that fit."""
         inner = ", ".join(f"{name} {tuple(shape)} of {dtype}" for name, dtype, shape in self._inner)
         return f"a {self._kind.__name__} of shape {tuple(self.size)}, made of {inner}"
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
-        """Copies a subclass that fits into bytes."""
+        """Copies a value that fits into bytes."""
         found = torch.zeros(self.nbytes, dtype=torch.uint8, device=getattr(value, self._inner[0][0]).device)
         for (name, *_), view in zip(self._inner, self.views(found)):
             view.copy_(getattr(value, name))
         return found
 
     def views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields the tensors of which it is made, as views of bytes."""
+        """Yields views of bytes as the inner tensors."""
         for start, (_, dtype, shape) in zip(self._starts, self._inner):
             yield packed[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def made_of(self, packed: torch.Tensor) -> torch.Tensor:
-        """Makes the subclass over bytes; one without values where they have none."""
+        """Makes the subclass over bytes, or a plain tensor on the meta device."""
         if packed.is_meta:
             return torch.empty(self.size, dtype=self.dtype, device="meta")
         inner = {name: view for (name, *_), view in zip(self._inner, self.views(packed))}
         return self._kind.__tensor_unflatten__(inner, self._context, self.size, self._stride)  # type: ignore[no-any-return]
 
     def move(self, made: torch.Tensor, packed: torch.Tensor) -> None:
-        """Lets what was made before lie in other bytes."""
+        """Moves a subclass that was made before to other bytes."""
         for (name, *_), view in zip(self._inner, self.views(packed)):
             getattr(made, name).data = view
 
 
 def check_packable(fqn: str, param: nn.Parameter) -> None:
-    """Refuses a subclass of which the wrapper cannot keep a part.
-
-    Raises:
-        TypeError: If it trains, is made of other subclasses or of nothing, or has no values.
-    """
+    """Refuses a subclass that the wrapper cannot shard."""
     if param.requires_grad:
         why = (
             "trains: the wrapper shards frozen ones only; freeze it before wrapping (requires_grad_(False)), "
@@ -97,12 +83,12 @@ def check_packable(fqn: str, param: nn.Parameter) -> None:
 
 
 def is_packable(param: torch.Tensor) -> bool:
-    """Whether a parameter is a subclass that is made of other tensors; layouts know of `DTensor`s."""
+    """Whether a parameter is a subclass with inner tensors, and no `DTensor`."""
     return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
 
 
 def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields by name the tensors of which a subclass is made, and any other tensor as it is."""
+    """Yields the inner tensors of a subclass by name, and any other tensor as it is."""
     if not is_packable(tensor):
         yield fqn, tensor
         return

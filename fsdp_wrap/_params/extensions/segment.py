@@ -1,4 +1,4 @@
-"""`ExtensionSegment`: the memory of parameters that say themselves what travels of them."""
+"""`ExtensionSegment`: the memory of parameters whose subclasses have their own all-gather inputs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from operator import attrgetter
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core import SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import set_version_counters
 from fsdp_wrap._params.extensions.gathered import Gathered, Several
 from fsdp_wrap._params.extensions.layout import ExtensionLayout
-from fsdp_wrap._params.layout import round_up
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap._params.segment import Segment
-
-_ALIGNMENT_BYTES = 16
-"""Start of everything in a buffer that travels."""
 
 _VERSION = attrgetter("_version")
 
 
 class ExtensionSegment(Segment):
-    """Parameters of tensor subclasses with what is gathered of them, their leaves and their gradients.
+    """Parameters of tensor subclasses with their all-gather buffers, leaves and gradients.
 
-    The buffers hold bytes. How many is known when the subclasses are asked first, so they are empty before.
-    The leaves are made when the first values have come; afterwards the subclasses fill them. What these have
-    in memory besides the buffers is freed and allocated with those.
-
-    Args:
-        layout: How the parameters are cut, and their gradients lie.
-        dtypes: Of which the subclasses are told the param dtype.
-        communicator: Allocates the buffers.
-        contributors: By how much summed gradients are divided.
+    The buffers hold bytes, and are empty until the subclasses are asked first. The leaves are made when the
+    first values are gathered; afterwards the subclasses fill them. Memory that subclasses have beside the
+    buffers is freed and allocated with them.
     """
 
     layout: ExtensionLayout
@@ -57,15 +48,11 @@ class ExtensionSegment(Segment):
         self.shard, self.from_host = self.layout.flat_param.data, None
         self.write_shard = self._write_inputs
 
-    # what travels
+    # inputs
 
     @torch.no_grad()
     def prepare(self) -> bool:
-        """Asks the subclasses what is to be gathered; returns whether leaves are to be made of it.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: As `Gathered.ask` does.
-        """
+        """Asks the subclasses for their inputs; returns whether leaves are to be made."""
         with torch.inference_mode(False):
             anew = False
             for values, local, module in zip(self._values, self.layout.locals, self.layout.modules):
@@ -77,7 +64,7 @@ class ExtensionSegment(Segment):
         return not self._is_made
 
     def _lay_out(self) -> None:
-        """Makes the buffers: one of a single tensor; several tensors are taken apart after they travelled."""
+        """Makes the buffers: one for a single tensor; several tensors are gathered in one, and then split."""
         ranks = self._communicator.size
         sizes = [nbytes for values in self._values for nbytes in values.nbytes]
         if len(sizes) == 1:
@@ -85,18 +72,18 @@ class ExtensionSegment(Segment):
             rows = [self.gathered.data.view(ranks, -1)]
             apart = [self.full]
         else:
-            steps = [round_up(size, _ALIGNMENT_BYTES) for size in sizes]
+            steps = [round_up(size, ALIGNMENT_BYTES) for size in sizes]
             self.gathered = self._communicator.buffer(ranks * sum(steps), torch.uint8)
             wide = torch.split_with_sizes(self.gathered.data.view(ranks, -1), steps, dim=1)
             rows = [row[:, :size] for row, size in zip(wide, sizes)]
-            # Each has memory of its own: subclasses ask where in its storage a tensor begins.
+            # Each has memory of its own, since subclasses read storage offsets.
             apart = [Buffer(ranks * size, torch.uint8, self._communicator.device) for size in sizes]
             self.full = Several(apart)
             self._copies = [each.data.view(ranks, -1) for each in apart], rows
         self._own_rows = [row[self._communicator.rank] for row in rows]
         following = iter(apart)
         for values in self._values:
-            values.lie_in([next(following) for _ in values.travels])
+            values.lie_in([next(following) for _ in values.kinds])
         self.full.free()
         self.gathered.free()
 
@@ -107,18 +94,18 @@ class ExtensionSegment(Segment):
         for values in self._values:
             values.inputs = ()
 
-    # what comes
+    # outputs
 
     def admit(self, changed: bool, in_place: bool) -> None:
-        stayed = self._rests
+        kept = self._kept
         super().admit(changed, in_place)
-        if not stayed:
+        if not kept:
             with torch.inference_mode(False), torch.no_grad():
                 self._convert()
             set_version_counters(self.counted, tuple(self.versions))
 
     def _convert(self) -> None:
-        """Lets the subclasses make the leaves of what has come, or fill them."""
+        """Lets the subclasses make the leaves from the outputs, or fill them."""
         if self._is_made:
             for values, local, leaf in zip(self._values, self.layout.locals, self.leaves):
                 values.again(local, leaf)
@@ -134,14 +121,14 @@ class ExtensionSegment(Segment):
         self._is_made = True
 
     def free(self) -> None:
-        """Frees what the leaves compute with, save those that somebody keeps.
+        """Frees the memory of all leaves that users do not hold.
 
-        What a subclass computes with is not for others to copy. So its memory stays, and gets other values.
+        Held ones keep theirs, which gets other values: only the subclass could copy it.
         """
         if self._admitted:
             self.versions = [*map(_VERSION, self.counted)]
             set_version_counters(self.counted, self._freed)
-        self._admitted = self._rests = False
+        self._admitted = self._kept = False
         if self._held:
             self._forget_dropped()
         for index, values in enumerate([] if self._keeps_memory else self._values):
@@ -149,4 +136,4 @@ class ExtensionSegment(Segment):
                 values.free()
 
     def take_in_place(self, index: int) -> None:
-        """Leaves the gradient where it is: what lies in the buffer has another size."""
+        """Leaves the gradient where it is: the buffer has another size."""

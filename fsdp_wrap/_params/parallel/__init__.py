@@ -1,9 +1,8 @@
 """Parameters that are `DTensor`s before they are sharded, as tensor parallelism makes them.
 
-Lives here: which part of such a parameter a rank has, what modules compute with, and how the sharded one lies
-over all meshes.
+Lives here: local parts of such parameters, the sums of their gradients, and placements over all meshes.
 May import: `_core`, `_comm`.
-Must never know: how layouts cut what a rank has, and when that happens.
+Must never know: how layouts cut local parts, and when that happens.
 """
 
 from fsdp_wrap._params.parallel.data_mesh import DataMesh

@@ -1,4 +1,4 @@
-"""`DataMesh`: the mesh over which units shard, beside those over which parameters are distributed already."""
+"""`DataMesh`: the mesh over which units shard, and its relation to meshes of distributed parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_wrap._core.torch_private import StridedShard, concatenated_mesh, flatt
 from fsdp_wrap._params.parallel.local_part import LocalPart, not_divisible
 
 Placed = tuple[DeviceMesh, tuple[Placement, ...]]
-"""A mesh, and how a tensor lies over it."""
+"""A mesh, and the placements of a tensor over it."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class DataMesh:
     """The ranks over which parameters are sharded and replicated.
 
     Attributes:
-        mesh: Of one dimension (shard, or replicate) or two (replicate, shard).
-        whole: The mesh on which all parameters lie already, if `mesh` is a part of it.
+        mesh: A mesh of one dimension (shard, or replicate) or two (replicate, shard).
+        whole: The mesh of all parameters, if they are distributed already and `mesh` is a part of it.
         dims: The dimensions of `whole` that `mesh` consists of.
-        only_copies: Whether all of `mesh` replicates; where `dims` are given, they say so.
+        only_copies: Whether all of `mesh` replicates; with `dims`, those decide.
     """
 
     mesh: DeviceMesh
@@ -39,17 +39,7 @@ class DataMesh:
 
     @classmethod
     def of(cls, info: Any, device_type: str) -> DataMesh:
-        """Returns what a `FSDPMeshInfo`, `HSDPMeshInfo` or `DDPMeshInfo`, also of torch's, tells.
-
-        Args:
-            info: It.
-            device_type: Of the devices on which the unit computes.
-
-        Raises:
-            TypeError: If it is none.
-            ValueError: If its mesh is on other devices, this rank is not part of it, or its dimensions are
-                not those that shard and replicate.
-        """
+        """Reads a `FSDPMeshInfo`, `HSDPMeshInfo` or `DDPMeshInfo`, ours or torch's."""
         if not isinstance(getattr(info, "mesh", None), DeviceMesh) or not hasattr(info, "shard_mesh_dim"):
             raise WrongKindError(
                 f"mesh_info must be a FSDPMeshInfo, HSDPMeshInfo or DDPMeshInfo, not {info!r}"
@@ -80,13 +70,10 @@ class DataMesh:
 
     @classmethod
     def within(cls, whole: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-        """Returns what some dimensions of a mesh make.
+        """Returns the mesh of some dimensions of another one.
 
-        Several that shard, or several that replicate, become one; that makes a process group, and so is
-        collective.
-
-        Raises:
-            ValueError: If the mesh does not have them, or one is named twice.
+        Several dimensions that shard, or that replicate, become one, which is collective: it makes a process
+        group.
         """
         names, wanted = whole.mesh_dim_names or (), (*dims.replicate_names, *dims.shard_names)
         missing = [name for name in wanted if name not in names]
@@ -100,7 +87,7 @@ class DataMesh:
 
     @property
     def ranks(self) -> ShardMesh:
-        """The same, as units take it."""
+        """The ranks of the mesh, as units take them."""
         found = ranks_of(self.mesh)
         return found if self.shards else ShardMesh(None, found.shard, self.mesh)
 
@@ -111,20 +98,16 @@ class DataMesh:
 
     @property
     def label(self) -> str:
-        """The names of the dimensions, or their sizes where they have none."""
+        """Names of the dimensions, or their sizes if they have none."""
         return " x ".join(self.mesh.mesh_dim_names or map(str, self.mesh.shape))
 
     @property
     def own_dims(self) -> tuple[str, ...]:
-        """Names of the dimensions of the mesh of distributed parameters that are among these ranks'."""
+        """Names of dimensions of the distributed parameters' mesh that are part of this one."""
         return () if self.dims is None else (*self.dims.replicate_names, *self.dims.shard_names)
 
     def copied_everywhere(self) -> DataMesh:
-        """Returns the same ranks in one dimension, each with a copy; collective where there were several.
-
-        Raises:
-            ValueError: If there were several, without names.
-        """
+        """Returns the same ranks in one dimension that replicates; collective where there were several."""
         if self.mesh.ndim == 1:
             return DataMesh(self.mesh, only_copies=True)
         if self.mesh.mesh_dim_names is None:
@@ -135,11 +118,7 @@ class DataMesh:
         return DataMesh(_as_one(self.mesh, self.mesh.mesh_dim_names), only_copies=True)
 
     def check(self, fqn: str, param: torch.Tensor) -> None:
-        """Refuses a parameter that is distributed in a way that cannot be sharded further.
-
-        Raises:
-            ValueError: If it is.
-        """
+        """Refuses a parameter whose distribution does not let it be sharded further."""
         part = LocalPart.of(param)
         if self.whole is not None:
             self._check_within(fqn, part, self.whole)
@@ -173,14 +152,14 @@ class DataMesh:
                 )
 
     def placed(self, part: LocalPart | None, dim: int) -> Placed:
-        """Returns how a sharded parameter lies over all meshes.
+        """Returns mesh and placements of a sharded parameter, over its own mesh as well if it has one.
 
         Args:
-            part: What the rank had of it before, if it was distributed already.
+            part: The part of the parameter on this rank, if it was distributed already.
             dim: The dimension that is cut.
 
         Raises:
-            RuntimeError: If there is no mesh that both are parts of.
+            RuntimeError: If there is no mesh that both meshes are parts of.
         """
         if self.dims is not None and part is not None:
             return self._placed_within(part, dim, self.dims)
@@ -191,7 +170,7 @@ class DataMesh:
         return concatenated_mesh([self.mesh, part.mesh]), (*over_data, *part.placements)
 
     def _placed_within(self, part: LocalPart, dim: int, dims: DataParallelMeshDims) -> Placed:
-        """Several dimensions that shard are one here, which takes the place of the first."""
+        """Places over `whole`; several dimensions that shard are one, in the place of the first."""
         names, placements = part.mesh.mesh_dim_names or (), [*part.placements]
         for name in dims.shard_names:
             index = _place(part.mesh, name)
@@ -219,12 +198,9 @@ def _place(mesh: DeviceMesh, name: str) -> int:
 
 
 def _shard(dim: int, part: LocalPart | None, first: int) -> Placement:
-    """Returns the placement over the ranks that share a part, each of which has some rows of every part.
+    """Returns the placement for a cut along `dim` of a local part: strided if the part was cut there too.
 
-    Args:
-        dim: The dimension that is cut.
-        part: What the rank had before.
-        first: The first dimension of the part's mesh that counts: it cuts what this placement has cut.
+    Dimensions of the part's mesh count from `first` on: they cut further what this placement has cut.
     """
     parts = 1
     if part is not None:

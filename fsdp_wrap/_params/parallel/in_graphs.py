@@ -1,7 +1,7 @@
-"""`Redistribution`: lets graphs use the whole of a sharded parameter, outside of its module's forward.
+"""`Redistribution`: lets graphs use the whole of a sharded parameter outside of its module's forward.
 
-A `DTensor` takes what is computed with its whole value for the same on all ranks. Modules compute with
-another batch on each: so the gradient goes to the leaf, and is averaged with the unit's others.
+`DTensor` assumes the same computation with the whole value on all ranks. Here each rank has another batch: so
+the gradient goes to the leaf, and is averaged with the unit's others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fsdp_wrap._params.parallel.local_part import LocalPart
 
 
 class Redistribution:
-    """The method `redistribute` of one sharded parameter, by which `full_tensor` gathers as well.
+    """The method `redistribute` of one sharded parameter, which `full_tensor` calls as well.
 
     Args:
-        param_of: Returns the sharded parameter; None once its layout has gone.
+        param_of: Returns the sharded parameter; None once its layout is gone.
         leaf_of: Returns the leaf that takes its gradients; None while its unit is in no schedule.
-        part: What of the parameter is sharded, if that is a part.
+        part: The part of the parameter that is sharded, if it was distributed before.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ def _of_a_copy() -> Redistribution:
 
 
 def _nothing() -> None:
-    """Returns what stands for the parameter and the leaf of a copy."""
+    """Returns None, for the parameter and the leaf of a copy."""
 
 
 torch.serialization.add_safe_globals([_of_a_copy])
 
 
 class _ThroughLeaf(torch.autograd.Function):
-    """Hands on the gathered value of a parameter; its gradient, of this rank's batch, goes to the leaf."""
+    """Returns a parameter's gathered value; the gradient of this rank's batch goes to the leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: nn.Parameter, gathered: list[DTensor], part: LocalPart | None) -> DTensor:

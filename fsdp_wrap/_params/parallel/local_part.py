@@ -1,4 +1,4 @@
-"""`LocalPart`: what this rank has of a parameter that tensor parallelism has distributed."""
+"""`LocalPart`: this rank's part of a parameter that tensor parallelism has distributed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_wrap._comm import ShardMesh
+from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
-# The public way costs ten times as much, per gradient and step, and __init__, which does nothing, some.
+# `from_local` costs ten times as much, per gradient and step, and the empty `__init__` some.
 dtensor_of: Callable[[torch.Tensor, DTensorSpec], DTensor]
 dtensor_of = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor, looking at which is not collective."""
+    """Returns this rank's part of a tensor, without autograd or communication."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def placed(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Returns over what a tensor is distributed, and how; None of one that is no `DTensor`."""
+    """Returns mesh and placements of a `DTensor`; None for other tensors."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like another, of which this rank holds something else of the same shape."""
+    """Returns a tensor placed like another, with another local part of the same shape."""
     if not isinstance(tensor, DTensor):
         return local
     spec = tensor._spec
@@ -42,12 +43,7 @@ def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> None:
-    """Lets `copy.deepcopy` copy the `DTensor`s of a state dict.
-
-    Args:
-        entries: The state dict.
-        names: Which of them to look at.
-    """
+    """Lets `copy.deepcopy` copy the `DTensor`s of these names in a state dict."""
     for name in names:
         entry = entries[name]
         if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
@@ -55,10 +51,9 @@ def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> No
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that `copy.deepcopy` can copy.
+    """Returns a tensor that `copy.deepcopy` can copy: a `DTensor` without a storage offset.
 
-    Of a `DTensor` it takes the offset of the shard in what holds that for an address, and copies from there;
-    so there is to be none.
+    `deepcopy` applies the offset of the local tensor to the `DTensor`, and copies from the wrong address.
     """
     if not isinstance(tensor, DTensor) or not tensor.storage_offset():
         return tensor
@@ -70,14 +65,12 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A parameter that is a `DTensor` before it is sharded; what is sharded is the part that this rank has.
+    """The local part of a parameter that is a `DTensor` before it is sharded.
 
     Attributes:
-        mesh: Over which it is distributed.
-        placements: How.
-        shape: Of the whole parameter.
-        stride: Likewise.
-        own: The dimensions of the mesh over which gradients are averaged by the reduction of the unit.
+        shape: Shape of the whole parameter.
+        stride: Stride of the whole parameter.
+        own: Dimensions of the mesh over which the unit's reduction averages gradients.
     """
 
     mesh: DeviceMesh
@@ -88,12 +81,7 @@ class LocalPart:
 
     @classmethod
     def of(cls, param: torch.Tensor, own: Collection[str] = ()) -> LocalPart | None:
-        """Returns that of a parameter; None of one that is no `DTensor`.
-
-        Args:
-            param: The parameter.
-            own: Names of the mesh's dimensions over which the unit's reduction averages.
-        """
+        """Returns the local part of a `DTensor`, None for other parameters; `own` names mesh dimensions."""
         if not isinstance(param, DTensor):
             return None
         names = param.device_mesh.mesh_dim_names or ()
@@ -102,7 +90,7 @@ class LocalPart:
 
     @property
     def described(self) -> tuple[Any, ...]:
-        """The same, as `torch.load` reads it from files that it does not trust."""
+        """Arguments for `as_described`, of types that `torch.load` reads with `weights_only`."""
         return self.mesh, self.placements, tuple(self.shape), self.stride, sorted(self.own)
 
     @classmethod
@@ -114,45 +102,46 @@ class LocalPart:
         stride: tuple[int, ...],
         own: list[int],
     ) -> LocalPart:
-        """Returns that of which `described` tells."""
+        """Undoes `described`."""
         return cls(mesh, placements, torch.Size(shape), stride, frozenset(own))
 
     def tensor(self, local: torch.Tensor) -> DTensor:
-        """Returns what is distributed like the original, and of which this rank has `local`."""
+        """Returns a `DTensor` placed like the original, with the local part `local`."""
         return dtensor_of(local, self.spec(local.dtype))
 
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
-        """Returns a parameter like the original, whose part on this rank is `local` itself."""
+        """Returns a parameter placed like the original, with `local` itself as its local part."""
         param = nn.Parameter(self.tensor(local), requires_grad=False)
         param._local_tensor = local  # type: ignore[attr-defined]
         return param
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns what describes the original, in some dtype."""
+        """Returns the spec of the original, in some dtype."""
         return DTensorSpec(self.mesh, self.placements, TensorMeta(self.shape, self.stride, dtype))
 
     @property
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of what this rank has of the whole parameter, where that lies together."""
+        """Offsets and sizes of the local part in the whole parameter, if it is one box."""
         offsets, sizes = [0] * len(self.shape), [*self.shape]
         for place, count, placement in zip(
             self.mesh.get_coordinate() or (), self.mesh.shape, self.placements
         ):
             if isinstance(placement, Shard):
                 dim, size = placement.dim, sizes[placement.dim]
-                first = min(place * -(-size // count), size)
+                chunk = ceil_div(size, count)
+                first = min(place * chunk, size)
                 offsets[dim] += first
-                sizes[dim] = min(-(-size // count), size - first)
+                sizes[dim] = min(chunk, size - first)
         return tuple(offsets), tuple(sizes)
 
     @property
     def cut_dims(self) -> tuple[int, ...]:
-        """Dimensions of the mesh over which ranks have different parts of it."""
+        """Dimensions of the mesh over which ranks have different parts."""
         return tuple(dim for dim, each in enumerate(self.placements) if not isinstance(each, Replicate))
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Of ranks that have different parts of it."""
+        """Groups of ranks with different parts."""
         return [self.mesh.get_group(dim) for dim in self.cut_dims]
 
     @property
@@ -163,21 +152,21 @@ class LocalPart:
 
     @property
     def other_groups(self) -> list[dist.ProcessGroup]:
-        """Of the mesh's ranks, without those over which units average."""
+        """Groups of the mesh's dimensions over which units do not average."""
         return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in self.own]
 
     def replicated(self, shape: torch.Size) -> LocalPart:
-        """Returns that of a tensor of which every rank of the same mesh has the whole."""
+        """Returns the local part of a tensor that is replicated on the same mesh."""
         stride = torch.empty(shape, device="meta").stride()
         return LocalPart(self.mesh, tuple(Replicate() for _ in self.placements), shape, stride)
 
     @property
     def held_shape(self) -> torch.Size:
-        """The shape of what this rank has."""
+        """Shape of the local part."""
         return self.cut(torch.empty(self.shape, device="meta")).shape
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank has of something of the whole parameter's shape, to be read."""
+        """Returns the local part, for reading, of a tensor of the whole parameter's shape."""
         if any(isinstance(each, StridedShard) for each in self.placements):  # rows that lie apart
             shared = full.detach()
             return distribute_tensor(shared, self.mesh, self.placements, src_data_rank=None).to_local()
@@ -186,11 +175,7 @@ class LocalPart:
         return full
 
     def index_in_whole(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns where elements of what this rank has, flattened, lie in the flattened whole parameter.
-
-        Args:
-            index: Which elements: int64, 1-D.
-        """
+        """Maps indices (int64, 1-D) in the flattened local part to the flattened whole parameter."""
         if any(isinstance(each, StridedShard) for each in self.placements):
             return self.cut(torch.arange(self.shape.numel()).view(self.shape)).reshape(-1)[index]
         offsets, sizes = self.box
@@ -201,14 +186,14 @@ class LocalPart:
         return found
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the whole of what this rank has a part of; collective over the ranks of the mesh."""
+        """Returns the whole of a tensor with this local part; collective over the mesh."""
         return self.tensor(local).full_tensor()
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a gradient, placed as the parameter is.
+        """Returns the local part of a gradient, placed as the parameter is.
 
-        Collective over the ranks of the mesh where the gradient is placed otherwise. Over the dimensions in
-        `own` it stays this rank's contribution.
+        Collective over the mesh if the gradient is placed otherwise. Over the dimensions in `own` it stays
+        this rank's contribution.
         """
         if isinstance(grad, DTensor):
             wanted = tuple(
@@ -220,12 +205,7 @@ class LocalPart:
         return arrived(grad)
 
     def sums_over(self, grad: torch.Tensor) -> tuple[int, ...] | None:
-        """Tells what a gradient lacks to be placed as the parameter is, as `gradient` returns it.
-
-        Returns:
-            The dimensions of the mesh over which what ranks have is to be summed; None where sums are not
-            enough.
-        """
+        """Returns mesh dimensions: sums over them do what `gradient` does; None if more is needed."""
         if not isinstance(grad, DTensor) or grad.placements == self.placements:
             return ()
         dims = []
@@ -239,22 +219,13 @@ class LocalPart:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor, once it is there."""
+    """Returns the local part of a tensor, and waits for it."""
     held = to_local(tensor)
     return held.wait() if isinstance(held, AsyncCollectiveTensor) else held
 
 
 def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
-    """Refuses a parameter of which what a rank has cannot become part of a flat parameter.
-
-    Args:
-        fqn: Its name.
-        param: The parameter.
-        ranks: Over which the flat parameter is sharded and replicated.
-
-    Raises:
-        ValueError: If it is so.
-    """
+    """Refuses a `DTensor` whose local part cannot become part of a flat parameter over some ranks."""
     part = LocalPart.of(param)
     if part is None:
         return
@@ -275,7 +246,7 @@ def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
 
 
 def not_divisible(fqn: str, part: LocalPart) -> ValueError:
-    """Returns the error of a `DTensor` whose placements let nobody shard it further."""
+    """Returns the error for a `DTensor` whose placements cannot be sharded further."""
     return ValueError(
         f"parameter '{fqn}' is a DTensor with placements {part.placements}; only sharded and replicated ones "
         "have values that can be sharded further: redistribute it"
@@ -283,6 +254,6 @@ def not_divisible(fqn: str, part: LocalPart) -> ValueError:
 
 
 def local_parts(params: Sequence[torch.Tensor], own: Collection[str] = ()) -> list[LocalPart | None] | None:
-    """Returns the `LocalPart` of each parameter; None where none is a `DTensor`."""
+    """Returns the `LocalPart` of each parameter; None if none is a `DTensor`."""
     found = [LocalPart.of(param, own) for param in params]
     return found if any(found) else None

@@ -1,4 +1,4 @@
-"""`PartialSums`: gradients of which each rank of a parameter's own mesh has a summand."""
+"""`PartialSums`: gradients that are sums over the ranks of a parameter's own mesh."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.parallel.local_part import LocalPart, arrived
 
 _Summand = tuple[LocalPart, tuple[int, ...], Sequence[torch.Tensor]]
-"""Of which parameter, over which dimensions of its mesh to sum, and the tensors of this rank."""
+"""(part of the parameter, mesh dimensions to sum over, tensors of this rank)"""
 
 
 class PartialSums:
-    """Sums the gradients of one segment's leaves over the meshes on which the parameters were before.
+    """Sums the gradients of one segment's leaves over the meshes of the distributed parameters.
 
-    Gradients come as sums that ranks have only parts of where the ranks computed with other tokens (norms
-    under sequence parallelism). All of a segment are summed by one collective. What is accumulated waits for
-    its last gradient.
-
-    Args:
-        parts: What is sharded of each parameter; None of one that is whole.
+    Each rank has a summand where ranks compute with different tokens (norms under sequence parallelism). One
+    collective sums all gradients of a segment. Accumulated gradients wait for the last one.
     """
 
     def __init__(self, parts: Sequence[LocalPart | None]) -> None:
         self._parts = parts
-        self._waiting: dict[int, tuple[int, ...]] = {}  # by number, over what to sum
+        self._waiting: dict[int, tuple[int, ...]] = {}  # by number, the mesh dimensions to sum over
 
     def take(
         self,
@@ -37,15 +33,15 @@ class PartialSums:
         used: Sequence[bool],
         waits: bool,
     ) -> list[torch.Tensor | None]:
-        """Returns this rank's parts of gradients, each fit to be added to what is held of its parameter.
+        """Returns local gradients that can be added to the accumulated ones.
 
-        Collective over the parameters' meshes, unless all can wait.
+        Collective over the parameters' meshes, unless all sums can wait.
 
         Args:
-            grads: With the numbers of their parameters.
-            held: For each parameter, views of what is accumulated.
-            used: For each parameter, whether anything is.
-            waits: Whether sums may wait for `settle`; where something is held, it decides.
+            grads: Gradients with the numbers of their parameters.
+            held: For each parameter, views of the accumulated gradient.
+            used: For each parameter, whether anything is accumulated.
+            waits: Whether sums may wait for `settle`; an accumulated gradient decides by itself.
         """
         self._forget_unused(used)
         found: list[torch.Tensor | None] = []
@@ -70,12 +66,12 @@ class PartialSums:
         return found
 
     def settle(self, held: Sequence[Sequence[torch.Tensor]], used: Sequence[bool]) -> None:
-        """Sums what has waited, in place; collective over the parameters' meshes."""
+        """Sums the waiting gradients in place; collective over the parameters' meshes."""
         self._forget_unused(used)
         self._sum_held(held, [*self._waiting])
 
     def _forget_unused(self, used: Sequence[bool]) -> None:
-        """Forgets what is not held any more: reduced, or zeroed by the user."""
+        """Drops gradients that were reduced, or zeroed by the user."""
         for index in [index for index in self._waiting if not used[index]]:
             del self._waiting[index]
 
@@ -90,7 +86,7 @@ class PartialSums:
 
 
 def _summed(summands: Sequence[_Summand]) -> list[list[torch.Tensor]]:
-    """Returns the totals, for each summand as many as its tensors: one collective for all that are alike."""
+    """Returns the totals of each summand's tensors, by one collective for all with equal mesh and dtype."""
     together: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[int]] = {}
     for place, (part, dims, tensors) in enumerate(summands):
         together.setdefault((part.mesh, dims, tensors[0].dtype), []).append(place)

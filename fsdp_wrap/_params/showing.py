@@ -1,0 +1,175 @@
+"""The parameters that modules of a unit show: the sharded ones, or the full ones (the leaves)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from itertools import repeat
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import REFUSED_HOOKS_OF, Display, Place
+
+_GONE = object()
+
+
+class Showing(Enum):
+    """The parameters that modules show in training."""
+
+    SHARDED = "sharded"
+    LEAVES = "leaves"
+    KEPT = "kept"  # attributes show the leaves; `parameters()`, and so optimizers, the sharded parameters
+
+
+class SegmentDisplay(Display):
+    """The places in modules that show the parameters of one segment.
+
+    Args:
+        fqns: Names of the original parameters.
+        places: For each of them, all places that show it.
+        sharded: Tensors to show while sharded: parameters, or plain tensors under their names.
+        leaves: The full parameters; empty before they are made.
+    """
+
+    def __init__(
+        self,
+        fqns: Sequence[str],
+        places: Sequence[Iterable[Place]],
+        sharded: Sequence[torch.Tensor],
+        leaves: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(places, sharded)
+        self._places, self._uncovers = places, not isinstance(sharded[0], nn.Parameter)
+        self.show_leaves = Display(places, leaves, self._uncovers).show
+        self._fqns = [fqn for fqn, several in zip(fqns, places) for _ in several]
+        self._registries, self._names, self._expected = zip(*self._params)
+        self._distinct = [*dict.fromkeys(param for param in self._expected if param is not None)]
+        firsts = [next(iter(several)) for several in places]
+        self.firsts = [module._parameters for module, _ in firsts], [name for _, name in firsts]
+        self._before = [
+            (module.__dict__, name, leaf) for several, leaf in zip(places, leaves) for module, name in several
+        ]
+        self._behind: list[Any] = []
+
+    show_sharded = Display.show
+
+    def show_others(self, params: Sequence[torch.Tensor]) -> None:
+        """Shows other tensors, one for each original parameter."""
+        Display(self._places, params, self._uncovers).show()
+
+    def shown(self) -> list[nn.Parameter | None]:
+        """Returns the registered parameter, if any, for each original one."""
+        return [*map(dict.get, *self.firsts)]
+
+    def is_untouched(self) -> bool:
+        """Whether the sharded parameters stand where they were put, without a hook that cannot run."""
+        found = map(dict.get, self._registries, self._names, repeat(_GONE))
+        same = all(map(operator.is_, found, self._expected))
+        return same and not any(map(REFUSED_HOOKS_OF, self._distinct))
+
+    def replaced(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name of each replaced parameter with its replacement, None if it was removed."""
+        for fqn, (registry, name, expected) in zip(self._fqns, self._params):
+            found = registry.get(name, _GONE)
+            if found is not expected:
+                yield fqn, None if found is _GONE else found
+
+    def hooked(self) -> Iterator[str]:
+        """Yields the names of parameters with hooks that cannot run."""
+        for fqn, param in zip(self._fqns, self._expected):
+            if param is not None and REFUSED_HOOKS_OF(param):
+                yield fqn
+
+    def cover(self) -> None:
+        """Shows the leaves by attributes; `parameters()` and state dicts go on with the sharded ones."""
+        self._behind = [names.get(name, _GONE) for names, name, _ in self._before]
+        for names, name, leaf in self._before:
+            names[name] = leaf
+
+    def uncover(self) -> None:
+        """Undoes `cover`, save for attributes that somebody has set since."""
+        for (names, name, leaf), behind in zip(self._before, self._behind):
+            if names.get(name) is leaf:
+                names[name] = behind
+                if behind is _GONE:
+                    del names[name]
+
+
+class CoveredDisplay(SegmentDisplay):
+    """A display for leaves that are the shard itself: computing with them loses no gradient."""
+
+    def show_sharded(self) -> None:
+        self.show()
+        self.cover()
+
+
+class _HasDisplay(Protocol):
+    @property
+    def display(self) -> SegmentDisplay: ...
+
+
+class _Coverable(Protocol):
+    @property
+    def layout(self) -> _HasDisplay: ...
+
+    def cover(self) -> None: ...
+
+    def uncover(self) -> list[str]: ...
+
+
+class UnitDisplay:
+    """The display of one unit in training.
+
+    Attributes:
+        state: The shown parameters, unless others are in the user's hands.
+        changed: Names of parameters that were changed while the leaves were shown; the reader empties it.
+    """
+
+    def __init__(self, segments: Sequence[_Coverable]) -> None:
+        self._segments = segments
+        self.state = Showing.LEAVES
+        self.changed: list[str] = []
+        self.show_sharded()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
+        if self.changed:
+            return False
+        shown = self._segments if self.state is Showing.SHARDED else ()
+        return all(segment.layout.display.is_untouched() for segment in shown)
+
+    def show_leaves(self) -> None:
+        """Lets the modules compute with the leaves."""
+        if self.state is not Showing.LEAVES:
+            if self.state is Showing.KEPT:
+                self._uncover()
+                for segment in self._segments:  # before the leaves hide replacements
+                    if not segment.layout.display.is_untouched():
+                        self.changed += [fqn for fqn, _ in segment.layout.display.replaced()]
+            self.state = Showing.LEAVES
+            for segment in self._segments:
+                segment.layout.display.show_leaves()
+
+    def show_sharded(self) -> None:
+        """Lets the modules show the sharded parameters."""
+        if self.state is Showing.LEAVES:
+            for segment in self._segments:
+                segment.layout.display.show_sharded()
+        elif self.state is Showing.KEPT:
+            self._uncover()
+        self.state = Showing.SHARDED
+
+    def show_kept(self) -> None:
+        """Lets attributes of modules show the leaves that a forward has kept for its backward."""
+        self.show_sharded()
+        self.state = Showing.KEPT
+        for segment in self._segments:
+            segment.cover()
+
+    def _uncover(self) -> None:
+        for segment in self._segments:
+            self.changed += segment.uncover()
