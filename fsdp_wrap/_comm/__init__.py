@@ -25,6 +25,7 @@ from fsdp_wrap._comm.groups import (
     default_mesh,
     group_of,
     group_over,
+    host_id,
     mesh_over,
     neighbours,
     ranks_in,

@@ -42,10 +42,12 @@ class Buffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
-            self.data = self.tensor.data
-        self.nbytes = self.tensor.numel() * self.tensor.element_size()
-        self._storage = self.tensor.untyped_storage()
+            self._lie_in(torch.empty(numel, dtype=dtype, device=device))
+
+    def _lie_in(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.data = tensor, tensor.data
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._storage = tensor.untyped_storage()
 
     @property
     def allocated(self) -> bool:
@@ -90,10 +92,7 @@ class ResidentBuffer(Buffer):
     temporary = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.data = tensor.data
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self._storage = tensor.untyped_storage()
+        self._lie_in(tensor)
 
     @property
     def resizable(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer, resize_watchers, tell_resized
+from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.groups import once_for
 from fsdp_wrap._core import UnfitBackendError
@@ -54,9 +54,7 @@ class PooledBuffer(Buffer):
     def allocate(self) -> None:
         if self._storage.nbytes() != self.nbytes:
             with self._memory.allocating():
-                self._storage.resize_(self.nbytes)
-            if resize_watchers:
-                tell_resized(self._storage)
+                super().allocate()
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:
@@ -97,9 +95,8 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, user: str) 
 
     def make() -> SymmetricMemory:
         pool = accelerator.new_symmetric_pool()
-        dist.barrier(
-            group=group
-        )  # tensors meet by the group's communicator, which the first collective makes
+        # Tensors meet by the group's communicator, which the first collective makes.
+        dist.barrier(group=group)
         return SymmetricMemory(accelerator, pool)
 
     return once_for(group, ("symmetric memory", device), make)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -169,9 +171,12 @@ def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     for group in all_groups():
         if dist.get_process_group_ranks(group) == list(ranks):
             return group  # type: ignore[no-any-return]
-    limit = time_limit(dist.group.WORLD, device)
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return made
+    return _new_group(ranks, time_limit(dist.group.WORLD, device))
+
+
+def _new_group(ranks: Sequence[int], limit: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
+    made: Any = dist.new_group([*ranks], limit, use_local_synchronization=True, group_desc=purpose)
+    return made  # type: ignore[no-any-return]
 
 
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
@@ -186,6 +191,10 @@ def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     except (AttributeError, RuntimeError):  # not every backend tells, and the group may be gone
         return dist.constants.default_pg_timeout
     return limit
+
+
+def _own_time_limit(group: dist.ProcessGroup) -> timedelta:
+    return time_limit(group, torch.device(device_type_for(group)))
 
 
 def neighbours(ranks: Ranks, size: int) -> Ranks:
@@ -203,8 +212,7 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     def make() -> Any:
         first = ranks.rank // size * size
         members = dist.get_process_group_ranks(ranks.group)[first : first + size]
-        limit = time_limit(ranks.group, torch.device(device_type_for(ranks.group)))
-        return dist.new_group(members, timeout=limit, use_local_synchronization=True)
+        return _new_group(members, _own_time_limit(ranks.group))
 
     return ranks_in(once_for(ranks.group, ("neighbours", size), make))
 
@@ -213,13 +221,20 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a second group of the same ranks, one for all who ask; collective among them at first."""
 
     def make() -> Any:
-        limit = time_limit(group, torch.device(device_type_for(group)))
         members = dist.get_process_group_ranks(group)
-        return dist.new_group(
-            members, limit, use_local_synchronization=True, group_desc="fsdp_wrap reductions"
-        )
+        return _new_group(members, _own_time_limit(group), "fsdp_wrap reductions")
 
     return ranks_in(once_for(group, "twin", make)).group
+
+
+def host_id() -> str:
+    """Names the running system with its process ids and network; ranks that get the same share a host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+    except OSError:  # not Linux
+        return socket.gethostname()
+    return f"{boot} {pids} {network}"
 
 
 def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:

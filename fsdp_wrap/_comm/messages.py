@@ -209,7 +209,7 @@ def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.T
     own = full[rank * length : (rank + 1) * length]
     if number_of_dispatch_modes():
         listening(rank, size)._allgather_base(full.clone(), own)
-    return _exchange(group, full, own.repeat(size))
+    return AllToAll(group, full, own.repeat(size))
 
 
 def reduce_at_once(
@@ -227,7 +227,7 @@ def reduce_at_once(
     if number_of_dispatch_modes():
         listening(rank, size)._reduce_scatter_base(shard, full, dist.ReduceScatterOptions())
     parts = torch.empty_like(full)
-    work = _exchange(group, as_transport(parts), as_transport(full))
+    work = AllToAll(group, as_transport(parts), as_transport(full))
     return Summed(work, parts.view(size, shard.numel()), shard, torch.add)
 
 
@@ -251,63 +251,35 @@ def all_reduce_at_once(
         listening(rank, size).allreduce([tensor])
     row = tensor.detach().view(-1)
     every = row.new_empty(size, row.numel())
-    work = _exchange(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
+    work = AllToAll(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
     return Summed(work, every, row, operation)
 
 
-def _exchange(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Starts an all-to-all of even parts, of which those who listen were told as what it stands for."""
-    backend: Any = group._get_backend(_CPU)
-    return Exchange(backend.alltoall_base(received, sent, [], []), sent)
+class AllToAll:
+    """An all-to-all of even parts in flight; takes the place of a process group's work.
 
-
-class Exchange:
-    """An all-to-all in flight, with what it sends: it goes when this does, and not in a thread of gloo's.
-
-    Args:
-        work: The process group's.
-        sent: The tensor.
+    It holds what it sends, so that gloo's thread does not free that. Dispatch modes were told already.
     """
 
-    def __init__(self, work: Any, sent: torch.Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:
+        backend: Any = group._get_backend(_CPU)
+        work = backend.alltoall_base(received, sent, [], [])
         self.is_completed, self.wait = work.is_completed, work.wait
         self._sent = sent
 
 
 class Summed:
-    """Tensors of all ranks on their way, and their sum; takes the place of a process group's work.
-
-    Args:
-        work: The process group's.
-        rows: Where they arrive, one for each rank, in the order of the ranks.
-        target: What they are combined into.
-        operation: What to make of two.
-    """
+    """Rows that an all-to-all brings, one for each rank, and their sum; takes the place of a work."""
 
     def __init__(
-        self, work: Any, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
+        self, work: AllToAll, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
     ) -> None:
         self._work, self._target, self._operation = work, target, operation
         self._rows: torch.Tensor | None = rows
-
-    def is_completed(self) -> bool:
-        """Whether all have come, or it has failed."""
-        completed: bool = self._work.is_completed()
-        return completed
-
-    def when_completed(self, note: Callable[[], object]) -> bool:
-        """As the function of this name, for what the process group does."""
-        return when_completed(self._work, note)
+        self.is_completed = work.is_completed
 
     def wait(self, limit: timedelta = _NO_LIMIT) -> None:
-        """Waits until all have come, and combines them.
-
-        Args:
-            limit: How long at most; they go on.
-
-        Raises:
-            RuntimeError: If that takes longer, or it has failed.
-        """
+        """Waits until all rows have come, and combines them; raises a RuntimeError after the limit."""
         self._work.wait(limit)
         if self._rows is not None:
             combine(self._rows.unbind(), self._target, self._operation)
@@ -324,7 +296,7 @@ def when_completed(work: Any, note: Callable[[], object]) -> bool:
     Returns:
         Whether it will be called: works of some collectives, gloo's reduce-scatter among them, do not tell.
     """
-    if isinstance(work, (Messages, Summed)):
+    if isinstance(work, Messages):
         return work.when_completed(note)
     try:
         work.get_future().add_done_callback(lambda _: note())

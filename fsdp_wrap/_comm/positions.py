@@ -39,7 +39,7 @@ from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
-_ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
+_ENTRY = struct.Struct("<Q235pIB")  # as `_LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # the latest collectives of a group
 _ENTERED, _FIRST = 0, 1  # the row of what was entered last, and of the first collective in the ring
@@ -51,7 +51,7 @@ _MOST_NAMED = 8  # ranks of which nothing is known
 _PHASES = list(Phase)
 
 
-class _Entry(NamedTuple):
+class _LogEntry(NamedTuple):
     """One thing that a rank did.
 
     Attributes:
@@ -145,12 +145,12 @@ class _Sheet:
         """Returns where those of a rank begin."""
         return (8 * ranks + rank * _ENTRY.size) * _ROWS
 
-    def read(self, rank: int, row: int) -> _Entry:
+    def read(self, rank: int, row: int) -> _LogEntry:
         """Returns a rank's entry of a row."""
         begin = self.entries(rank, self.ranks) + row * _ENTRY.size
-        return _Entry._make(_ENTRY.unpack_from(self.memory, begin))
+        return _LogEntry._make(_ENTRY.unpack_from(self.memory, begin))
 
-    def last_collective(self, rank: int) -> _Entry:
+    def last_collective(self, rank: int) -> _LogEntry:
         """Returns a rank's entry of the highest number."""
         return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
 
@@ -339,14 +339,14 @@ class GroupPositions:
         return [member for rank, member in enumerate(self._members) if rank not in self._there]
 
     def latest(self) -> bytes:
-        """Returns what this rank has noted last, for `told`."""
+        """Returns what this rank has noted last, for `parse_latest`."""
         begin = self._entries + _row(self.issued) * _ENTRY.size
         return self._memory[begin : begin + _ENTRY.size]
 
     @staticmethod
-    def told(latest: bytes) -> tuple[int, str]:
+    def parse_latest(latest: bytes) -> tuple[int, str]:
         """Returns the number of a collective, and what it does, of what `latest` has returned."""
-        entry = _Entry._make(_ENTRY.unpack(latest))
+        entry = _LogEntry._make(_ENTRY.unpack(latest))
         return entry.number, str(entry) if entry.number else ""
 
     def history(self) -> list[tuple[int, int, str]]:

@@ -7,7 +7,7 @@ Must never know: what a unit is, and how bytes travel.
 """
 
 from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
-from fsdp_wrap._core.alignment import ShardAlignment
+from fsdp_wrap._core.alignment import ShardAlignment, ceil_div, round_up
 from fsdp_wrap._core.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -66,11 +66,11 @@ from fsdp_wrap._core.mesh_info import (
 )
 from fsdp_wrap._core.modules import (
     UNIT_ATTR,
-    Contents,
-    Display,
     Ignored,
+    ModuleWriter,
     ParamPlaces,
     ParamSlot,
+    UnitContents,
     added_names,
     added_params,
     announce_sharded,
@@ -84,8 +84,8 @@ from fsdp_wrap._core.modules import (
     show_extra,
 )
 from fsdp_wrap._core.optimizers import (
-    Group,
-    Piece,
+    OptimizerPiece,
+    TrialGroup,
     by_rows,
     computes_with_wholes,
     knows_its_shards,
@@ -94,7 +94,6 @@ from fsdp_wrap._core.optimizers import (
     note_pieces,
     reason_against_pieces,
     refuse_in_steps,
-    refuse_in_steps_at_times,
     steps_taken,
     warn_of_lost_decay,
     watch_steps,

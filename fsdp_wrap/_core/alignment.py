@@ -1,4 +1,4 @@
-"""`ShardAlignment`: where in a parameter a rank's part of it may begin."""
+"""Where in a parameter a rank's part of it may begin; integers rounded up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Returns the quotient rounded up."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)

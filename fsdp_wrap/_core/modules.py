@@ -55,7 +55,7 @@ class ParamPlaces:
         self._places.append((None if module is self._owner() else module, name))
 
 
-class Display:
+class ModuleWriter:
     """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
 
     A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
@@ -144,7 +144,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Puts a tensor in the place of the parameter or buffer of that name."""
     if isinstance(tensor, nn.Parameter):
-        Display([[(module, name)]], [tensor]).show()
+        ModuleWriter([[(module, name)]], [tensor]).show()
     else:
         module._buffers[name] = tensor
 
@@ -165,7 +165,7 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class Contents:
+class UnitContents:
     """What a unit made of a module consists of.
 
     Attributes:
@@ -183,7 +183,7 @@ class Contents:
     @classmethod
     def of(
         cls, module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
-    ) -> Contents:
+    ) -> UnitContents:
         """Finds them.
 
         Args:

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
 from fsdp_wrap._core import (
     HOOKS_OF,
-    Display,
+    ModuleWriter,
     ParamPlaces,
     ParamSlot,
     Place,
@@ -461,7 +461,7 @@ class Layout(ABC):
 
     def show(self, params: Sequence[torch.Tensor]) -> None:
         """Shows one tensor per original parameter in the modules."""
-        Display(self.places, params, self._shows_plain).show()
+        ModuleWriter(self.places, params, self._shows_plain).show()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         """Shows full parameters to the user, who may edit them in place.
@@ -496,7 +496,7 @@ class Layout(ABC):
         firsts = [next(iter(places)) for places in self.places]
         self._registries = [module._parameters for module, _ in firsts]
         self._names = [name for _, name in firsts]
-        self.show_leaves = Display(self.places, self.leaves, self._shows_plain).show
+        self.show_leaves = ModuleWriter(self.places, self.leaves, self._shows_plain).show
         self.cover = Cover(self.places, self.leaves)
         self.shown_sharded = Shown(self.places, self._stand_ins())
         self.show_sharded = self.shown_sharded.show

@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 
 import torch
 
-from fsdp_wrap._core import REFUSED_HOOKS_OF, Display, Place
+from fsdp_wrap._core import REFUSED_HOOKS_OF, ModuleWriter, Place
 
 if TYPE_CHECKING:
     from fsdp_wrap._params.layout import Layout, Written
@@ -26,7 +26,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SAMPLED = 64  # elements of a shard
 
 
-class Shown(Display):
+class Shown(ModuleWriter):
     """What the places of sharded parameters show while all is as it should be.
 
     Args:

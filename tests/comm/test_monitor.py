@@ -99,7 +99,7 @@ def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) ->
 def wait_until_late(clock: Clock, device: Simulation) -> None:
     """Lets time pass until a warning comes, but no more."""
     clock.now += 0.5 * LIMIT
-    until(lambda: device.monitor._told)
+    until(lambda: device.monitor._reported)
 
 
 def refused(model: nn.Module, rank: int) -> str:

@@ -16,7 +16,7 @@ from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory
 from fsdp_wrap._comm.shared_memory.rendezvous import (
-    Exchange,
+    StoreGather,
     can_share,
     find_hosts,
     open_channel,
@@ -61,7 +61,7 @@ class AutomaticCommunicator(GroupCommunicator):
         return chosen
 
     def _choose(self, ranks: Ranks) -> Communicator:
-        hosts = find_hosts(ranks, self._tell_all)
+        hosts = find_hosts(ranks, self._gather_objects)
         together = 0 if hosts is None else ranks_on_each(hosts)
         if together == ranks.size and (ways := self._within(ranks, 1)):
             return ways[0]
@@ -73,24 +73,24 @@ class AutomaticCommunicator(GroupCommunicator):
         """Opens so many ways between the ranks of this host; none if it is not allowed on each host."""
         first = self.rank - local.rank
 
-        def tell_local(value: Any) -> list[Any]:
-            return self._tell_all(value)[first : first + local.size]
+        def gather_local(value: Any) -> list[Any]:
+            return self._gather_objects(value)[first : first + local.size]
 
         ways: list[HostCommunicator] = []
         for _ in range(number):
-            channel = open_channel(local, tell_local)
-            if not all(self._tell_all(channel is not None)):
+            channel = open_channel(local, gather_local)
+            if not all(self._gather_objects(channel is not None)):
                 return []
             assert channel is not None
             ways.append(HostCommunicator(local, self.device, channel))
         return ways
 
-    def _tell_all(self, value: Any) -> list[Any]:
+    def _gather_objects(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
         self._compare()
-        exchange = Exchange(ranks, value, self._watch)
-        exchange.wait()
-        return exchange.values()
+        gather = StoreGather(ranks, value, self._watch)
+        gather.wait()
+        return gather.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         if numel * dtype.itemsize < _LEAST_POOLED or not can_share():

@@ -11,7 +11,7 @@ from fsdp_wrap._comm.watching.watch import InFlight, Watch
 _PAUSE = 0.001  # seconds between looks for room
 
 
-class Collective(InFlight):
+class PostedCollective(InFlight):
     """A collective that this rank has posted.
 
     Args:

@@ -20,7 +20,7 @@ from fsdp_wrap._comm.lanes import Pending, Then
 from fsdp_wrap._comm.objects import REDUCTIONS, combine
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Lengths, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
-from fsdp_wrap._comm.shared_memory.collective import Collective, Room
+from fsdp_wrap._comm.shared_memory.collective import PostedCollective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending
 from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
@@ -66,12 +66,12 @@ class HostCommunicator(GroupCommunicator):
         fill()
         return _all([*map(self._gather_lent, common, leases)])
 
-    def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> Collective:
+    def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> PostedCollective:
         number = self._lending.post(buffer.data, lease)
         return self._collective(number, partial(self._lending.complete, buffer, lease))
 
-    def _collective(self, number: int, take: Callable[[int], object]) -> Collective:
-        return Collective(self._watch, self._channel, number, take)
+    def _collective(self, number: int, take: Callable[[int], object]) -> PostedCollective:
+        return PostedCollective(self._watch, self._channel, number, take)
 
     def _prepare(self, number: int) -> None:
         """Waits until so many more collectives may be issued."""
@@ -91,7 +91,7 @@ class HostCommunicator(GroupCommunicator):
             for tensor in full:
                 listening(self.rank, self.size)._allgather_base(tensor, self.own_part(tensor))
 
-    def _gather_one(self, full: torch.Tensor) -> Collective:
+    def _gather_one(self, full: torch.Tensor) -> PostedCollective:
         own = self.own_part(full)
         if (nbytes := own.nbytes) > _SMALL:
             parts = _by_rank(full, self.size)
@@ -109,7 +109,7 @@ class HostCommunicator(GroupCommunicator):
 
     def _exchange(
         self, kind: Kind, shown: torch.Tensor | None, nbytes: int, wanted: Parts, offset: int = 0
-    ) -> Collective:
+    ) -> PostedCollective:
         """Issues a collective in which each rank copies what others show.
 
         Args:
@@ -153,7 +153,7 @@ class HostCommunicator(GroupCommunicator):
         self._prepare(len(full))
         return _all([*map(self._reduce_one, shards, full)])
 
-    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> Collective:
+    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> PostedCollective:
         kind, nbytes, own = Kind.REDUCE_SCATTER, full.nbytes, self.own_part(full)
 
         def take(number: int) -> None:
@@ -170,7 +170,7 @@ class HostCommunicator(GroupCommunicator):
         self._prepare(len(tensors))
         return _all([self._combine(each, REDUCTIONS[op]) for each in tensors])
 
-    def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Collective:
+    def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> PostedCollective:
         kind, row = Kind.ALL_REDUCE, tensor.detach().view(-1)
 
         def take(number: int) -> None:
@@ -239,7 +239,7 @@ class HostCommunicator(GroupCommunicator):
         return self._exchange(Kind.ALL_TO_ALL, sent, sent.nbytes, parts, self.rank * own.nbytes)
 
 
-def _all(pending: list[Collective]) -> Pending:
+def _all(pending: list[PostedCollective]) -> Pending:
     return pending[0] if len(pending) == 1 else Then(pending)
 
 

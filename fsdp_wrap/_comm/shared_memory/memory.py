@@ -24,6 +24,7 @@ import torch
 
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor, MappedFile
+from fsdp_wrap._core import round_up
 
 HEADER = mmap.PAGESIZE
 """Bytes before those of a buffer's piece, where its users leave word."""
@@ -80,7 +81,7 @@ class PrivateMap(Memory):
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
         """Returns what follows the header of a piece, without what this process has written there before."""
-        begin, length = lease.begin + HEADER, _whole_pages(nbytes)
+        begin, length = lease.begin + HEADER, round_up(nbytes, mmap.PAGESIZE)
         page, pages = self.address(begin) // mmap.PAGESIZE, length // mmap.PAGESIZE
         entries = os.pread(self._pages.number, 8 * pages, 8 * page)
         if any(kind & _THERE and not kind & _OF_FILE for kind in set(entries[7::8])):
@@ -153,7 +154,7 @@ class SharedMemory(Memory):
         """
         if self._given_back:
             self._collect()
-        nbytes += -nbytes % mmap.PAGESIZE
+        nbytes = round_up(nbytes, mmap.PAGESIZE)
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
@@ -343,7 +344,3 @@ def _require_room(nbytes: int) -> None:
             f"of the {limit >> 20} MiB of address space that this process may have (ulimit -v) less is left "
             f"than the host has memory, which is {nbytes >> 20} MiB"
         )
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

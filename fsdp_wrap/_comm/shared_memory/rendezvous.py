@@ -10,13 +10,13 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import Ranks, host_id
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
@@ -90,7 +90,7 @@ _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValue
 _PAUSE = 0.002  # seconds between looks into the store
 
 
-class Exchange(InFlight):
+class StoreGather(InFlight):
     """Ranks tell each other something through the store, since their collectives may be counted or fail.
 
     Args:
@@ -141,20 +141,20 @@ def can_share() -> bool:
 
 _REFUSALS = (AttributeError, OSError, ValueError)  # no such call here, refused, or too large a map
 
-TellAll = Callable[[Any], list[Any]]
+GatherObjects = Callable[[Any], list[Any]]
 """Tells all ranks a small picklable value; returns that of each, by rank."""
 
 
-def find_hosts(ranks: Ranks, tell_all: TellAll) -> list[Hashable] | None:
+def find_hosts(ranks: Ranks, gather_objects: GatherObjects) -> list[str] | None:
     """Returns what only ranks have in common that can share memory, by rank.
 
     None where one cannot tell, of which the first rank warns.
     """
-    hosts = tell_all(_or_error(_host))
+    hosts = gather_objects(_or_error(_host))
     return None if _refused(hosts, ranks) else hosts
 
 
-def ranks_on_each(hosts: Sequence[Hashable]) -> int:
+def ranks_on_each(hosts: Sequence[str]) -> int:
     """Returns how many ranks run side by side on each host; 0 if not as many on all, or one alone."""
     each = hosts.count(hosts[0])
     firsts = hosts[::each]
@@ -162,16 +162,16 @@ def ranks_on_each(hosts: Sequence[Hashable]) -> int:
     return each if each > 1 and blocks == [*hosts] and len({*firsts}) == len(firsts) else 0
 
 
-def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
+def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
     """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
 
     Args:
         ranks: Of the group.
-        tell_all: Between them; called twice, whatever comes out.
+        gather_objects: Between them; called twice, whatever comes out.
     """
-    addresses = tell_all(_or_error(lambda: _offer(ranks)))
+    addresses = gather_objects(_or_error(lambda: _offer(ranks)))
     channel = None if _refused(addresses, ranks) else _or_error(lambda: _connect(ranks, addresses))
-    return None if _refused(tell_all(channel if isinstance(channel, str) else None), ranks) else channel
+    return None if _refused(gather_objects(channel if isinstance(channel, str) else None), ranks) else channel
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
@@ -194,9 +194,6 @@ def _refused(answers: list[Any], ranks: Ranks) -> bool:
     return bool(errors)
 
 
-def _host() -> tuple[str, int, int]:
-    """Identifies the running system, and on it the space of process ids and the network."""
+def _host() -> str:
     require_futex()
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
+    return host_id()

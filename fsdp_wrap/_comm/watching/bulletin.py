@@ -66,7 +66,7 @@ class Bulletin:
         own = {number: (digest, text) for number, digest, text in positions.history()}
         lines, silent = [], []
         for rank in ranks:
-            told = self._told(rank)
+            told = self._read(rank)
             if told is None:
                 silent.append(f"rank {rank}")
                 continue
@@ -88,7 +88,7 @@ class Bulletin:
             lines.append(f"  no word yet of {', '.join(silent[:_MOST_NAMED])}{rest}")
         return "".join(f"\n{line}" for line in lines)
 
-    def _told(self, rank: int) -> dict[str, Any] | None:
+    def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._name}/{rank}"
         told = self._do(lambda store: store.get(key) if store.check([key]) else None)
         return None if told is None else dict(json.loads(told))

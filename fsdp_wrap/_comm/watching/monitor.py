@@ -63,7 +63,7 @@ class _Issued(NamedTuple):
             return True
 
     def __str__(self) -> str:
-        number, what = GroupPositions.told(self.entry)
+        number, what = GroupPositions.parse_latest(self.entry)
         if not number:
             return f"on the {self.lane} lane, before any unit's"
         return f"on the {self.lane} lane; number {number} of the group, this rank {what}, or what followed"
@@ -86,7 +86,7 @@ class Monitor:
         self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
         self._pending: dict[str, deque[_Issued]] = {}  # by lane, whose order is that of completion
         self._watched: dict[GroupPositions, Watch] = {}
-        self._told: dict[GroupPositions, tuple[float, int]] = {}  # by the time of issue: how grave it was
+        self._reported: dict[GroupPositions, tuple[float, int]] = {}  # by the time of issue: how grave it was
         self._asked_at = 0.0
         self._rests = True
         self._wakes: SimpleQueue[None] = SimpleQueue()  # may be written while garbage is collected
@@ -143,7 +143,7 @@ class Monitor:
         """Whether nothing is left to watch, and never will be by this thread."""
         for positions in [each for each, watch in self._watched.items() if not watch.lives]:
             del self._watched[positions]
-            self._told.pop(positions, None)
+            self._reported.pop(positions, None)
         with self._lock:
             self._rests = True  # said before looking, as in `_run`
             ends = not (self._watched or self._noted or any(self._pending.values()))
@@ -162,9 +162,9 @@ class Monitor:
         for lane in self._pending.values():
             _drop_done(lane)
         oldest = [lane[0] for lane in self._pending.values() if lane]
-        for positions, (since, _) in list(self._told.items()):
+        for positions, (since, _) in list(self._reported.items()):
             if all(each.since > since for each in oldest):  # it has completed after all
-                del self._told[positions]
+                del self._reported[positions]
                 positions.verdict = None
         if oldest:
             self._see_to(min(oldest, key=lambda each: each.since))
@@ -175,7 +175,7 @@ class Monitor:
         limit = watch.limit()
         if waited < min(_FIRST_LOOK, _FIRST_PART * limit):
             return
-        number, _ = GroupPositions.told(issued.entry)
+        number, _ = GroupPositions.parse_latest(issued.entry)
         try:
             watch.positions.compare_all()
             watch.require_living(number)
@@ -197,10 +197,10 @@ class Monitor:
             text: What is the matter.
         """
         positions = issued.watch.positions
-        since, before = self._told.get(positions, (0.0, 0))
+        since, before = self._reported.get(positions, (0.0, 0))
         if since == issued.since and before >= gravity:
             return
-        self._told[positions] = issued.since, gravity
+        self._reported[positions] = issued.since, gravity
         text += flight_records()
         if gravity == 2:
             positions.verdict = text

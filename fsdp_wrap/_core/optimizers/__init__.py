@@ -6,18 +6,17 @@ Must never know: how parameters are sharded; whoever shards them says which ones
 """
 
 from fsdp_wrap._core.optimizers.optimizer_steps import (
-    Piece,
+    OptimizerPiece,
     note_elsewhere,
     note_pieces,
     reason_against_pieces,
     refuse_in_steps,
-    refuse_in_steps_at_times,
     steps_taken,
     warn_of_lost_decay,
     watch_steps,
 )
 from fsdp_wrap._core.optimizers.probe import (
-    Group,
+    TrialGroup,
     by_rows,
     computes_with_wholes,
     knows_its_shards,

@@ -20,16 +20,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
-from fsdp_wrap._core.optimizers.probe import Group, computes_with_wholes, flattened, in_pieces, joined
+from fsdp_wrap._core.optimizers.probe import TrialGroup, computes_with_wholes, flattened, in_pieces, joined
 
 _ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
 
 _steps = 0
-_refused = WeakIdKeyDictionary()  # for a parameter: what tells why
-_pieces = WeakIdKeyDictionary()  # for a parameter: its `Piece`
+_refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
+_pieces = WeakIdKeyDictionary()  # for a parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
 _noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps tell by themselves what they write
-_refused_at_times = WeakIdKeyDictionary()  # for a parameter: what tells whether, and why
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,12 @@ def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
     _noted_elsewhere.add(optimizer)
 
 
-def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:
-    """Lets optimizers that hold these parameters raise when they step, before anything changes.
+def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None]]]) -> None:
+    """Lets optimizers that hold these parameters raise before they step.
 
     Args:
-        params: Each with what tells why: the end of a sentence about the optimizer.
+        params: Each with a function that returns the end of a sentence about the optimizer, or None where it
+            may step now.
     """
     for param, reason in params:
         param.__dict__[_ASKED] = True
@@ -69,7 +69,7 @@ def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) ->
 
 
 @dataclass(frozen=True)
-class Piece:
+class OptimizerPiece:
     """What a parameter of an optimizer is of the model's parameters, flattened.
 
     Attributes:
@@ -86,34 +86,20 @@ class Piece:
     reason: Callable[[], str]
 
 
-def note_pieces(pieces: Iterable[tuple[nn.Parameter, Piece]]) -> None:
+def note_pieces(pieces: Iterable[tuple[nn.Parameter, OptimizerPiece]]) -> None:
     """Lets optimizers that hold these raise, before their first step, if they compute with wholes."""
     for param, piece in pieces:
         _pieces[param] = piece
-
-
-def refuse_in_steps_at_times(param: nn.Parameter, reason: Callable[[], str | None]) -> None:
-    """Lets optimizers that hold a parameter raise before they step, as long as there is a reason.
-
-    Args:
-        param: The parameter.
-        reason: Returns what tells why: the end of a sentence about the optimizer; None where it may step.
-    """
-    param.__dict__[_ASKED] = True
-    _refused_at_times[param] = reason
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _try_once(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if _ASKED not in param.__dict__:
-                continue
-            if param in _refused:  # others have copied the attribute
-                raise RuntimeError(f"this {type(optimizer).__name__} {_refused[param]()}")
-            told = _refused_at_times[param]() if param in _refused_at_times else None
-            if told is not None:
-                raise RuntimeError(f"this {type(optimizer).__name__} {told}")
+            if _ASKED in param.__dict__ and param in _refused:  # others have copied the attribute
+                reason = _refused[param]()
+                if reason is not None:
+                    raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
 
 
 def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
@@ -155,7 +141,7 @@ def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
     Then what has weight decay has no piece of a matrix, and all pieces are among what has none.
     """
     decayed: list[nn.Parameter] = []
-    spared: list[Piece] = []
+    spared: list[OptimizerPiece] = []
     for group in optimizer.param_groups:
         if group.get("weight_decay"):
             decayed.extend(group["params"])
@@ -174,11 +160,13 @@ def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _sees_wholes(optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[Piece]) -> bool:
+def _sees_wholes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[OptimizerPiece]
+) -> bool:
     options = {name: value for name, value in group.items() if name != "params"}
     dims = frozenset(chain.from_iterable(piece.dims for piece in pieces))
     several = any(len(piece.dims) > 1 for piece in pieces)
-    seen = Group(options, dims, several, group["params"][0].device)
+    seen = TrialGroup(options, dims, several, group["params"][0].device)
     if any(piece.cut for piece in pieces):
         return computes_with_wholes(optimizer, seen, in_pieces)
     return computes_with_wholes(optimizer, seen, joined if several else flattened)

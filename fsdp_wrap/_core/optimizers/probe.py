@@ -67,7 +67,7 @@ def joined(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrialGroup:
     """A parameter group of an optimizer, as the trial sees it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Group:
         return shapes * 2 if self.several else shapes
 
 
-def computes_with_wholes(optimizer: torch.optim.Optimizer, group: Group, cut: Cut) -> bool:
+def computes_with_wholes(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut) -> bool:
     """Whether pieces of parameters would train otherwise than the whole ones; nothing of the user's changes.
 
     Args:
@@ -112,14 +112,14 @@ def computes_with_wholes(optimizer: torch.optim.Optimizer, group: Group, cut: Cu
     return False
 
 
-def _differs(optimizer: torch.optim.Optimizer, group: Group, cut: Cut, dtype: torch.dtype) -> bool:
-    course = _Course(group, dtype)
-    whole = _Run(optimizer, group, course, _uncut)
-    pieces = _Run(optimizer, group, course, cut)
+def _differs(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut, dtype: torch.dtype) -> bool:
+    course = _TrialData(group, dtype)
+    whole = _TrialRun(optimizer, group, course, _uncut)
+    pieces = _TrialRun(optimizer, group, course, cut)
     if whole.state != pieces.state or (cut is by_rows and not whole.elementwise):
         return True
     torch.manual_seed(1)
-    draws_numbers = not whole.is_near(_Run(optimizer, group, course, _uncut))
+    draws_numbers = not whole.is_near(_TrialRun(optimizer, group, course, _uncut))
     return not draws_numbers and not whole.is_near(pieces)
 
 
@@ -136,10 +136,10 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Course:
+class _TrialData:
     """Values and gradients of whole tensors, which differ much from one element to another."""
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, group: TrialGroup, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(mean: float = 0.0) -> Tensors:
@@ -153,7 +153,7 @@ class _Course:
         self.places = [torch.arange(at, at + v.numel()).view_as(v) for at, v in zip(ends, self.values)]
 
 
-class _Run:
+class _TrialRun:
     """What optimizers, one for each rank, make of tensors.
 
     Attributes:
@@ -162,10 +162,12 @@ class _Run:
         elementwise: Whether each tensor of it is a number or of its parameter's shape.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Group, course: _Course, cut: Cut) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: TrialGroup, course: _TrialData, cut: Cut
+    ) -> None:
         values, slopes = cut(course.values), cut(course.slopes)
         offsets = [*zip(*(cut(each) for each in course.offsets))]
-        ranks = [_Rank(optimizer, group, *each) for each in zip(values, slopes, offsets)]
+        ranks = [_TrialRank(optimizer, group, *each) for each in zip(values, slopes, offsets)]
         order = torch.cat([each.reshape(-1) for of_rank in cut(course.places) for each in of_rank])
         updates = torch.cat([rank.updates() for rank in ranks]).cpu().double()[order.argsort()]
         self.updates = torch.split(updates, [each.numel() for each in course.values])
@@ -176,13 +178,13 @@ class _Run:
             sizes.setdefault(name, []).append(size.numel())
         self.state = {name: sum(each) if max(each) > 1 else 0 for name, each in sizes.items()}
 
-    def is_near(self, other: _Run) -> bool:
+    def is_near(self, other: _TrialRun) -> bool:
         """Whether the updates of each tensor in another run are the same."""
         pairs = zip(self.updates, other.updates)
         return all((one - same).abs().max() <= _NEAR * one.abs().max() for one, same in pairs)
 
 
-class _Rank:
+class _TrialRank:
     """An optimizer like another, and its steps on some tensors.
 
     Args:
@@ -196,7 +198,7 @@ class _Rank:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        group: Group,
+        group: TrialGroup,
         values: Tensors,
         slopes: Tensors,
         offsets: Sequence[Tensors],
@@ -238,7 +240,7 @@ class _Rank:
 
 
 def _made_like(
-    optimizer: torch.optim.Optimizer, group: Group, params: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer, group: TrialGroup, params: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     kind = type(optimizer)
     known = {**vars(optimizer), **optimizer.defaults}
