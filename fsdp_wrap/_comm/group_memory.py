@@ -16,12 +16,7 @@ from fsdp_wrap._core import UnfitBackendError
 
 
 class GroupMemory:
-    """Memory that the process group's backend allocates and registers.
-
-    Args:
-        accelerator: Whose memory it is.
-        pool: Where its allocator takes it from.
-    """
+    """Memory that the process group's backend allocates and registers."""
 
     def __init__(self, accelerator: Accelerator, pool: Any) -> None:
         self._accelerator, self._pool = accelerator, pool
@@ -31,12 +26,12 @@ class GroupMemory:
         return self._accelerator.allocating_in(self._pool)
 
     def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Prepares tensors of this memory that are about to travel, alike on all ranks."""
+        """Prepares tensors of this memory for a collective, alike on all ranks."""
         return None
 
 
 class SymmetricMemory(GroupMemory):
-    """Memory that lies alike on all ranks, so that copy engines or kernels can reach it from any of them."""
+    """Memory that lies alike on all ranks, so that copy engines or kernels reach it from any of them."""
 
     def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
         for tensor in tensors:
@@ -58,7 +53,7 @@ class PooledBuffer(Buffer):
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:
-    """Returns the memory of a group's own allocator; None where the backend has none that tensors can use."""
+    """Returns the memory of a group's own allocator; None where the backend has none for tensors."""
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
     if accelerator is None or backend is None or not backend.supports_tensor_alloc(device):
         return None
@@ -76,13 +71,7 @@ def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMe
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, user: str) -> SymmetricMemory:
     """Returns memory that lies alike on all ranks of a group; collective at first.
 
-    Args:
-        group: The group.
-        device: Where the memory is.
-        user: What asks for it, for the error's text.
-
-    Raises:
-        UnfitBackendError: If the group does not communicate by NCCL on this device.
+    Raises an UnfitBackendError, which names `user`, if the group does not communicate by NCCL on this device.
     """
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
     name = "" if backend is None else backend.name()

@@ -26,23 +26,19 @@ from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _PIECE = 1 << 17
-"""Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
+"""Bytes of a broadcast at a time: initialisation promises to hold no more than that twice."""
 
 _SMALL = 1 << 14
-"""Bytes: to make a tensor of a part that has no more takes longer than to copy it."""
+"""Bytes up to which making a tensor of a part takes longer than copying it."""
 
 Parts = dict[int, torch.Tensor]  # by rank
 
 
 class HostCommunicator(GroupCommunicator):
-    """Collectives through memory that the ranks of the group share.
+    """A communicator through memory that the ranks of the group share.
 
-    Left to the group are other reductions, and gathers of parts: streams promise not to hold anything twice.
-
-    Args:
-        ranks: The group, whose ranks share a host.
-        device: The CPU.
-        channel: Between them.
+    Left to the process group are other reductions, and gathers of parts: streams promise not to hold anything
+    twice.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, channel: Channel) -> None:
@@ -110,14 +106,10 @@ class HostCommunicator(GroupCommunicator):
     def _exchange(
         self, kind: Kind, shown: torch.Tensor | None, nbytes: int, wanted: Parts, offset: int = 0
     ) -> PostedCollective:
-        """Issues a collective in which each rank copies what others show.
+        """Issues a collective in which each rank copies from what others show.
 
-        Args:
-            kind: Which it is.
-            shown: What the others may read; None for nothing.
-            nbytes: How much each of those shows of whom this rank wants something.
-            wanted: Where to copy what they show, by rank.
-            offset: Bytes from where they show to this rank's share.
+        `wanted` are the targets by rank; each of those ranks shows `nbytes`, of which this rank's share
+        begins at `offset`.
         """
 
         def take(number: int) -> None:
@@ -129,7 +121,7 @@ class HostCommunicator(GroupCommunicator):
     def _share(
         self, number: int, kind: Kind, rank: int, nbytes: int, offset: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """Returns this rank's share of what another one shows, which has so many bytes."""
+        """Returns this rank's share of the `nbytes` that another one shows."""
         _, begin = self._channel.read(number, kind, rank, nbytes)
         if not nbytes:
             return like
@@ -138,7 +130,7 @@ class HostCommunicator(GroupCommunicator):
     def _shares(
         self, number: int, kind: Kind, nbytes: int, offset: int, own: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns all ranks' shares of what they show, in their order."""
+        """Returns this rank's shares of what all ranks show, in their order."""
         return [
             own if rank == self.rank else self._share(number, kind, rank, nbytes, offset, own)
             for rank in range(self.size)

@@ -1,4 +1,4 @@
-"""How the ranks of a group find out which of them share a host, and open a channel: all, or none.
+"""Ranks of a group find out which of them share a host, and open a channel: all, or none.
 
 Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
 takes no name that could be left behind, and is granted to processes of the same user only.
@@ -27,29 +27,17 @@ from fsdp_wrap._core.torch_private import default_store
 
 @dataclass(frozen=True)
 class _Address:
-    """Where peers find what a rank offers.
-
-    Attributes:
-        process: The rank's.
-        memory: Descriptor of its memory.
-        word: What that begins with.
-        board: Where in it the rank posts.
-        private: Whether the host lets it map memory privately.
-    """
+    """The process, memory and board that a rank offers."""
 
     process: int
-    memory: int
-    word: bytes
+    memory: int  # its descriptor
+    word: bytes  # the beginning of the memory
     board: int
-    private: bool
+    private: bool  # whether the host allows private maps
 
 
 def _offer(ranks: Ranks) -> _Address:
-    """Begins a board; returns where peers find it, and this rank's memory.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """Begins a board, and returns its address; raises an OSError if the host does not allow it."""
     require_futex()
     memory = own_memory()
     begin = memory.take(Board.nbytes(ranks.size))
@@ -58,11 +46,7 @@ def _offer(ranks: Ranks) -> _Address:
 
 
 def _connect(ranks: Ranks, addresses: list[_Address]) -> Channel:
-    """Returns the channel to those at some addresses, given by rank.
-
-    Raises:
-        OSError: If one cannot be reached.
-    """
+    """Returns the channel to addresses, given by rank; raises an OSError if one cannot be reached."""
     lends = all(address.private for address in addresses)
     peers = {
         rank: _peer(there, ranks.size, lends and rank == LENDER)
@@ -91,13 +75,7 @@ _PAUSE = 0.002  # seconds between looks into the store
 
 
 class StoreGather(InFlight):
-    """Ranks tell each other something through the store, since their collectives may be counted or fail.
-
-    Args:
-        ranks: Of the group.
-        value: What this rank tells, which can be pickled.
-        watch: Tells which of them have ended.
-    """
+    """A gather of picklable values through the store, since collectives may be counted or fail."""
 
     def __init__(self, ranks: Ranks, value: Any, watch: Watch) -> None:
         super().__init__(watch)
@@ -118,19 +96,19 @@ class StoreGather(InFlight):
         return True
 
     def _refuse_ended(self) -> None:
-        """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
+        """Raises a RuntimeError if a rank has ended before it wrote its value."""
         silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         for rank in filter(self._watch.has_ended, silent):
             if not self._store.check([self._keys[rank]]):  # nor has it just before its end
                 raise RuntimeError(f"rank {self._members[rank]} has ended")
 
     def values(self) -> list[Any]:
-        """Returns what each rank has told, by rank, once it was waited for."""
+        """Returns the values by rank, after the wait."""
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
 def can_share() -> bool:
-    """Whether this process can share memory, and buffers exchange theirs for it."""
+    """Whether this process can share memory, and buffers can swap theirs for it."""
     try:
         require_futex()
         own_memory()
@@ -142,13 +120,13 @@ def can_share() -> bool:
 _REFUSALS = (AttributeError, OSError, ValueError)  # no such call here, refused, or too large a map
 
 GatherObjects = Callable[[Any], list[Any]]
-"""Tells all ranks a small picklable value; returns that of each, by rank."""
+"""Gathers a small picklable value from all ranks, by rank."""
 
 
 def find_hosts(ranks: Ranks, gather_objects: GatherObjects) -> list[str] | None:
-    """Returns what only ranks have in common that can share memory, by rank.
+    """Returns the host of each rank, the same for ranks that can share memory.
 
-    None where one cannot tell, of which the first rank warns.
+    None where a rank cannot tell, of which the first rank warns.
     """
     hosts = gather_objects(_or_error(_host))
     return None if _refused(hosts, ranks) else hosts
@@ -165,9 +143,7 @@ def ranks_on_each(hosts: Sequence[str]) -> int:
 def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
     """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
 
-    Args:
-        ranks: Of the group.
-        gather_objects: Between them; called twice, whatever comes out.
+    `gather_objects` is called twice, whatever comes out.
     """
     addresses = gather_objects(_or_error(lambda: _offer(ranks)))
     channel = None if _refused(addresses, ranks) else _or_error(lambda: _connect(ranks, addresses))
@@ -175,7 +151,7 @@ def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
-    """Returns what `make` does, or what went wrong, to tell the others."""
+    """Returns the result of `make`, or the text of its error for the other ranks."""
     try:
         return make()
     except _REFUSALS as error:
@@ -183,7 +159,7 @@ def _or_error(make: Callable[[], Any]) -> Any:
 
 
 def _refused(answers: list[Any], ranks: Ranks) -> bool:
-    """Whether a rank has told of something that went wrong."""
+    """Whether a rank has reported an error, of which the first rank warns."""
     by_rank = zip(ranks.members, answers)
     errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
     if errors and ranks.rank == 0:

@@ -1,7 +1,7 @@
-"""How ranks of one host wait for each other: numbers in shared memory, and the kernel's futex.
+"""Waits between ranks of one host: numbers in shared memory, and the kernel's futex.
 
-A rank posts by counting up. Who waits looks for a moment, lets others run, and then sleeps until it is woken,
-for a bounded time, since a rank that has ended wakes nobody.
+A rank posts by counting up. A waiting rank looks for a moment, lets others run, and then sleeps until it is
+woken, for a bounded time, since a rank that has ended wakes nobody.
 """
 
 from __future__ import annotations
@@ -38,14 +38,7 @@ def require_futex() -> None:
 
 
 class Life:
-    """Tells whether a process runs.
-
-    Args:
-        process: Its id.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Tells whether a process runs; raises an OSError if there is none of this id."""
 
     def __init__(self, process: int) -> None:
         self._descriptor = Descriptor(os.pidfd_open(process))
@@ -64,18 +57,10 @@ def wake(address: int) -> None:
 
 
 def wait_until(words: memoryview, address: int, least: int, life: Life, begin: float, limit: float) -> bool:
-    """Waits until a number is high enough; returns whether it came so far.
+    """Waits until the first of `words` is at least `least`; returns whether it came so far.
 
-    Args:
-        words: Begin with the number.
-        address: Of the number.
-        least: What is waited for.
-        life: Of the process that counts.
-        begin: When this rank began to wait, for this and for others, by `time.perf_counter`.
-        limit: Seconds to wait at most since then.
-
-    Raises:
-        RuntimeError: If that process has ended.
+    `begin` is when this rank began to wait, for this and for others, by `time.perf_counter`; `limit` is in
+    seconds from then. Raises a RuntimeError if the process that counts has ended.
     """
     while time.perf_counter() - begin < _LOOKING:
         if words[0] >= least:

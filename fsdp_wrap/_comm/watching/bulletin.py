@@ -1,6 +1,6 @@
-"""Where ranks that share no memory tell each other what they issued last, once one of them is stuck.
+"""Positions that ranks on different hosts write to the store once one of them is stuck.
 
-In the store, and only then: as long as all goes well nobody reads or writes there.
+As long as all goes well nobody reads or writes there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ _MOST_NAMED = 8  # ranks
 
 
 class Bulletin:
-    """That of one group.
-
-    Args:
-        positions: Where the ranks of its host stand.
-    """
+    """The bulletin of one group."""
 
     def __init__(self, positions: GroupPositions) -> None:
         self._positions = weakref.ref(positions)
@@ -33,32 +29,24 @@ class Bulletin:
 
     @property
     def asked(self) -> bool:
-        """Whether a rank asks the others to pin up where they stand."""
+        """Whether a rank asks the others to pin up their positions."""
         return self._do(lambda store: store.check([f"{self._name}/asked"])) or False
 
     def ask(self) -> None:
-        """Asks the others to pin up where they stand; who waits for nothing does so within a minute."""
+        """Asks the others to pin up their positions; an idle rank does so within a minute."""
         self._do(lambda store: store.set(f"{self._name}/asked", "1"))
 
     def pin_up(self, state: str) -> None:
-        """Tells where this rank stands.
-
-        Args:
-            state: What it does.
-        """
+        """Writes this rank's state and latest collectives."""
         positions = self._positions()
         if positions is not None:
             told = json.dumps({"state": state, "history": positions.history()})
             self._do(lambda store: store.set(f"{self._name}/{positions.member}", told))
 
     def look(self, ranks: Iterable[int]) -> str:
-        """Returns what some ranks have told, on lines of their own.
+        """Formats the positions of some ranks of the job, on lines of their own.
 
-        Args:
-            ranks: Of the job.
-
-        Raises:
-            RuntimeError: If one has issued another collective in the place of one of this rank's.
+        Raises a RuntimeError if one has issued another collective in the place of one of this rank's.
         """
         positions = self._positions()
         if positions is None:
@@ -107,7 +95,7 @@ _bulletins: weakref.WeakKeyDictionary[GroupPositions, Bulletin] = weakref.WeakKe
 
 
 def bulletin_of(positions: GroupPositions) -> Bulletin:
-    """Returns that of a group, the same to all who ask."""
+    """Returns the bulletin of a group, the same to all callers."""
     if positions not in _bulletins:
         _bulletins[positions] = Bulletin(positions)
     return _bulletins[positions]

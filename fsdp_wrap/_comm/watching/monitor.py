@@ -1,11 +1,11 @@
 """Watches, from a thread of its own, collectives for which the host does not wait.
 
 On an accelerator waiting is an order to a stream, so nobody notices there that a collective does not
-complete. Each lane notes the event behind what it has issued. A thread asks the oldest ones, about once a
-second. It does nothing that synchronises. While nothing is pending it sleeps, and it ends with the groups.
+complete. Each lane notes the event behind its work. A thread queries the oldest events about once a second,
+and never synchronises. While nothing is pending it sleeps, and it ends with the groups.
 
-What it finds is told before the process group's own watchdog ends the process: in a warning or in the log,
-and by an error at the next collective, if the program gets there.
+It reports before the process group's own watchdog ends the process: in a warning or in the log, and by an
+error at the next collective, if the program gets there.
 """
 
 from __future__ import annotations
@@ -38,15 +38,7 @@ _ASK_PACE, _ASK_PACE_PER_RANK = 5.0, 0.02  # seconds until they are asked again
 
 
 class _Issued(NamedTuple):
-    """Something that a lane has issued.
-
-    Attributes:
-        event: Completes with it.
-        since: When it was issued, by the monotonic clock.
-        lane: Where it runs, such as "gather".
-        watch: Of the group.
-        entry: What this rank had noted last in the group.
-    """
+    """Work of a lane, with its event, its time of issue, and this rank's last entry in the group then."""
 
     event: Any
     since: float
@@ -56,7 +48,7 @@ class _Issued(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """Whether it has completed, or has failed, which is not our business."""
+        """Whether it has completed, or has failed, which others report."""
         try:
             return bool(self.event.query())
         except RuntimeError:
@@ -70,11 +62,7 @@ class _Issued(NamedTuple):
 
 
 class Monitor:
-    """Watches what the lanes of one accelerator have issued.
-
-    Args:
-        accelerator: It.
-    """
+    """Watches the lanes of one accelerator."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
@@ -86,7 +74,7 @@ class Monitor:
         self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
         self._pending: dict[str, deque[_Issued]] = {}  # by lane, whose order is that of completion
         self._watched: dict[GroupPositions, Watch] = {}
-        self._reported: dict[GroupPositions, tuple[float, int]] = {}  # by the time of issue: how grave it was
+        self._reported: dict[GroupPositions, tuple[float, int]] = {}  # time of issue and gravity
         self._asked_at = 0.0
         self._rests = True
         self._wakes: SimpleQueue[None] = SimpleQueue()  # may be written while garbage is collected
@@ -99,13 +87,7 @@ class Monitor:
         self._reset()
 
     def note(self, event: Any, lane: str, watch: Watch) -> None:
-        """Watches an event.
-
-        Args:
-            event: It.
-            lane: The purpose of the lane that has recorded it.
-            watch: Of the group that communicates.
-        """
+        """Watches an event that a lane has recorded for a group's work."""
         self._noted.append(_Issued(event, time.monotonic(), lane, watch, watch.positions.latest()))
         if self._rests:
             self._wake()
@@ -140,7 +122,7 @@ class Monitor:
                 _log.exception("cannot look after collectives")
 
     def _ends(self) -> bool:
-        """Whether nothing is left to watch, and never will be by this thread."""
+        """Whether this thread has nothing left to watch, and never will."""
         for positions in [each for each, watch in self._watched.items() if not watch.lives]:
             del self._watched[positions]
             self._reported.pop(positions, None)
@@ -152,7 +134,7 @@ class Monitor:
         return ends
 
     def _look(self) -> None:
-        """Takes over what was noted, drops what is done, and sees to the oldest of what is not."""
+        """Takes over new events, drops completed ones, and sees to the oldest of the rest."""
         while self._noted:
             issued = self._noted.popleft()
             self._pending.setdefault(issued.lane, deque()).append(issued)
@@ -170,7 +152,7 @@ class Monitor:
             self._see_to(min(oldest, key=lambda each: each.since))
 
     def _see_to(self, issued: _Issued) -> None:
-        """Does about the oldest collective what its age asks for."""
+        """Compares, asks, warns or gives up, depending on the age of the oldest collective."""
         watch, waited = issued.watch, time.monotonic() - issued.since
         limit = watch.limit()
         if waited < min(_FIRST_LOOK, _FIRST_PART * limit):
@@ -189,12 +171,9 @@ class Monitor:
             self._tell(issued, 1, f"{watch.report(waited, str(issued))}{others}")
 
     def _tell(self, issued: _Issued, gravity: int, text: str) -> None:
-        """Tells the user: once that it is late, once that it will not complete.
+        """Reports once that a collective is late, and once that it will not complete.
 
-        Args:
-            issued: What.
-            gravity: 1 if it may still complete, 2 if not: then the next collective raises.
-            text: What is the matter.
+        `gravity` is 1 if it may still complete, 2 if not: then the next collective raises.
         """
         positions = issued.watch.positions
         since, before = self._reported.get(positions, (0.0, 0))
@@ -212,10 +191,9 @@ class Monitor:
             _log.warning(text)
 
     def _ask(self, watch: Watch, waited: float) -> str:
-        """Tells ranks of other hosts where this one stands, and what they have told.
+        """Pins up this rank's position for other hosts, and returns theirs.
 
-        Raises:
-            RuntimeError: If one has issued another collective in the place of one of ours.
+        Raises a RuntimeError if one has issued another collective in the place of one of ours.
         """
         elsewhere = watch.positions.elsewhere
         if not elsewhere:
@@ -228,7 +206,7 @@ class Monitor:
         return bulletin.look(elsewhere)
 
     def _answer(self) -> None:
-        """Tells where this rank stands if another one has asked."""
+        """Pins up this rank's position if another rank has asked."""
         if any(bulletin.asked for bulletin in self._bulletins()):
             self._pin_up("waits for nothing")
 
@@ -242,7 +220,7 @@ class Monitor:
 
 
 def _drop_done(lane: deque[_Issued]) -> None:
-    """Drops what has completed, all of which comes before what has not: so few events are asked."""
+    """Drops completed work, all of which precedes the rest: bisection queries few events."""
     first, end = 0, len(lane)
     while first < end:
         middle = (first + end) // 2 if first else 0  # mostly the first is not done, or all are

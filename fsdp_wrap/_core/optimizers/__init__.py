@@ -1,8 +1,10 @@
 """Optimizers as users give them: how often they step, and what they compute with.
 
-Lives here: what is asked when an optimizer steps, and the trial that tells whether it is elementwise.
+Lives here: the hooks on steps, and the trial that finds out whether an optimizer is elementwise.
+
 May import: `_core`.
-Must never know: how parameters are sharded; whoever shards them says which ones are pieces.
+
+Must never know: how parameters are sharded; the caller tells which ones are pieces.
 """
 
 from fsdp_wrap._core.optimizers.optimizer_steps import (

@@ -1,6 +1,7 @@
-"""What is to be known of optimizers' steps: how many there were, and with which parameters none may be.
+"""Hooks on optimizer steps: they count steps, and refuse some parameters.
 
-Their kernels do not always move version counters: so steps are counted, and those of fused kernels noted.
+Kernels of optimizers do not always move version counters: so steps are counted, and those of fused kernels
+noted.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
 from fsdp_wrap._core.optimizers.probe import TrialGroup, computes_with_wholes, flattened, in_pieces, joined
 
-_ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
+_ASKED = "_fsdp_asked_in_steps"  # an attribute is fast to look up, for each parameter at each step
 
 _steps = 0
 _refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
-_pieces = WeakIdKeyDictionary()  # for a parameter: its `OptimizerPiece`
+_pieces = WeakIdKeyDictionary()  # by parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
-_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps tell by themselves what they write
+_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # they move version counters themselves
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """What of an optimizer was looked at: parameters, and lists of them with their lengths, by their ids."""
+    """Parameters of an optimizer that were tried, and lists of them with their lengths, by id."""
 
     params: set[int]
     lists: set[tuple[int, int]]
@@ -46,22 +47,21 @@ def steps_taken() -> int:
 
 @functools.cache
 def watch_steps() -> None:
-    """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
+    """Registers the hooks: steps are counted and refused, and fused kernels move version counters."""
     register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_post_hook(_note)
 
 
 def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Leaves it to an optimizer to move the version counters of what its steps write to."""
+    """Leaves it to an optimizer to move the version counters of the tensors that it writes to."""
     _noted_elsewhere.add(optimizer)
 
 
 def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None]]]) -> None:
     """Lets optimizers that hold these parameters raise before they step.
 
-    Args:
-        params: Each with a function that returns the end of a sentence about the optimizer, or None where it
-            may step now.
+    Each comes with a function that returns the end of a sentence about the optimizer, or None where it may
+    step now.
     """
     for param, reason in params:
         param.__dict__[_ASKED] = True
@@ -70,14 +70,11 @@ def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """What a parameter of an optimizer is of the model's parameters, flattened.
+    """A parameter of an optimizer that is a flat piece of one or several of the model's parameters.
 
-    Attributes:
-        name: Tells that of the first for which it stands.
-        dims: How many dimensions those have that it stands for, in order.
-        cut: Whether other ranks have the rest of it; else it is all there, but flat.
-        reason: Tells why optimizers that compute with whole parameters cannot step with it: the end of a
-            sentence about the optimizer.
+    `name` returns the name of the first of them, `dims` are their numbers of dimensions. `cut` tells whether
+    other ranks have the rest; else it is whole, but flat. `reason` returns the end of a sentence about an
+    optimizer that computes with whole parameters, and so cannot step.
     """
 
     name: Callable[[], str]
@@ -103,13 +100,10 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
-    """Tells why an optimizer cannot step with pieces that it has, as it computes with whole parameters.
+    """Returns why an optimizer cannot step with its pieces, as the end of a sentence; None if it can.
 
     Each parameter is looked at once, with all that are in its group then. A trial disturbs the generators and
     filters of warnings of the process while it runs: call this where nothing runs beside it.
-
-    Returns:
-        The end of a sentence about the optimizer; None if it can step.
     """
     tried = _tried.setdefault(optimizer, _Tried(set(), set()))
     for group in optimizer.param_groups:
@@ -138,7 +132,7 @@ def _try_once(optimizer: torch.optim.Optimizer) -> None:
 def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
     """Warns if groups look as if they were made by `p.ndim >= 2` of pieces, which are flat.
 
-    Then what has weight decay has no piece of a matrix, and all pieces are among what has none.
+    Then no group with weight decay has a piece of a matrix, and groups without it have all pieces.
     """
     decayed: list[nn.Parameter] = []
     spared: list[OptimizerPiece] = []
