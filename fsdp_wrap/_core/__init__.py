@@ -1,9 +1,9 @@
-"""Words and small tools that all share.
+"""Configuration and small tools that all folders share.
 
-Lives here: configuration, errors, events, walks over modules, precision, and every private name of
-torch that is touched.
+Lives here: configuration, errors, events, walks over modules, precision, and every private name of torch
+that the package uses.
 May import: torch, and nothing else of the package.
-Must never know: what a unit is, and how bytes travel.
+Must never know: units, and communication.
 """
 
 from fsdp_wrap._core.add_ons import Seam, found_when_asked_for

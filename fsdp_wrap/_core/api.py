@@ -173,13 +173,32 @@ class MixedPrecisionPolicy:
             )
 
 
+class _Offload:
+    """The rules of both policies that offload parameters or optimizer state."""
+
+    offload_params: bool
+    offload_optimizer_state: bool | None
+
+    def __post_init__(self) -> None:
+        if self.offload_params and self.offload_optimizer_state is False:
+            raise ValueError(
+                f"{type(self).__name__}(offload_params=True) keeps optimizer state in host memory as well, "
+                "since steps run where the parameters are; leave offload_optimizer_state out"
+            )
+
+    @property
+    def only_state(self) -> bool:
+        """Whether optimizer state alone is offloaded."""
+        return bool(self.offload_optimizer_state) and not self.offload_params
+
+
 @dataclass
 class OffloadPolicy:
     """No offload of a `fully_shard`ed module."""
 
 
 @dataclass
-class CPUOffloadPolicy(OffloadPolicy):
+class CPUOffloadPolicy(_Offload, OffloadPolicy):
     """Sharded parameters, gradients and so optimizer state live in host memory, or optimizer state alone.
 
     Attributes:
@@ -196,14 +215,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_state_offload(self)
+        super().__post_init__()
         if not self.offload_params and not self.offload_optimizer_state:
             raise ValueError("this CPUOffloadPolicy offloads nothing; pass OffloadPolicy(), the default")
-
-    @property
-    def only_state(self) -> bool:
-        """Whether optimizer state alone is offloaded."""
-        return bool(self.offload_optimizer_state) and not self.offload_params
 
 
 @dataclass
@@ -243,7 +257,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass
-class CPUOffload:
+class CPUOffload(_Offload):
     """Whether sharded parameters and gradients, or optimizer state, live in host memory.
 
     Gradients are where their parameters are, as torch wants it.
@@ -261,22 +275,6 @@ class CPUOffload:
 
     offload_params: bool = False
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        _check_state_offload(self)
-
-    @property
-    def only_state(self) -> bool:
-        """Whether optimizer state alone is offloaded."""
-        return bool(self.offload_optimizer_state) and not self.offload_params
-
-
-def _check_state_offload(policy: CPUOffload | CPUOffloadPolicy) -> None:
-    if policy.offload_params and policy.offload_optimizer_state is False:
-        raise ValueError(
-            f"{type(policy).__name__}(offload_params=True) keeps optimizer state in host memory as well, "
-            "since steps run where the parameters are; leave offload_optimizer_state out"
-        )
 
 
 class StateDictType(Enum):

@@ -95,18 +95,6 @@ class Watch:
         """Returns the ranks of the group that are known to have died."""
         return self.positions.dead_before(sys.maxsize)
 
-    def look(self, number: int, waited: float) -> float:
-        """Looks at the ranks during a wait of some seconds for a collective; returns the seconds left.
-
-        Raises a RuntimeError if it cannot complete, or no time is left.
-        """
-        self.positions.compare_all()
-        self.require_living(number)
-        left = self.time_left(waited)
-        if left <= 0:
-            raise RuntimeError(self.report(waited))
-        return left
-
     def require_living(self, number: int) -> None:
         """Raises a RuntimeError if a rank died before it came to a collective."""
         for rank in self.positions.dead_before(number):
@@ -120,13 +108,6 @@ class Watch:
     def is_late(self, waited: float) -> bool:
         """Whether a collective takes unusually long, after a wait of some seconds."""
         return waited > min(_PATIENCE * self.limit(), _LONGEST_PATIENCE)
-
-    def warn_if_late(self, waited: float) -> bool:
-        """Warns if a collective takes unusually long; returns whether it does."""
-        late = self.is_late(waited)
-        if late:
-            warn_caller(self.report(waited))
-        return late
 
     def report(self, waited: float, what: str = "") -> str:
         """Describes a collective that takes long, after a wait of some seconds, with all positions."""
@@ -193,9 +174,15 @@ class InFlight(ABC):
 
     def _look(self) -> float:
         """Looks at the ranks and warns once; returns the seconds left, or raises a RuntimeError."""
-        waited = time.monotonic() - self._begin
-        left = self._watch.look(self._number, waited)
-        self._warned = self._warned or self._watch.warn_if_late(waited)
+        watch, waited = self._watch, time.monotonic() - self._begin
+        watch.positions.compare_all()
+        watch.require_living(self._number)
+        left = watch.time_left(waited)
+        if left <= 0:
+            raise RuntimeError(watch.report(waited))
+        if not self._warned and watch.is_late(waited):
+            warn_caller(watch.report(waited))
+            self._warned = True
         return left
 
 
