@@ -207,7 +207,7 @@ def _named(wanted: int | torch.device | str, argument: str) -> torch.device:
 def _complete(device: torch.device) -> torch.device:
     """Adds the current index to an accelerator without one."""
     if device.type == "cpu":
-        return torch.device("cpu")  # "cpu:0" compares unequal to what tensors report
+        return torch.device("cpu")  # "cpu:0" compares unequal to the device of tensors
     if device.index is not None:
         return device
     return torch.device(device.type, 0 if _planned else torch.accelerator.current_device_index())

@@ -57,12 +57,12 @@ def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMe
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
     if accelerator is None or backend is None or not backend.supports_tensor_alloc(device):
         return None
-    if getattr(backend, "register_mem_pool", None) is None:  # it allocates, but not what comes and goes
+    if getattr(backend, "register_mem_pool", None) is None:  # it cannot serve memory that comes and goes
         return None
 
     def make() -> GroupMemory:
         pool = accelerator.new_pool(backend.mem_allocator)
-        backend.register_mem_pool(pool)  # and what it grows by later
+        backend.register_mem_pool(pool)  # with its later growth
         return GroupMemory(accelerator, pool)
 
     return once_for(group, ("registered memory", device), make)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, object_device_of
 
-# Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
+# Methods of the group: torch's functions around them, with coalescing, double the host's time.
 GATHER, _REDUCE = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13

@@ -42,7 +42,7 @@ from fsdp_wrap._core.torch_private import default_store
 _ENTRY = struct.Struct("<Q235pIB")  # as `_LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # the latest collectives of a group
-_ENTERED, _FIRST = 0, 1  # the row of what was entered last, and of the first collective in the ring
+_ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
 _ROWS = _FIRST + _RING
 _LOW = 0xFFFFFFFF
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
@@ -102,7 +102,7 @@ class _Sheet:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-            # Without space an error here, not a signal later. What others need takes none for them.
+            # Without space an error here, not a signal later. Each rank takes the space for its own entries.
             os.posix_fallocate(descriptor, 0, 8 * _ROWS * ranks)
             os.posix_fallocate(descriptor, cls.entries(rank, ranks), _ROWS * _ENTRY.size)
             os.posix_fallocate(descriptor, cls.nbytes(ranks) - 1, 1)
@@ -188,7 +188,7 @@ class _Job:
         self.thread = thread
         self._directory = _directory()
         self._word = secrets.token_hex(8)
-        # There are no other ranks to show anything, or they are threads, which share what a process locks.
+        # There are no other ranks, or they are threads, which share the locks of their process.
         self._enabled = dist.get_backend() not in (*CARRY_NOTHING, "threaded")
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
         self._groups = weakref.WeakKeyDictionary()
@@ -293,7 +293,7 @@ class GroupPositions:
         self._sheet = job.sheet(group, self._rank, self._size)
         self._memory, self._words = self._sheet.memory, self._sheet.words
         self._entries = _Sheet.entries(self._rank, self._size)
-        # Within the range of those who are there, the others are on another host.
+        # Absent ranks within this range are on another host.
         self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
         self._searches = _RING  # whom the first collectives do not show is on another host
         self.issued = 0
@@ -382,7 +382,7 @@ class GroupPositions:
         if len(self._there) == 1:
             return True
         all_came = all(word >> 32 >= number & _LOW for word in self._noted(number).values())
-        self.compare(number)  # what came is looked at after it came
+        self.compare(number)  # after the look whether all came
         return all_came
 
     def knows(self, rank: int) -> bool:

@@ -54,7 +54,7 @@ class Communicator(ABC):
     keeps_notes = True  # whether sums keep the sign of zeros, and make nothing else zero
     compresses_reductions = False
     settings: Sequence[str] = ()  # that chose this way of communicating; alike on all ranks
-    _memory: GroupMemory | None = None
+    memory: GroupMemory | None = None  # of buffers from now on; None for ordinary memory
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -90,14 +90,14 @@ class Communicator(ABC):
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
-        if self._memory is not None:
-            return PooledBuffer(numel, dtype, self.device, self._memory)
+        if self.memory is not None:
+            return PooledBuffer(numel, dtype, self.device, self.memory)
         return Buffer(numel, dtype, self.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor that can travel."""
-        if self._memory is not None:
-            with self._memory.allocating(), torch.inference_mode(False):
+        if self.memory is not None:
+            with self.memory.allocating(), torch.inference_mode(False):
                 return torch.empty(numel, dtype=dtype, device=self.device)
         if not torch.is_inference_mode_enabled():
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -116,11 +116,6 @@ class Communicator(ABC):
     def group(self) -> dist.ProcessGroup | None:
         """The process group by which it communicates; None where nothing travels."""
         return None
-
-    @property
-    def memory(self) -> GroupMemory | None:
-        """The memory of buffers from now on; None for ordinary memory."""
-        return self._memory
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
         """Chooses the memory of buffers from now on; for groups on an accelerator."""
@@ -287,7 +282,7 @@ class GroupCommunicator(Communicator):
         return self._group
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
-        self._memory = None if self._on_host else memory
+        self.memory = None if self._on_host else memory
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -345,8 +340,8 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-        if self._memory is not None:
-            self._memory.admit(full, group)
+        if self.memory is not None:
+            self.memory.admit(full, group)
         fill()
         gather, works = getattr(group, GATHER), []
         for each in full:
@@ -377,13 +372,13 @@ class GroupCommunicator(Communicator):
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
             summed = each if each.dtype == shard.dtype else self._widened(each, shard.dtype)
-            if self._memory is not None:
-                self._memory.admit([summed, shard], group)
+            if self.memory is not None:
+                self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
 
     def _widened(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype) if self._memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
+        return tensor.to(dtype) if self.memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:

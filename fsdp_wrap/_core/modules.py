@@ -128,7 +128,7 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
 def original_class(module: nn.Module) -> type[nn.Module]:
     """Returns a module's class without the one that a front-end has mixed in."""
     mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
-    return type(module).__bases__[1] if mixed else type(module)  # what was mixed in, the original
+    return type(module).__bases__[1] if mixed else type(module)  # (mixin, original)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -178,7 +178,7 @@ class Channel:
         self.next_number = 1
         self._slots = begin + Board.slots(self.size)
         self._slots_address = memory.address(self._slots)
-        self._shown = [0] * _SLOTS  # of what number the tensor in each slot is
+        self._shown = [0] * _SLOTS  # by slot, the collective that its tensor belongs to
         self._process = os.getpid()
         left = partial(_leave, self._process, rank, [peer.board for peer in peers.values()])
         weakref.finalize(self, left, memory, begin, self.readers).atexit = False
@@ -230,7 +230,7 @@ class Channel:
 
     def show(self, tensor: torch.Tensor, in_place: bool) -> int:
         """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
-        self.check_process()  # whose writes would reach its parent
+        self.check_process()  # a fork's writes would reach its parent
         number, nbytes = self.next_number, tensor.nbytes
         slot = number % _SLOTS
         if nbytes <= _SLOT and self.board.is_over(self._shown[slot]):

@@ -54,7 +54,7 @@ class HostCommunicator(GroupCommunicator):
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
         if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
-        # Of other tensors, since telling writes to them, and others write to what is lent.
+        # With other tensors: counting modes may write to them, and other ranks write to lent memory.
         self._tell_of_gathers(torch.empty_like(buffer.data) for buffer in buffers)
         self._prepare(len(buffers))
         first = self._channel.next_number

@@ -14,7 +14,7 @@ import os
 import weakref
 from bisect import bisect_right
 
-_FIXED = 0x10  # MAP_FIXED: in the place of what is mapped there
+_FIXED = 0x10  # MAP_FIXED: replaces an existing map
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _FAILED = ctypes.c_void_p(-1).value
 

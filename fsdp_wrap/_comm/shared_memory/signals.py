@@ -16,7 +16,7 @@ from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor
 
 _FUTEX = 202  # of x86-64: others do not promise to show writes in their order
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
-_LOOKING = 100e-6  # seconds: about what it takes to wake up
+_LOOKING = 100e-6  # seconds: about the time to wake up
 _ASLEEP = 0.05  # seconds until the next look whether a rank has ended
 
 
@@ -24,7 +24,7 @@ class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_system_call = ctypes.CDLL(None)["syscall"]  # a function of our own, whose types nobody else changes
+_system_call = ctypes.CDLL(None)["syscall"]  # our own function object: nobody else changes its types
 _system_call.argtypes = [
     *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
     *(ctypes.POINTER(_Time), ctypes.c_void_p, ctypes.c_int),
@@ -71,7 +71,7 @@ def wait_until(words: memoryview, address: int, least: int, life: Life, begin: f
         if left <= 0:
             return False
         ended = life.ended
-        if ended and words[0] < least:  # what it did before counts
+        if ended and words[0] < least:  # it may have posted before it ended
             raise RuntimeError("has ended")
         _sleep(address, now, min(left, _ASLEEP))
     return True

@@ -21,7 +21,7 @@ class Bulletin:
     def __init__(self, positions: GroupPositions) -> None:
         self._positions = weakref.ref(positions)
         store: Any = positions.agreement.store
-        try:  # whoever else waits at the store holds its connection
+        try:  # another thread that waits at the store holds its connection
             self._store = store if store is None else store.clone()
         except (AttributeError, RuntimeError):  # it has but one
             self._store = store

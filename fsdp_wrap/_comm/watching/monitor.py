@@ -27,7 +27,7 @@ from fsdp_wrap._core import warn_caller
 
 _log = logging.getLogger(__name__)
 
-_PACE = 1.0  # seconds between two looks at what is pending
+_PACE = 1.0  # seconds between two looks at pending work
 _REST = 60.0  # of a thread with nothing pending, until it looks whether other ranks ask for this one
 _FIRST_LOOK, _FIRST_PART = (
     5.0,
@@ -72,7 +72,7 @@ class Monitor:
 
     def _reset(self) -> None:
         self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
-        self._pending: dict[str, deque[_Issued]] = {}  # by lane, whose order is that of completion
+        self._pending: dict[str, deque[_Issued]] = {}  # by lane, in the order of completion
         self._watched: dict[GroupPositions, Watch] = {}
         self._reported: dict[GroupPositions, tuple[float, int]] = {}  # time of issue and gravity
         self._asked_at = 0.0
@@ -109,7 +109,7 @@ class Monitor:
             del accelerator
         while not self._ends():
             self._rests = not any(self._pending.values())
-            if self._rests and self._noted:  # looked at after saying so: who notes looks the other way round
+            if self._rests and self._noted:  # `note` appends first, and reads `_rests` then
                 self._rests = False
             try:
                 self._wakes.get(timeout=_REST if self._rests else _PACE)
@@ -118,7 +118,7 @@ class Monitor:
                     self._answer()
             try:
                 self._look()
-            except Exception:  # whatever it is, it is not what stops training
+            except Exception:  # no error here stops training
                 _log.exception("cannot look after collectives")
 
     def _ends(self) -> bool:

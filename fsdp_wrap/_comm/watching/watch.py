@@ -29,7 +29,7 @@ from fsdp_wrap._core.torch_private import all_groups, dump_flight_records
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
 _FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
 _LATER_LOOKS = 1.0
-_LAST_LOOK = 0.01  # what rounds to no milliseconds would be no limit
+_LAST_LOOK = 0.01  # rounded to no milliseconds it would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
 _TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
@@ -147,7 +147,7 @@ class InFlight(ABC):
         self._number = watch.positions.issued
         self._begin = time.monotonic()
         self._ended, self._warned = False, False
-        self._failure: str | None = None  # not the error, which would hold the frames of who waited
+        self._failure: str | None = None  # not the error, which would hold the frames of its waiter
 
     @abstractmethod
     def _wait_for(self, seconds: float) -> bool:
@@ -165,7 +165,7 @@ class InFlight(ABC):
                 self._ended = self._wait_for(pause)
             except RuntimeError as error:
                 self._failure = str(error)
-                failure = self._watch.failure(error)  # or raises what peers did
+                failure = self._watch.failure(error)  # or raises: peers issued something else
                 self._failure = str(failure)
                 raise failure from error
             if not self._ended:
@@ -204,7 +204,7 @@ class Works(InFlight):
             except RuntimeError:
                 if not work.is_completed():  # it goes on: only the waiting has ended
                     return False
-                work.wait()  # tells what ended it: perhaps success, just after the waiting
+                work.wait()  # raises its error, or has succeeded just after the limit
         return True
 
 
@@ -217,7 +217,7 @@ class WorksWithoutLimit(InFlight):
             waited = time.monotonic() - begin
             if waited > seconds:
                 return False
-            time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+            time.sleep(min(waited / 8, 0.001))  # late by a small part of the whole wait
         for work in self._works:
             work.wait()
         return True
