@@ -23,7 +23,7 @@ class Agreement:
         # Where there are no other ranks to agree with there may be no store either.
         self.store = None if dist.get_backend(group) in CARRY_NOTHING else default_store()
         self._rank = dist.get_rank()
-        self._told: set[str] = set()
+        self._offered: set[str] = set()
         self.name = ""
         if self.store is not None:
             name = f"fsdp_wrap/agreement/{group.group_name}"
@@ -54,9 +54,9 @@ class Agreement:
 
         This rank's own are returned if it is the first or has been here before.
         """
-        if self.store is None or what in self._told:
+        if self.store is None or what in self._offered:
             return self._rank, lines
-        self._told.add(what)
+        self._offered.add(what)
         key, own = f"{self.name}/of/{what}", "\n".join([str(self._rank), *lines])
         rank, *other = self.store.compare_set(key, "", own).decode().split("\n")
         return int(rank), other

@@ -65,7 +65,7 @@ class ModuleWriter:
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._told: list[tuple[weakref.ref[nn.Module], str, Any]] = []
+        self._set: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
         self._covers: list[tuple[dict[str, Any], str]] = []
@@ -80,11 +80,11 @@ class ModuleWriter:
                 registrable = param is None or param.is_leaf  # RNNs look up other tensors themselves
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
                     # RNNs update a second list of their weights.
-                    self._told.append((weakref.ref(module), name, param))
+                    self._set.append((weakref.ref(module), name, param))
 
     def show(self) -> None:
         """Makes the writes."""
-        for module, name, param in self._told:
+        for module, name, param in self._set:
             setattr(module(), name, param)
         for names, name in self._covers:
             names.pop(name, None)

@@ -40,8 +40,8 @@ class Bulletin:
         """Writes this rank's state and latest collectives."""
         positions = self._positions()
         if positions is not None:
-            told = json.dumps({"state": state, "history": positions.history()})
-            self._do(lambda store: store.set(f"{self._name}/{positions.member}", told))
+            written = json.dumps({"state": state, "history": positions.history()})
+            self._do(lambda store: store.set(f"{self._name}/{positions.member}", written))
 
     def look(self, ranks: Iterable[int]) -> str:
         """Formats the positions of some ranks of the job, on lines of their own.
@@ -54,11 +54,11 @@ class Bulletin:
         own = {number: (digest, text) for number, digest, text in positions.history()}
         lines, silent = [], []
         for rank in ranks:
-            told = self._read(rank)
-            if told is None:
+            found = self._read(rank)
+            if found is None:
                 silent.append(f"rank {rank}")
                 continue
-            history = told["history"]
+            history = found["history"]
             for number, digest, text in history:
                 if own.get(number, (digest,))[0] != digest:
                     raise positions.mixed_up(
@@ -70,7 +70,7 @@ class Bulletin:
                 if history
                 else ""
             )
-            lines.append(f"  rank {rank} (another host): {told['state']}{last}")
+            lines.append(f"  rank {rank} (another host): {found['state']}{last}")
         if silent:
             rest = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
             lines.append(f"  no word yet of {', '.join(silent[:_MOST_NAMED])}{rest}")
@@ -78,8 +78,8 @@ class Bulletin:
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._name}/{rank}"
-        told = self._do(lambda store: store.get(key) if store.check([key]) else None)
-        return None if told is None else dict(json.loads(told))
+        found = self._do(lambda store: store.get(key) if store.check([key]) else None)
+        return None if found is None else dict(json.loads(found))
 
     def _do(self, action: Any) -> Any:
         if self._store is None:

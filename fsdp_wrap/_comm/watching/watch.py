@@ -65,8 +65,8 @@ class Watch:
         """
         time.sleep(_BURIAL)
         self.positions.compare_all()
-        told = [f"rank {rank} has ended" for rank in self._ended()]
-        text = ": ".join([*(each for each in told if each not in str(error)), str(error)])
+        ended = [f"rank {rank} has ended" for rank in self._ended()]
+        text = ": ".join([*(each for each in ended if each not in str(error)), str(error)])
         return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
 
     def _ended(self) -> list[int]:
