@@ -103,25 +103,26 @@ def default_mesh(user: str, *names: str) -> DeviceMesh:
     """
     group = default_group(user)
 
-    def make() -> DeviceMesh:
-        world = (dist.get_world_size(),)
-        mesh = init_device_mesh(device_type_for(group), world, mesh_dim_names=names or None)
-        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
-        mesh._pg_registry.clear()
-        return mesh
-
-    return once_for(group, ("mesh", *names), make)
+    kind, size = device_type_for(group), (dist.get_world_size(),)
+    make = partial(init_device_mesh, kind, size, mesh_dim_names=names or None)
+    return _mesh_once(group, ("mesh", *names), make)
 
 
 def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Returns the one-dimensional mesh of a group's ranks, without communication."""
 
-    def make() -> DeviceMesh:
-        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
-        mesh._pg_registry.clear()  # as above
+    make = partial(DeviceMesh.from_group, group, device_type, mesh_dim_names=names)
+    return _mesh_once(group, ("mesh over", device_type, names), make)
+
+
+def _mesh_once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    def made() -> DeviceMesh:
+        mesh = make()
+        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
+        mesh._pg_registry.clear()
         return mesh
 
-    return once_for(group, ("mesh over", device_type, names), make)
+    return once_for(group, what, made)
 
 
 def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

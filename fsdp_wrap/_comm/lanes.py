@@ -154,8 +154,8 @@ class HostLane:
 
     def abandon(self) -> None:
         """Waits for all that was issued, and ignores errors."""
-        issued, self._issued = self._issued, deque()
-        wait(issued)
+        self.settle()
+        self._issued.clear()
 
 
 _ON_CPU = Lane()

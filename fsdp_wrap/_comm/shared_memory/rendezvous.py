@@ -147,21 +147,29 @@ def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
     """
     addresses = gather_objects(_or_error(lambda: _offer(ranks)))
     channel = None if _refused(addresses, ranks) else _or_error(lambda: _connect(ranks, addresses))
-    return None if _refused(gather_objects(channel if isinstance(channel, str) else None), ranks) else channel
+    return (
+        None
+        if _refused(gather_objects(channel if isinstance(channel, _Refusal) else None), ranks)
+        else channel
+    )
+
+
+class _Refusal(str):
+    """The text of an error by which a rank cannot share memory."""
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
-    """Returns the result of `make`, or the text of its error for the other ranks."""
+    """Returns the result of `make`, or a `_Refusal` for the other ranks."""
     try:
         return make()
     except _REFUSALS as error:
-        return f"{type(error).__name__}: {error}"
+        return _Refusal(f"{type(error).__name__}: {error}")
 
 
 def _refused(answers: list[Any], ranks: Ranks) -> bool:
     """Whether a rank has reported an error, of which the first rank warns."""
     by_rank = zip(ranks.members, answers)
-    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
+    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, _Refusal)]
     if errors and ranks.rank == 0:
         warn_caller(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "

@@ -65,11 +65,7 @@ class Bulletin:
                         f"rank {positions.member} {own[number][1]} while rank {rank} {text}, as collective "
                         f"number {number} of the group"
                     )
-            last = (
-                f"; last collective, number {history[-1][0]} of the group: {history[-1][2]}"
-                if history
-                else ""
-            )
+            last = "; last collective, number {0} of the group: {2}".format(*history[-1]) if history else ""
             lines.append(f"  rank {rank} (another host): {found['state']}{last}")
         if silent:
             rest = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""

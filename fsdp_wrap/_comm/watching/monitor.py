@@ -29,10 +29,8 @@ _log = logging.getLogger(__name__)
 
 _PACE = 1.0  # seconds between two looks at pending work
 _REST = 60.0  # of a thread with nothing pending, until it looks whether other ranks ask for this one
-_FIRST_LOOK, _FIRST_PART = (
-    5.0,
-    0.05,
-)  # when to look at the ranks of the host: seconds, at most this part of the limit
+# When to look at the ranks of the host: seconds, at most this part of the limit.
+_FIRST_LOOK, _FIRST_PART = 5.0, 0.05
 _ASK, _ASK_PART = 30.0, 0.1  # when to ask those of other hosts, likewise
 _ASK_PACE, _ASK_PACE_PER_RANK = 5.0, 0.02  # seconds until they are asked again
 
