@@ -219,7 +219,7 @@ def all_reduce_at_once(
 class AllToAll:
     """An all-to-all of even parts in flight; takes the place of a process group's work.
 
-    It holds what it sends, so that gloo's thread does not free that. Dispatch modes were told already.
+    It holds the sent tensor, so that gloo's thread does not free that. Callers tell dispatch modes.
     """
 
     def __init__(self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:

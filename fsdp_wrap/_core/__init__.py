@@ -83,20 +83,22 @@ from fsdp_wrap._core.modules import (
     replace_tensor,
     show_extra,
 )
-from fsdp_wrap._core.optimizers import (
+from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
-    TrialGroup,
-    by_rows,
-    computes_with_wholes,
-    knows_its_shards,
     note_elsewhere,
-    note_knows_shards,
     note_pieces,
     reason_against_pieces,
     refuse_in_steps,
     steps_taken,
     warn_of_lost_decay,
     watch_steps,
+)
+from fsdp_wrap._core.optimizers.probe import (
+    TrialGroup,
+    by_rows,
+    computes_with_wholes,
+    knows_its_shards,
+    note_knows_shards,
 )
 from fsdp_wrap._core.precision import (
     NO_CASTS,
