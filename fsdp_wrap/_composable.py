@@ -14,7 +14,6 @@ from fsdp_wrap._comm import Communicator, device_of, ranks_of
 from fsdp_wrap._core import (
     UNIT_ATTR,
     AlreadyShardedError,
-    Contents,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     Ignored,
@@ -24,6 +23,7 @@ from fsdp_wrap._core import (
     ParamSlot,
     SegmentPolicy,
     ShardAlignment,
+    UnitContents,
     check_flag,
     check_kind,
     check_nbytes,
@@ -100,7 +100,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
         wanted: How.
     """
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
-    contents = Contents.of(owner, _ignored(parts, wanted.ignored_params))
+    contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))
     slots, device = contents.slots, device_of(wanted.data.mesh)
     later = f"apply it to model.parameters() after {wanted.by}"
     check_tensors(contents, later, distributed=True, extended=True)

@@ -1,9 +1,9 @@
-"""How bytes travel between ranks.
+"""Communication between ranks.
 
-Lives here: groups and meshes, the `Communicator` and its kinds, lanes of streams, positions and the
-watch over them.
+Lives here: groups and meshes, the `Communicator` and its kinds, lanes of streams, the positions of ranks and
+the watch over them.
 May import: `_core`.
-Must never know: parameters, units, and why something travels.
+Must never know: parameters, units, and why they communicate.
 """
 
 from fsdp_wrap._comm.agreement import Agreement
@@ -25,6 +25,7 @@ from fsdp_wrap._comm.groups import (
     default_mesh,
     group_of,
     group_over,
+    host_id,
     mesh_over,
     neighbours,
     ranks_in,

@@ -1,7 +1,7 @@
-"""What the ranks of a group must have alike, compared without waiting for anybody.
+"""Settings that the ranks of a group must have alike, compared through the store without waiting for anybody.
 
-The first rank to come tells what it has, in the store, and each other one compares. Who finds a difference
-leaves word for the others, who are told when they look why a collective takes so long, or failed.
+The first rank to come writes its settings, and each other rank compares. A rank that finds a difference
+leaves an error for the others, which look for it when a collective takes long or fails.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ from fsdp_wrap._core.torch_private import default_store
 
 
 class Agreement:
-    """What the ranks of one group must have alike.
+    """Comparisons among the ranks of one group.
 
-    Args:
-        group: The process group.
-
-    Attributes:
-        store: Where they tell; None where there is nobody to agree with.
-        name: Of the group there, the same on all its ranks and of no other group.
+    `store` is None where there are no other ranks. `name` is the same on all ranks of the group, and no other
+    group's.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Where there are no other ranks to agree with there may be no store either.
         self.store = None if dist.get_backend(group) in CARRY_NOTHING else default_store()
         self._rank = dist.get_rank()
-        self._told: set[str] = set()
+        self._offered: set[str] = set()
         self.name = ""
         if self.store is not None:
             name = f"fsdp_wrap/agreement/{group.group_name}"
@@ -36,15 +32,10 @@ class Agreement:
             self._word = f"{self.name}/word"
 
     def require(self, what: str, lines: list[str], rule: str) -> None:
-        """Compares once what this rank has with what the first rank had that came here.
+        """Compares this rank's lines with those of the first rank that came here; raises a RuntimeError with
+        the rule.
 
-        Args:
-            what: Names what is compared.
-            lines: What this rank has. Names of parameters in front only tell: ranks may call them otherwise.
-            rule: What to do about a difference.
-
-        Raises:
-            RuntimeError: If it is not the same.
+        Names of parameters in front of a line are for messages: ranks may call them otherwise.
         """
         rank, other = self.first(what, lines)
         if [*map(_compared, other)] != [*map(_compared, lines)]:
@@ -55,22 +46,17 @@ class Agreement:
 
     @property
     def compares(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there are other ranks to compare with."""
         return self.store is not None
 
     def first(self, what: str, lines: list[str]) -> tuple[int, list[str]]:
-        """Tells, once, what this rank has.
+        """Offers this rank's lines, once; returns the rank that came here first, with its lines.
 
-        Args:
-            what: Names what it is.
-            lines: What this rank has.
-
-        Returns:
-            The first rank that came here, with what that had; this one if it is, or has been here before.
+        This rank's own are returned if it is the first or has been here before.
         """
-        if self.store is None or what in self._told:
+        if self.store is None or what in self._offered:
             return self._rank, lines
-        self._told.add(what)
+        self._offered.add(what)
         key, own = f"{self.name}/of/{what}", "\n".join([str(self._rank), *lines])
         rank, *other = self.store.compare_set(key, "", own).decode().split("\n")
         return int(rank), other
@@ -86,7 +72,7 @@ def _compared(line: str) -> str:
 
 
 def _difference(rank: int, lines: list[str], other: int, others: list[str]) -> str:
-    """Tells of the first line in which two ranks differ."""
+    """Describes the first line in which two ranks differ."""
     length = max(len(lines), len(others))
     padded = [[*each, *["nothing more"] * (length - len(each))] for each in (lines, others)]
     one, two = next(pair for pair in zip(*padded) if _compared(pair[0]) != _compared(pair[1]))

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 
 resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
-"""Who is told when memory of a buffer has come or gone; while it is empty, nothing is called."""
+"""Called when memory of a buffer has come or gone."""
 
 
 def tell_resized(storage: torch.UntypedStorage) -> None:
-    """Tells who watches that memory has come or gone."""
+    """Tells the watchers that memory has come or gone."""
     for watcher in tuple(resize_watchers):
         watcher(storage)
 
@@ -31,21 +31,18 @@ class Buffer:
     """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
 
     It starts allocated: views can be made only while it is. They must not be used while it is freed.
-
-    Attributes:
-        tensor: What others make views of.
-        data: An alias to write through, since that does not move the version counter of `tensor`.
-        temporary: Whether its content matters only while it is allocated.
     """
 
-    temporary = True
+    temporary = True  # whether the content matters only while it is allocated
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
-            self.data = self.tensor.data
-        self.nbytes = self.tensor.numel() * self.tensor.element_size()
-        self._storage = self.tensor.untyped_storage()
+            self._lie_in(torch.empty(numel, dtype=dtype, device=device))
+
+    def _lie_in(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.data = tensor, tensor.data  # writes to `data` do not move the version counter
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._storage = tensor.untyped_storage()
 
     @property
     def allocated(self) -> bool:
@@ -80,20 +77,17 @@ class Buffer:
         return True
 
     def keep_alone(self) -> None:
-        """Makes sure that what is written here nobody else can see before it is posted anew."""
+        """Moves the content to memory of its own if other ranks can see it."""
         return None
 
 
 class ResidentBuffer(Buffer):
-    """A buffer over memory that stays: that of a shard which is the whole (NO_SHARD)."""
+    """A buffer over memory that stays: a shard that is the whole parameter (NO_SHARD)."""
 
     temporary = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.data = tensor.data
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self._storage = tensor.untyped_storage()
+        self._lie_in(tensor)
 
     @property
     def resizable(self) -> bool:

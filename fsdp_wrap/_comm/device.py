@@ -1,4 +1,4 @@
-"""Chooses the device on which a unit computes, and asks it for streams and for memory of the host."""
+"""The device on which a unit computes, with its streams and pinned host memory."""
 
 from __future__ import annotations
 
@@ -16,53 +16,49 @@ from fsdp_wrap._core.torch_private import symmetric_memory
 
 
 class Accelerator:
-    """A device that computes beside the host: its streams, and memory of the host that it copies by itself.
+    """An accelerator's streams, events and pinned host memory.
 
-    Nothing else in the package asks for them. So the test bed can put a simulation in its place.
-
-    Attributes:
-        lanes: What `lane_of` has made, by purpose.
-        monitor: What `monitor_of` has made.
+    Nothing else in the package asks torch for them, so that the test bed can put a simulation in its place.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.lanes: dict[str, Any] = {}
-        self.monitor: Any = None
+        self.lanes: dict[str, Any] = {}  # from `lane_of`, by purpose
+        self.monitor: Any = None  # from `monitor_of`
 
     def current_stream(self) -> torch.Stream:
         """Returns the stream on which the caller computes."""
         return torch.accelerator.current_stream(self._device)
 
     def record_time(self) -> Any:
-        """Returns an event on the current stream that knows when it has happened."""
+        """Returns a timing event recorded on the current stream."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(self.current_stream())
         return event
 
     def new_stream(self, purpose: str) -> torch.Stream:
-        """Returns a stream of our own; `purpose` is for messages."""
+        """Returns a new stream; `purpose` is for messages."""
         return torch.Stream(self._device)
 
     def new_host_lane(self, in_a_thread: Callable[[], Any]) -> Any:
-        """Returns what lets the host work beside the device and itself: what the argument makes."""
+        """Returns a lane for work of the host beside the device: the one that the argument makes."""
         return in_a_thread()
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
+        """Returns an uninitialised 1-D tensor in host memory; the device can copy from it if pinned."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of the host."""
+        """Whether a tensor lies in host memory."""
         return tensor.device.type == "cpu"
 
     @property
     def captures(self) -> bool:
-        """Whether what is issued now goes into a graph instead of being done."""
+        """Whether the current stream is being captured into a graph."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def prepare_to_ask(self) -> None:
-        """Prepares a thread that does nothing but ask events, also while others capture graphs."""
+        """Prepares a thread that only queries events, also while other threads capture graphs."""
         torch.accelerator.set_device_index(self._device.index)
         if self._device.type == "cuda":
             relaxed = ctypes.c_int(2)
@@ -80,7 +76,7 @@ class Accelerator:
         return symmetric_memory.get_mem_pool(self._device)
 
     def allocating_in(self, pool: Any) -> AbstractContextManager[object]:
-        """Lets this thread allocate in a pool while the context is open."""
+        """Lets this thread allocate from a pool while the context is open."""
         context: AbstractContextManager[object] = torch.get_device_module(self._device).use_mem_pool(pool)
         return context
 
@@ -89,7 +85,7 @@ class Accelerator:
         symmetric_memory.rendezvous(tensor, group=group_name)  # type: ignore[arg-type]  # `str`, by its docs
 
     def beside(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor in the memory in which another one lies; if that is the host's, it may be read."""
+        """Returns a tensor in the memory of another one; the host may read it if that is host memory."""
         return tensor.to(other.device)
 
 
@@ -99,7 +95,7 @@ _planned: tuple[str, Accelerator | None] | None = None
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Returns the accelerator that a device is; None for the CPU, save where one is simulated there."""
+    """Returns the accelerator of a device; None for the CPU, unless one is simulated there."""
     if _planned is not None:
         return None if device.type == "cpu" else _planned[1]
     if device.type != "cpu":
@@ -111,8 +107,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def simulating(simulated: Callable[[], Accelerator | None]) -> Iterator[None]:
     """Lets something stand for an accelerator over the CPU's memory while the context is open.
 
-    Args:
-        simulated: Returns it for the thread that asks; None where the CPU is the CPU.
+    `simulated` returns it for the calling thread; None where the CPU is the CPU.
     """
     global _simulated
     before, _simulated = _simulated, simulated
@@ -124,12 +119,7 @@ def simulating(simulated: Callable[[], Accelerator | None]) -> Iterator[None]:
 
 @contextmanager
 def planning_for(device_type: str, accelerator: Accelerator | None) -> Iterator[None]:
-    """Lets one device be there, and no other accelerator, while the context is open.
-
-    Args:
-        device_type: Its type; "cpu" for none but the CPU.
-        accelerator: What stands for it; None for the CPU.
-    """
+    """Pretends that this process has one device of a type, "cpu" for none, while the context is open."""
     global _planned
     before, _planned = _planned, (device_type, accelerator)
     try:
@@ -145,18 +135,10 @@ def resolve_device(
 ) -> torch.device:
     """Chooses where a unit computes.
 
-    `device_id` decides if given; otherwise the device of the tensors, save that tensors on the CPU go to
-    the current accelerator where the groups cannot communicate from the CPU (NCCL alone). Where all are on
-    the meta device, it is the current accelerator if the groups can communicate from it.
-
-    Args:
-        tensors: The module's parameters and buffers by name.
-        device_id: The user's choice.
-        groups: The process groups to communicate in.
-
-    Raises:
-        ValueError: If the tensors are spread over several devices and `device_id` does not say where
-            they belong, or are already on an accelerator other than `device_id`, or it is not there.
+    `device_id` decides if given; otherwise the device of the tensors. Tensors on the CPU go to the current
+    accelerator where the groups cannot communicate from the CPU (NCCL alone). Tensors on the meta device
+    alone go there if the groups can communicate from it. Raises a ValueError where tensors are spread over
+    devices, contradict `device_id`, or name a device that is not there.
     """
     found: dict[torch.device, str] = {}
     for name, tensor in tensors:
@@ -186,30 +168,18 @@ def _device_by_tensors(
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Returns the device of this rank on which a mesh's tensors are.
-
-    Raises:
-        ValueError: If it is not there.
-    """
+    """Returns this rank's device in a mesh; raises a ValueError if it is not there."""
     return _named(mesh.device_type, "mesh")
 
 
 def device_type_for(group: dist.ProcessGroup) -> str:
-    """Returns the type of device for tensors of a group: an accelerator's if it can communicate from it."""
+    """Returns the accelerator's type if a group can communicate from it, else "cpu"."""
     accelerator = _accelerator_type()
     return accelerator if accelerator in _device_types([group]) else "cpu"
 
 
 def check_present(device: torch.device, argument: str) -> None:
-    """Refuses a device that a user asks for and that this process has not.
-
-    Args:
-        device: What was asked for.
-        argument: The name of the argument that asked.
-
-    Raises:
-        ValueError: If it is not there.
-    """
+    """Raises a ValueError if this process does not have the device that an argument names."""
     there = _accelerator_type()
     count = _device_count() if device.type == there != "cpu" else 0
     if device.type == "cpu" or (count and (device.index is None or device.index < count)):
@@ -228,7 +198,7 @@ def check_present(device: torch.device, argument: str) -> None:
 
 
 def _named(wanted: int | torch.device | str, argument: str) -> torch.device:
-    """Completes the device that an argument names: a number is an accelerator's index, if there is one."""
+    """Completes the device that an argument names; a number is an accelerator's index, if there is one."""
     device = torch.device(_accelerator_type(), wanted) if isinstance(wanted, int) else torch.device(wanted)
     check_present(device, argument)
     return _complete(device)
@@ -237,7 +207,7 @@ def _named(wanted: int | torch.device | str, argument: str) -> torch.device:
 def _complete(device: torch.device) -> torch.device:
     """Adds the current index to an accelerator without one."""
     if device.type == "cpu":
-        return torch.device("cpu")  # "cpu:0" compares unequal to what tensors report
+        return torch.device("cpu")  # "cpu:0" compares unequal to the device of tensors
     if device.index is not None:
         return device
     return torch.device(device.type, 0 if _planned else torch.accelerator.current_device_index())

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer, resize_watchers, tell_resized
+from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.groups import once_for
 from fsdp_wrap._core import UnfitBackendError
 
 
 class GroupMemory:
-    """Memory that the process group's backend allocates and registers.
-
-    Args:
-        accelerator: Whose memory it is.
-        pool: Where its allocator takes it from.
-    """
+    """Memory that the process group's backend allocates and registers."""
 
     def __init__(self, accelerator: Accelerator, pool: Any) -> None:
         self._accelerator, self._pool = accelerator, pool
@@ -31,12 +26,12 @@ class GroupMemory:
         return self._accelerator.allocating_in(self._pool)
 
     def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Prepares tensors of this memory that are about to travel, alike on all ranks."""
+        """Prepares tensors of this memory for a collective, alike on all ranks."""
         return None
 
 
 class SymmetricMemory(GroupMemory):
-    """Memory that lies alike on all ranks, so that copy engines or kernels can reach it from any of them."""
+    """Memory that lies alike on all ranks, so that copy engines or kernels reach it from any of them."""
 
     def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
         for tensor in tensors:
@@ -54,22 +49,20 @@ class PooledBuffer(Buffer):
     def allocate(self) -> None:
         if self._storage.nbytes() != self.nbytes:
             with self._memory.allocating():
-                self._storage.resize_(self.nbytes)
-            if resize_watchers:
-                tell_resized(self._storage)
+                super().allocate()
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:
-    """Returns the memory of a group's own allocator; None where the backend has none that tensors can use."""
+    """Returns the memory of a group's own allocator; None where the backend has none for tensors."""
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
     if accelerator is None or backend is None or not backend.supports_tensor_alloc(device):
         return None
-    if getattr(backend, "register_mem_pool", None) is None:  # it allocates, but not what comes and goes
+    if getattr(backend, "register_mem_pool", None) is None:  # it cannot serve memory that comes and goes
         return None
 
     def make() -> GroupMemory:
         pool = accelerator.new_pool(backend.mem_allocator)
-        backend.register_mem_pool(pool)  # and what it grows by later
+        backend.register_mem_pool(pool)  # with its later growth
         return GroupMemory(accelerator, pool)
 
     return once_for(group, ("registered memory", device), make)
@@ -78,13 +71,7 @@ def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMe
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, user: str) -> SymmetricMemory:
     """Returns memory that lies alike on all ranks of a group; collective at first.
 
-    Args:
-        group: The group.
-        device: Where the memory is.
-        user: What asks for it, for the error's text.
-
-    Raises:
-        UnfitBackendError: If the group does not communicate by NCCL on this device.
+    Raises an UnfitBackendError, which names `user`, if the group does not communicate by NCCL on this device.
     """
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
     name = "" if backend is None else backend.name()
@@ -97,9 +84,8 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, user: str) 
 
     def make() -> SymmetricMemory:
         pool = accelerator.new_symmetric_pool()
-        dist.barrier(
-            group=group
-        )  # tensors meet by the group's communicator, which the first collective makes
+        # Tensors meet by the group's communicator, which the first collective makes.
+        dist.barrier(group=group)
         return SymmetricMemory(accelerator, pool)
 
     return once_for(group, ("symmetric memory", device), make)

@@ -1,13 +1,15 @@
-"""Process groups, this rank's place in them, and those groups that follow from others."""
+"""Process groups, this rank's place in them, and groups derived from others."""
 
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, all_group
 _Made = TypeVar("_Made")
 
 PLANNED = "planned"
-"""The backend of a group that carries nothing, and stands for the one that its device would have."""
+"""The backend of a planned group, which stands for the one that its device would have."""
 
 CARRY_NOTHING = ("fake", PLANNED)
 """The backends of groups that carry nothing."""
@@ -29,7 +31,7 @@ CARRY_NOTHING = ("fake", PLANNED)
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, or what stands in for one, and this process's place in it."""
+    """A process group, or a stand-in for one, and this process's place in it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -37,30 +39,26 @@ class Ranks:
 
     @property
     def communicate(self) -> bool:
-        """Whether there is a process group; what only tells a rank and a size carries nothing."""
+        """Whether there is a process group; a stand-in knows a rank and a size, and carries nothing."""
         return isinstance(self.group, dist.ProcessGroup)
 
     @property
     def reference(self) -> Callable[[], dist.ProcessGroup | None]:
-        """What gives the group as long as it lives, and does not keep it alive."""
-        # What stands in for one holds nothing that must go, and may be known to nobody else.
+        """A function that returns the group as long as it lives, and does not keep it alive."""
+        # A stand-in holds nothing that must go, and may have no other reference.
         return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
 
     @property
     def members(self) -> list[int]:
-        """The group's ranks, as the default group counts them; what stands in for a group counts its own."""
+        """Global ranks of the group; a stand-in counts its own."""
         return dist.get_process_group_ranks(self.group) if self.communicate else [*range(self.size)]
 
 
 def ranks_in(group: Any) -> Ranks:
-    """Returns this process's place in a group.
+    """Returns this process's place in a group, or in a stand-in with the methods `rank()` and `size()`.
 
-    What has the methods `rank()` and `size()` stands in for a group, so that a module can be wrapped as one
-    rank of many would, without the others.
-
-    Raises:
-        ValueError: If it is not part of it.
-        TypeError: If it is neither.
+    With a stand-in a module can be wrapped as one rank of many would, without the others. Raises a ValueError
+    if this process is not in the group, a TypeError for anything else.
     """
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
@@ -88,14 +86,7 @@ def _stand_in(group: Any) -> Ranks:
 
 
 def default_group(user: str) -> dist.ProcessGroup:
-    """Returns the process group of all ranks.
-
-    Args:
-        user: What needs it, for the error's text.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the process group of all ranks; raises a ValueError that names `user` if there is none."""
     group = dist.group.WORLD if dist.is_available() else None
     if group is None:
         raise ValueError(
@@ -108,45 +99,36 @@ def default_group(user: str) -> dist.ProcessGroup:
 def default_mesh(user: str, *names: str) -> DeviceMesh:
     """Returns the one-dimensional mesh of all ranks, on the accelerator if they can communicate from it.
 
-    Args:
-        user: What needs it, for the error's text.
-        names: Of its dimension; none for one without a name.
-
-    Raises:
-        ValueError: If there is no process group.
+    `names` is the name of its dimension, if any; `user` is for the error where there is no process group.
     """
     group = default_group(user)
 
-    def make() -> DeviceMesh:
-        world = (dist.get_world_size(),)
-        mesh = init_device_mesh(device_type_for(group), world, mesh_dim_names=names or None)
-        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
-        mesh._pg_registry.clear()
-        return mesh
-
-    return once_for(group, ("mesh", *names), make)
+    kind, size = device_type_for(group), (dist.get_world_size(),)
+    make = partial(init_device_mesh, kind, size, mesh_dim_names=names or None)
+    return _mesh_once(group, ("mesh", *names), make)
 
 
 def mesh_over(group: dist.ProcessGroup, device_type: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Returns the one-dimensional mesh of a group's ranks, without communication."""
 
-    def make() -> DeviceMesh:
-        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
-        mesh._pg_registry.clear()  # as above
+    make = partial(DeviceMesh.from_group, group, device_type, mesh_dim_names=names)
+    return _mesh_once(group, ("mesh over", device_type, names), make)
+
+
+def _mesh_once(group: dist.ProcessGroup, what: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    def made() -> DeviceMesh:
+        mesh = make()
+        # It finds groups by name as well. Torch keeps meshes in caches of its own, and groups must not stay.
+        mesh._pg_registry.clear()
         return mesh
 
-    return once_for(group, ("mesh over", device_type, names), make)
+    return once_for(group, what, made)
 
 
 def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Returns a group of these ranks in this order, as the default group counts them.
+    """Returns the process group of these global ranks in this order, without making one.
 
-    Args:
-        ranks: Its ranks.
-        known: The one to take, unless it was destroyed.
-
-    Raises:
-        RuntimeError: If there is none.
+    `known` is the one to take unless it was destroyed. Raises a RuntimeError if there is none.
     """
     for group in all_groups():
         if group is known or (known is None and dist.get_process_group_ranks(group) == list(ranks)):
@@ -158,24 +140,20 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
 
 
 def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Returns a group of these ranks, as the default group counts them; makes it where there is none.
-
-    Collective among them then.
-
-    Args:
-        ranks: In order; this one is among them.
-        device: Of what will travel.
-    """
+    """Returns a process group of these global ranks; collective among them where it must be made."""
     for group in all_groups():
         if dist.get_process_group_ranks(group) == list(ranks):
             return group  # type: ignore[no-any-return]
-    limit = time_limit(dist.group.WORLD, device)
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return made
+    return _new_group(ranks, time_limit(dist.group.WORLD, device))
+
+
+def _new_group(ranks: Sequence[int], limit: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
+    made: Any = dist.new_group([*ranks], limit, use_local_synchronization=True, group_desc=purpose)
+    return made  # type: ignore[no-any-return]
 
 
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group, as a weak reference gives it, is no longer to be used, though it may live on."""
+    """Whether a group, as a weak reference returns it, is not to be used any more, though it may live on."""
     return group is None or group not in all_groups()
 
 
@@ -188,11 +166,14 @@ def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return limit
 
 
-def neighbours(ranks: Ranks, size: int) -> Ranks:
-    """Returns the group of so many ranks that stand side by side in a group; collective among them.
+def _own_time_limit(group: dist.ProcessGroup) -> timedelta:
+    return time_limit(group, torch.device(device_type_for(group)))
 
-    Raises:
-        ValueError: If the group cannot be cut so.
+
+def neighbours(ranks: Ranks, size: int) -> Ranks:
+    """Returns the group of `size` consecutive ranks that this one is in; collective among them.
+
+    Raises a ValueError if the group cannot be cut so.
     """
     if not 1 < size < ranks.size or ranks.size % size:
         raise ValueError(
@@ -203,30 +184,35 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
     def make() -> Any:
         first = ranks.rank // size * size
         members = dist.get_process_group_ranks(ranks.group)[first : first + size]
-        limit = time_limit(ranks.group, torch.device(device_type_for(ranks.group)))
-        return dist.new_group(members, timeout=limit, use_local_synchronization=True)
+        return _new_group(members, _own_time_limit(ranks.group))
 
     return ranks_in(once_for(ranks.group, ("neighbours", size), make))
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a second group of the same ranks, one for all who ask; collective among them at first."""
+    """Returns a second group of the same ranks, one for all callers; collective among them at first."""
 
     def make() -> Any:
-        limit = time_limit(group, torch.device(device_type_for(group)))
         members = dist.get_process_group_ranks(group)
-        return dist.new_group(
-            members, limit, use_local_synchronization=True, group_desc="fsdp_wrap reductions"
-        )
+        return _new_group(members, _own_time_limit(group), "fsdp_wrap reductions")
 
     return ranks_in(once_for(group, "twin", make)).group
+
+
+def host_id() -> str:
+    """Names this host with its process ids and network: ranks that share all three get the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pids, network = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+    except OSError:  # not Linux
+        return socket.gethostname()
+    return f"{boot} {pids} {network}"
 
 
 def groups_by_host(world: dist.ProcessGroup) -> tuple[Any, Any]:
     """Returns the groups (within this rank's host, across hosts) by LOCAL_WORLD_SIZE; collective.
 
-    Raises:
-        ValueError: If hosts cannot have that many ranks each.
+    Raises a ValueError if hosts cannot have that many ranks each.
     """
     size = dist.get_world_size(world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -254,9 +240,9 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakr
 
 
 def once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]) -> _Made:
-    """Makes what follows from a group once, for all units, and keeps it as long as the group lives.
+    """Makes something for a group once, for all units, and keeps it as long as the group lives.
 
-    What is made must not refer to the group, or that lives for ever.
+    It must not refer to the group, which would live for ever.
     """
     made = _made.setdefault(group, {})
     if what not in made:
@@ -267,10 +253,10 @@ def once_for(group: dist.ProcessGroup, what: Hashable, make: Callable[[], _Made]
 
 @cache
 def listening(rank: int, size: int) -> dist.ProcessGroup:
-    """Returns what to call in a group's place where somebody listens, and may spoil what it is given.
+    """Returns a group of the same ranks that carries nothing, to call where dispatch modes count collectives.
 
-    `CommDebugMode` and the like count c10d's operators, which not every collective here calls. This group of
-    the same ranks carries nothing.
+    `CommDebugMode` and the like count c10d's operators, which not every collective here calls, and may spoil
+    what they are given.
     """
     group = dist.ProcessGroup(HashStore(), rank, size)
     backend = FakeProcessGroup._create_internal(rank, size)

@@ -1,8 +1,8 @@
-"""Where communication runs beside computation: streams and events on an accelerator, works on the CPU.
+"""Communication and copies that run beside the computation: on streams, or as works on the CPU.
 
-And copies between memory of the host and an accelerator. What goes to the device takes the lane "to device",
-what comes back the lane "to host": neither queues behind collectives. Memory of the device is allocated and
-freed on the stream of the computation, which has waited for the copies by then.
+Copies to the device take the lane "to device", copies to the host the lane "to host": neither queues behind
+collectives. Memory of the device is allocated and freed on the stream of the computation, which has waited
+for the copies by then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pending(Protocol):
     """Something issued that may still be running."""
 
     def wait(self) -> None:
-        """Makes what the caller does next come after it: on the host, or on the current stream."""
+        """Makes the caller's next work come after it: on the host, or on the current stream."""
 
 
 class Finished:
@@ -37,7 +37,7 @@ class Finished:
 
 
 class Then:
-    """Waits for some things, and then does others."""
+    """Waits for some works, and then runs some actions."""
 
     def __init__(self, works: Sequence[Pending], actions: Sequence[Callable[[], None]] = ()) -> None:
         self._works, self._actions = works, actions
@@ -50,28 +50,21 @@ class Then:
 
 
 class Lane:
-    """One queue of communication that runs beside the computation: on the CPU, the process group's own."""
+    """One queue of communication beside the computation: on the CPU, the process group's own."""
 
     def issue(self, start: Callable[[bool], Sequence[Any] | None], watch: Watch | None = None) -> Pending:
         """Runs `start` after all that the computation has issued so far.
 
-        Args:
-            start: Issues copies and collectives; gets whether to ask the process group for
-                asynchronous works, and returns those.
-            watch: Looks after it where the host does not wait; None if nothing is sent.
+        `start` issues copies and collectives; it gets whether to ask the process group for asynchronous
+        works, and returns those. `watch` looks after them where the host does not wait; None if nothing is
+        sent.
         """
         works = start(True)
         return Then(works) if works else Finished()
 
 
 class _EventPending:
-    """What runs on a lane's stream until an event.
-
-    Args:
-        event: It.
-        accelerator: Whose current stream waits.
-        start: What was issued. It holds the buffers concerned.
-    """
+    """Work on a lane's stream up to an event; it holds `start`, and so the buffers concerned."""
 
     def __init__(
         self, event: torch.Event, accelerator: Accelerator, start: Callable[[bool], Sequence[Any] | None]
@@ -91,11 +84,11 @@ class _EventPending:
 
 
 class StreamLane(Lane):
-    """An accelerator's: a stream of our own.
+    """A stream beside an accelerator's current one.
 
     Collectives are asked for synchronously with our stream current, so the process group neither adds a
-    stream nor keeps buffers alive; whoever allocated the buffers does so on the compute stream and frees
-    them there after `wait`, so no `record_stream` is needed.
+    stream nor keeps buffers alive. Buffers are allocated on the compute stream and freed there after `wait`,
+    so no `record_stream` is needed.
     """
 
     def __init__(self, accelerator: Accelerator, purpose: str) -> None:
@@ -122,13 +115,13 @@ class StreamLane(Lane):
         return _EventPending(event, self._accelerator, start)
 
     def _tell(self, begin: Any) -> None:
-        """Tells who watches what was issued since a timing event."""
+        """Reports to step watchers the time since an event."""
         end = self._accelerator.record_time()
         for watcher in tuple(step_watchers):
             watcher.on_lane(self._purpose, begin, end)
 
     def follow(self, other: StreamLane) -> None:
-        """Lets what is issued here, and `finish`, come after what was issued in another lane."""
+        """Orders later work of this lane, and `finish`, after the work of another lane."""
         self._stream.wait_stream(other._stream)
 
     def finish(self) -> None:
@@ -137,22 +130,18 @@ class StreamLane(Lane):
 
 
 class HostLane:
-    """One queue of work of the host's that runs beside what the caller does, in a thread of its own."""
+    """One queue of host work in a thread of its own."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "fsdp_wrap host lane")
         self._issued: deque[Future[None]] = deque()
 
     def issue(self, work: Callable[[], None]) -> None:
-        """Does some work after all that was issued before."""
+        """Queues some work."""
         self._issued.append(self._thread.submit(work))
 
     def finish(self) -> None:
-        """Waits for all that was issued.
-
-        Raises:
-            Exception: What the first work raised that did.
-        """
+        """Waits for all that was issued, and raises the first error."""
         issued, self._issued = self._issued, deque()
         failed = [each.exception() for each in issued]  # which waits
         for error in failed:
@@ -164,22 +153,22 @@ class HostLane:
         wait([*self._issued])
 
     def abandon(self) -> None:
-        """Waits for all that was issued, whatever became of it."""
-        issued, self._issued = self._issued, deque()
-        wait(issued)
+        """Waits for all that was issued, and ignores errors."""
+        self.settle()
+        self._issued.clear()
 
 
 _ON_CPU = Lane()
 
 
 def lane_of(device: torch.device, purpose: str) -> Lane:
-    """Returns the one lane of this process for a device and a purpose, such as "gather"."""
+    """Returns this process's lane for a device and a purpose, such as "gather"."""
     accelerator = accelerator_of(device)
     return _ON_CPU if accelerator is None else lane_on(accelerator, purpose)
 
 
 def lane_on(accelerator: Accelerator, purpose: str) -> StreamLane:
-    """Returns the one lane of this process for an accelerator and a purpose."""
+    """Returns this process's lane for an accelerator and a purpose."""
     lane: StreamLane | None = accelerator.lanes.get(purpose)
     if lane is None:
         lane = accelerator.lanes[purpose] = StreamLane(accelerator, purpose)
@@ -187,7 +176,7 @@ def lane_on(accelerator: Accelerator, purpose: str) -> StreamLane:
 
 
 def host_lane_of(device: torch.device) -> HostLane:
-    """Returns a new lane for work of the host's beside what a device does, which may be the CPU."""
+    """Returns a new lane for host work beside a device, which may be the CPU."""
     accelerator = accelerator_of(device)
     lane: HostLane = HostLane() if accelerator is None else accelerator.new_host_lane(HostLane)
     return lane
@@ -196,7 +185,7 @@ def host_lane_of(device: torch.device) -> HostLane:
 # copies between host and device
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
-"""Returns an uninitialised 1-D tensor in host memory, of so many elements and of a dtype."""
+"""Returns an uninitialised 1-D tensor in host memory."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -204,57 +193,43 @@ _TO_DEVICE, _TO_HOST, _GATHER = "to device", "to host", "gather"
 
 
 class FromHost:
-    """A tensor in host memory whose values go to the device again and again, in a dtype of their own.
+    """A 1-D tensor in host memory whose values go to the device again and again, in a dtype of their own.
 
-    Another dtype than the tensor's is made on the host, once for all copies until `outdate`, in memory of the
-    size that travels. Otherwise nothing could be copied without the host.
-
-    Args:
-        accelerator: The device.
-        values: The tensor, 1-D.
-        dtype: In which the values go.
-        allocate: Makes the memory for another dtype.
-
-    Attributes:
-        lends: Whether copies read the tensor itself, which must not be written to before they are done.
-        nbytes: What travels each time.
+    Another dtype than the tensor's is made on the host, in memory from `allocate`, once for all copies until
+    `outdate`. Otherwise nothing could be copied without the host.
     """
 
     def __init__(
         self, accelerator: Accelerator, values: torch.Tensor, dtype: torch.dtype, allocate: Allocate
     ) -> None:
         self._accelerator, self._values, self._dtype, self._allocate = accelerator, values, dtype, allocate
-        self.lends = values.dtype == dtype
+        self.lends = values.dtype == dtype  # then `values` must not be written to before copies are done
         self.nbytes = values.numel() * dtype.itemsize
         self._cast: torch.Tensor | None = None
         self._ahead: tuple[torch.Tensor, Pending] | None = None
         self._used: torch.Tensor | None = None
 
     def outdate(self) -> None:
-        """Forgets what was made of the values, which may be others now."""
+        """Drops the cast of the values, which may have changed."""
         # Copies may still read that: so the next cast takes memory of its own. The allocator knows.
         self._cast = None
         self.recall()
 
     def recall(self) -> None:
-        """Gives back the device's memory of what `send_ahead` has sent, and no `write` has used."""
+        """Frees the device memory of a `send_ahead` that no `write` has used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].wait()
 
     def send_ahead(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        """Begins to copy the values to memory of the device's, where the next `write` finds them.
-
-        Args:
-            empty: Makes that memory.
-        """
+        """Begins to copy the values to device memory from `empty`, for the next `write`."""
         if self._ahead is not None:
             return
         there, values = empty(self._values.numel(), self._dtype), self._to_send()
         self._ahead = there, copy_to_device(self._accelerator, [(there, values)])
 
     def write(self, out: torch.Tensor) -> None:
-        """Copies the values to a tensor on the device, on the stream that is current.
+        """Copies the values to a tensor on the device, on the current stream.
 
         `settle` must follow, once the stream of the computation has waited for that.
         """
@@ -267,7 +242,7 @@ class FromHost:
             out.copy_(self._used)
 
     def settle(self) -> None:
-        """Gives back memory of the device's that `write` has read."""
+        """Frees device memory that `write` has read."""
         self._used = None
 
     def _to_send(self) -> torch.Tensor:
@@ -279,23 +254,14 @@ class FromHost:
 
 
 class ToHost:
-    """A tensor of the device's on its way to host memory.
-
-    Args:
-        accelerator: The device.
-        tensor: The tensor, 1-D.
-        allocate: Makes the memory.
-
-    Attributes:
-        values: Where it arrives. The host may read it after `await_arrivals`.
-    """
+    """A copy of a 1-D device tensor to host memory; the host may read `values` after `await_arrivals`."""
 
     def __init__(self, accelerator: Accelerator, tensor: torch.Tensor, allocate: Allocate) -> None:
         self.values = allocate(tensor.numel(), tensor.dtype)
         self._copying = copy_to_host(accelerator, [(self.values, tensor)])
 
     def release(self) -> None:
-        """Gives back the tensor's memory, for which the computation waits for the copy."""
+        """Frees the device tensor, for which the computation waits for the copy."""
         self._copying.wait()
 
 
@@ -315,7 +281,7 @@ def _copy(pairs: Pairs, _: bool) -> None:
 
 
 def await_arrivals(accelerator: Accelerator) -> None:
-    """Lets the host wait for all that is on its way to it."""
+    """Lets the host wait for all copies to it."""
     lane_on(accelerator, _TO_HOST).finish()
 
 

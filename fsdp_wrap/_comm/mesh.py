@@ -1,4 +1,4 @@
-"""Which ranks shard a unit, and which hold replicas of it (frozen once resolved)."""
+"""The ranks that shard a unit, and those that hold replicas of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """Which ranks hold one copy of a unit between them, and which hold the same part of other copies.
+    """The ranks that hold one copy of a unit between them, and those that hold the same part of other copies.
 
-    Attributes:
-        shard: Ranks over which parameters are sharded; None where every rank holds all of them.
-        replicate: Ranks over which they are replicated; None where there is one copy.
-        given: The mesh that the user gave them by.
+    `shard` is None where every rank holds all parameters, `replicate` where there is one copy. `given` is the
+    user's mesh.
     """
 
     shard: Ranks | None
@@ -34,22 +32,22 @@ class ShardMesh:
 
     @property
     def size(self) -> int:
-        """Ranks that contribute to a gradient."""
+        """Number of ranks that contribute to a gradient."""
         return math.prod(ranks.size for ranks in self._axes)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that all others are synchronised with."""
+        """Whether all other ranks are synchronised with this one."""
         return all(ranks.rank == 0 for ranks in self._axes)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups in use; none where something stands in for them."""
+        """The process groups in use; none for stand-ins."""
         return [ranks.group for ranks in self._axes if ranks.communicate]
 
     @property
     def first(self) -> Ranks:
-        """Ranks over which parameters are sharded, or else replicated."""
+        """The ranks over which parameters are sharded, or else replicated."""
         return self._axes[0]
 
     @property
@@ -60,17 +58,10 @@ class ShardMesh:
 def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> ShardMesh:
     """Finds the groups that a strategy shards and replicates over.
 
-    Args:
-        process_group: A `ProcessGroup`, or what stands in for one; for hybrid strategies a (shard, replicate)
-            pair; or None for the default group.
-        device_mesh: A `DeviceMesh` of one dimension, for hybrid strategies of two (replicate, shard), or
-            None.
-        strategy: What to shard.
-
-    Raises:
-        ValueError: If both are given, torch.distributed is not initialised, they do not fit the strategy,
-            the mesh names a device that is not there, or this rank is not part of them.
-        TypeError: If either is of another type.
+    `process_group` is a `ProcessGroup` or a stand-in, a (shard, replicate) pair for hybrid strategies, or
+    None for the default group. `device_mesh` has one dimension, or two (replicate, shard) for hybrid
+    strategies. Raises a ValueError where both are given, nothing fits the strategy, or this rank is not part
+    of them; a TypeError for other types.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
@@ -99,9 +90,7 @@ def _world() -> dist.ProcessGroup:
 def ranks_of(mesh: DeviceMesh) -> ShardMesh:
     """Returns the ranks of a mesh of one dimension (shard) or two (replicate, shard).
 
-    Raises:
-        ValueError: If it has more dimensions, or this rank is not part of it.
-        TypeError: If it is no mesh.
+    Raises a ValueError for more dimensions, or if this rank is not part of it; a TypeError for anything else.
     """
     groups = _mesh_groups(mesh)
     if len(groups) > 2:

@@ -1,19 +1,17 @@
-"""Gathers and reductions in one step, by what every two ranks send each other, in place of a group's own.
+"""Gathers and reductions over gloo in one step, in place of the group's own collectives.
 
-Made for gloo, whose own pass parts on from neighbour to neighbour. Its gather takes one step less than there
-are ranks, and its reductions twice as many, since a reduce-scatter is an all-reduce in disguise. There are
-two ways, for large tensors and for small ones.
+gloo's own pass parts from neighbour to neighbour: a gather takes one step less than there are ranks, and a
+reduction twice as many, since a reduce-scatter is an all-reduce in disguise. There are two ways.
 
-*Messages.* gloo would first copy what it is given. Here every byte goes once, from where it lies to where it
-is wanted. All messages are on their way when the caller gets its work: nothing is left to drive, so a rank
-that computes holds up no other. Messages of two ranks match in the order of their issue, apart for each of
-the tags below, which are ours. Unlike a collective's, the works of messages must be waited for without a
-limit: to gloo, one that ends is the end of the connections. So a thread waits, and who wants to look around
-meanwhile waits for the thread.
+*Messages*, for large tensors. gloo would first copy its input. Here every byte travels once, and arrives in
+place. All messages are under way when the caller gets its work, so a rank that computes holds up no other.
+Messages of two ranks match in the order of their issue, for each of the tags below. Unlike a collective's,
+their works must be waited for without a limit: gloo closes the connections when such a wait ends. So a thread
+waits, and callers wait for the thread.
 
-*At once.* A step wakes threads in turn, which takes far longer than a small tensor takes to travel. One
-all-to-all of gloo's has all parts on their way at once, for a second tensor of the full size. Its work takes
-a limit, and no thread of ours waits.
+*At once*, for small tensors. A step wakes threads in turn, which takes far longer than a small tensor takes
+to travel. One all-to-all of gloo's sends all parts at once, for a second tensor of the full size. Its work
+takes a limit, and no thread of ours waits.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
 _MOST_GATHERED = 1 << 20
-"""Bytes of all ranks' tensors together which an all-reduce gathers, as a reduction that takes one step."""
+"""Bytes of all ranks' tensors together up to which an all-reduce is a gather and a sum."""
 
 _CPU, _NO_LIMIT = torch.device("cpu"), timedelta(0)
 _IN_VAIN = "a rank died before all of its messages had come"
@@ -51,13 +49,9 @@ def exchange_gather(
     parts: Mapping[int, torch.Tensor],
     lives: Callable[[int], bool] = _lives,
 ) -> Messages:
-    """Starts to fill the parts of some other ranks by what they send, and to send them this rank's.
+    """Starts to fill the parts of the other ranks by their messages, and sends them this rank's part.
 
-    Args:
-        group: The process group.
-        rank: This process's rank in it.
-        parts: One contiguous tensor for each rank that takes part, of sizes and dtypes that they agree on.
-        lives: Tells whether another rank lives, as far as can be known.
+    `parts` has one contiguous tensor for each rank that takes part, of sizes and dtypes that they agree on.
     """
     sources, targets = _sources(rank, parts), _targets(rank, parts)
     received = [(peer, group.recv([parts[peer]], peer, _GATHER_TAG)) for peer in sources]
@@ -74,14 +68,9 @@ def exchange_reduce(
 ) -> Messages:
     """Starts to sum this rank's parts of some ranks into `shard`, always in the same order.
 
-    Takes memory for two parts less than there are ranks until the end; for one less where parts are narrower.
-
-    Args:
-        group: The process group.
-        rank: This process's rank in it.
-        shard: A contiguous 1-D tensor, overwritten.
-        parts: What this rank has to give to each that takes part: like `shard`, or of a narrower dtype.
-        lives: Tells whether another rank lives, as far as can be known.
+    `shard` is contiguous, 1-D and overwritten. `parts` has this rank's addend for each rank that takes part,
+    of the shard's dtype or a narrower one. Takes memory for two parts less than there are ranks until the
+    end; for one less where parts are narrower.
     """
     own, sources, targets = parts[rank], _sources(rank, parts), _targets(rank, parts)
     if own.dtype == shard.dtype:
@@ -114,10 +103,7 @@ def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
 class Messages:
     """Messages in flight; takes the place of a process group's work.
 
-    Args:
-        works: Of each message, in the order to wait for them, with the peer.
-        lives: Tells whether a peer lives, as far as can be known.
-        finish: What is to be done when all have come.
+    `works` are (peer, work) in the order to wait for them; `finish` is called when all have come.
     """
 
     def __init__(
@@ -135,11 +121,11 @@ class Messages:
         self._note: Callable[[], object] = lambda: None
 
     def is_completed(self) -> bool:
-        """Whether there is nothing left to wait for: all have come, or one has failed."""
+        """Whether all messages have come, or one has failed."""
         return self._ended
 
     def when_completed(self, note: Callable[[], object]) -> bool:
-        """Lets the thread that waits begin now, and call `note` when all have come; returns True."""
+        """Lets the waiting thread begin now, and call `note` when all have come; returns True."""
         self._note = note
         self._begin_to_wait()
         return True
@@ -150,13 +136,8 @@ class Messages:
             self._thread.start()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until all have come.
-
-        Args:
-            limit: How long at most; they go on.
-
-        Raises:
-            RuntimeError: If that takes longer, or one has failed, then also when called again.
+        """Waits until all messages have come, and finishes; raises a RuntimeError after the limit, or if it
+        is in vain.
         """
         self._begin_to_wait()
         assert self._thread is not None
@@ -189,45 +170,33 @@ class Messages:
             self._failure = str(error)
 
     def _is_awaited_in_vain(self) -> bool:
-        """Whether a peer is dead and was so the last time: what it had sent would have come."""
+        """Whether a peer is dead and was at the last look: its messages would have come by now."""
         peer, before = self._awaited, self._suspect
         self._suspect = None if self._lives(peer) else peer
         return self._suspect == before == peer
 
 
 def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.Tensor) -> Any:
-    """Starts to fill an evenly sharded 1-D tensor by the parts of all ranks; returns the work.
-
-    Args:
-        group: The process group, over gloo.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-        full: Of any dtype; has this rank's part.
-    """
+    """Starts to fill an evenly sharded 1-D tensor of any dtype, which has this rank's part."""
     full = as_transport(full)
     length = full.numel() // size
     own = full[rank * length : (rank + 1) * length]
     if number_of_dispatch_modes():
         listening(rank, size)._allgather_base(full.clone(), own)
-    return _exchange(group, full, own.repeat(size))
+    return AllToAll(group, full, own.repeat(size))
 
 
 def reduce_at_once(
     group: dist.ProcessGroup, rank: int, size: int, shard: torch.Tensor, full: torch.Tensor
 ) -> Summed:
-    """Starts to sum this rank's part of a 1-D tensor of each rank into `shard`; returns what to wait for.
+    """Starts to sum this rank's part of a 1-D tensor of each rank into `shard`.
 
-    Args:
-        group: The process group, over gloo.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-        shard: A contiguous 1-D tensor, overwritten.
-        full: Of its dtype, or a narrower one.
+    `full` is of the shard's dtype, or a narrower one.
     """
     if number_of_dispatch_modes():
         listening(rank, size)._reduce_scatter_base(shard, full, dist.ReduceScatterOptions())
     parts = torch.empty_like(full)
-    work = _exchange(group, as_transport(parts), as_transport(full))
+    work = AllToAll(group, as_transport(parts), as_transport(full))
     return Summed(work, parts.view(size, shard.numel()), shard, torch.add)
 
 
@@ -238,76 +207,40 @@ def all_reduce_at_once(
     tensor: torch.Tensor,
     operation: Callable[..., torch.Tensor],
 ) -> Summed:
-    """Starts to combine a contiguous tensor of each rank into that of all; returns what to wait for.
-
-    Args:
-        group: The process group, over gloo.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-        tensor: Overwritten.
-        operation: What to make of two.
-    """
+    """Starts to combine a contiguous tensor of each rank in place."""
     if number_of_dispatch_modes():
         listening(rank, size).allreduce([tensor])
     row = tensor.detach().view(-1)
     every = row.new_empty(size, row.numel())
-    work = _exchange(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
+    work = AllToAll(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
     return Summed(work, every, row, operation)
 
 
-def _exchange(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Starts an all-to-all of even parts, of which those who listen were told as what it stands for."""
-    backend: Any = group._get_backend(_CPU)
-    return Exchange(backend.alltoall_base(received, sent, [], []), sent)
+class AllToAll:
+    """An all-to-all of even parts in flight; takes the place of a process group's work.
 
-
-class Exchange:
-    """An all-to-all in flight, with what it sends: it goes when this does, and not in a thread of gloo's.
-
-    Args:
-        work: The process group's.
-        sent: The tensor.
+    It holds the sent tensor, so that gloo's thread does not free that. Callers tell dispatch modes.
     """
 
-    def __init__(self, work: Any, sent: torch.Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:
+        backend: Any = group._get_backend(_CPU)
+        work = backend.alltoall_base(received, sent, [], [])
         self.is_completed, self.wait = work.is_completed, work.wait
         self._sent = sent
 
 
 class Summed:
-    """Tensors of all ranks on their way, and their sum; takes the place of a process group's work.
-
-    Args:
-        work: The process group's.
-        rows: Where they arrive, one for each rank, in the order of the ranks.
-        target: What they are combined into.
-        operation: What to make of two.
-    """
+    """Rows that an all-to-all brings, one for each rank, and their sum; takes the place of a work."""
 
     def __init__(
-        self, work: Any, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
+        self, work: AllToAll, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
     ) -> None:
         self._work, self._target, self._operation = work, target, operation
         self._rows: torch.Tensor | None = rows
-
-    def is_completed(self) -> bool:
-        """Whether all have come, or it has failed."""
-        completed: bool = self._work.is_completed()
-        return completed
-
-    def when_completed(self, note: Callable[[], object]) -> bool:
-        """As the function of this name, for what the process group does."""
-        return when_completed(self._work, note)
+        self.is_completed = work.is_completed
 
     def wait(self, limit: timedelta = _NO_LIMIT) -> None:
-        """Waits until all have come, and combines them.
-
-        Args:
-            limit: How long at most; they go on.
-
-        Raises:
-            RuntimeError: If that takes longer, or it has failed.
-        """
+        """Waits until all rows have come, and combines them; raises a RuntimeError after the limit."""
         self._work.wait(limit)
         if self._rows is not None:
             combine(self._rows.unbind(), self._target, self._operation)
@@ -315,16 +248,12 @@ class Summed:
 
 
 def when_completed(work: Any, note: Callable[[], object]) -> bool:
-    """Calls `note` once, in whatever thread, when what was issued is complete.
+    """Calls `note` once, in whatever thread, when what a `GroupCommunicator` has issued is complete.
 
-    Args:
-        work: What a `GroupCommunicator` has got for it: a process group's, or one of the above.
-        note: Called with nothing.
-
-    Returns:
-        Whether it will be called: works of some collectives, gloo's reduce-scatter among them, do not tell.
+    Returns whether it will be called: works of some collectives, gloo's reduce-scatter among them, do not
+    tell.
     """
-    if isinstance(work, (Messages, Summed)):
+    if isinstance(work, Messages):
         return work.when_completed(note)
     try:
         work.get_future().add_done_callback(lambda _: note())
@@ -334,12 +263,9 @@ def when_completed(work: Any, note: Callable[[], object]) -> bool:
 
 
 class ExchangeCommunicator(GroupCommunicator):
-    """What takes few steps: messages between every two ranks where tensors are large enough, else at once.
+    """A communicator over gloo that takes one step: messages for large tensors, else an all-to-all.
 
-    Args:
-        ranks: The group, over gloo.
-        device: The CPU.
-        least: From how many bytes on a full tensor is exchanged by messages, the same on all ranks.
+    `least` is the number of bytes from which on a full tensor travels by messages, the same on all ranks.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import AllgatherOptions, ReduceScatterOptions, object_device_of
 
-# Of the group itself: what torch's functions add, such as coalescing, takes the host as long as the rest.
+# Methods of the group: torch's functions around them, with coalescing, double the host's time.
 GATHER, _REDUCE = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13
@@ -22,7 +22,7 @@ GATHER, _REDUCE = (
 
 
 def _at_once_and_later(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Makes options of which the second ask for asynchronous works."""
+    """Makes options for synchronous works, and for asynchronous ones."""
     options = make(), make()
     for later, each in enumerate(options):
         each.asyncOp = bool(later)
@@ -30,14 +30,14 @@ def _at_once_and_later(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 TO_GATHER, _TO_REDUCE = _at_once_and_later(AllgatherOptions), _at_once_and_later(ReduceScatterOptions)
-"""How to gather or reduce; with works that are asynchronous, the second."""
+"""Options of gathers and reductions, by whether works are asynchronous."""
 
 TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-"""What all backends know."""
+"""Dtypes that all backends know."""
 
 
 def as_transport(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as bytes where backends, which know few dtypes, do not know its own."""
+    """Returns a tensor as bytes if not all backends know its dtype."""
     return tensor if tensor.dtype in TRANSPORTED else tensor.view(torch.uint8)
 
 
@@ -63,16 +63,15 @@ REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
 }
-"""What each makes of two tensors."""
+"""The operator of each on two tensors."""
 
 
 def combine(
     sources: Sequence[torch.Tensor], target: torch.Tensor, operation: Callable[..., torch.Tensor] = torch.add
 ) -> None:
-    """Combines all ranks' tensors, in the order of the ranks, into one that may be that of a rank.
+    """Reduces all ranks' tensors, in the order of the ranks, into `target`, which may be one of them.
 
-    So all ranks have the same bits, every time. Where theirs are of another dtype, it is done in that of the
-    target.
+    So all ranks have the same bits, every time. The arithmetic is done in the target's dtype.
     """
     if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
         target.copy_(reduce(operation, [source.float() for source in sources]))

@@ -1,14 +1,14 @@
-"""Where each rank stands, kept where the ranks of its host can read it even after it died.
+"""The collectives that each rank has issued, readable by other ranks of its host even after it died.
 
 The ranks of a group must issue the same collectives in the same order. So every rank numbers the collectives
 of units that it issues in a group and notes them, with unit, phase and iteration, in a small memory-mapped
 file of the host. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of
 equal size from different units complete, with wrong parameters.
 
-The files' names follow from a word that the ranks of a job agree on through the store. A rank that is not
-in its group's runs on another host and is left out. Each keeps a byte of the file locked, and the lock ends
-with the process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file to
-remove. A rank that ends leaves the files to those that live, who may not have looked yet. The last one to end
+The files' names follow from a word that the ranks of a job agree on through the store. A rank that is not in
+its group's file runs on another host and is left out. Each rank keeps a byte of the file locked, and the lock
+ends with the process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file
+to remove. A rank that ends leaves the files to the living, who may not have looked yet. The last one to end
 removes them.
 """
 
@@ -39,10 +39,10 @@ from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
-_ENTRY = struct.Struct("<Q235pIB")  # as `_Entry`
+_ENTRY = struct.Struct("<Q235pIB")  # as `_LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # the latest collectives of a group
-_ENTERED, _FIRST = 0, 1  # the row of what was entered last, and of the first collective in the ring
+_ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
 _ROWS = _FIRST + _RING
 _LOW = 0xFFFFFFFF
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
@@ -51,14 +51,10 @@ _MOST_NAMED = 8  # ranks of which nothing is known
 _PHASES = list(Phase)
 
 
-class _Entry(NamedTuple):
-    """One thing that a rank did.
+class _LogEntry(NamedTuple):
+    """A collective, or the last unit, that a rank has noted.
 
-    Attributes:
-        number: Which collective of the group it is, from 1 on; 0 where nothing was noted.
-        text: What it did, as far as there is room.
-        iteration: Which outermost forward it belongs to.
-        phase: Index of the phase.
+    `number` counts the collectives of the group from 1 on; 0 where nothing was noted. `phase` is an index.
     """
 
     number: int
@@ -72,12 +68,7 @@ class _Entry(NamedTuple):
 
 
 class Note:
-    """What an entry says, encoded once.
-
-    Attributes:
-        text: What it says, as far as there is room.
-        digest: 32 bits of the whole text.
-    """
+    """The text of an entry, encoded once and cut to fit, with a 32-bit digest of the whole text."""
 
     def __init__(self, text: str) -> None:
         encoded = text.encode()
@@ -86,16 +77,12 @@ class Note:
 
 
 class _Sheet:
-    """Where the ranks of a group that share a host write, each in its own places.
+    """The entries of the ranks of a group that share a host, each in its own places.
 
-    In front are rows of words, one for each rank. In the first row each tells that it is there. The others
-    are a ring: of each of the latest collectives, its number and digest. An entry for each word follows, in
-    the order of the ranks. Words are written at once, and after their entries.
-
-    Args:
-        memory: What holds it.
-        ranks: How many the group has.
-        descriptor: Of the file, in which each rank that lives has locked the byte of its number.
+    In front are rows of words, one for each rank. The words of the first row tell which ranks are there. The
+    others are a ring: of each of the latest collectives, its number and digest. An entry for each word
+    follows, in the order of the ranks. A word is written at once, and after its entry. Each living rank has
+    locked the byte of its number in the file.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: int, descriptor: int = -1) -> None:
@@ -106,20 +93,16 @@ class _Sheet:
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
-        """Returns how much memory one takes."""
+        """Returns the size of a sheet in bytes."""
         return (8 + _ENTRY.size) * _ROWS * ranks
 
     @classmethod
     def open(cls, path: Path, rank: int, ranks: int) -> _Sheet:
-        """Opens that of a host, which goes with its last user, or when all ranks of the host have ended.
-
-        Raises:
-            OSError: If that is not possible.
-        """
+        """Opens the sheet of a host, which is removed with its last user; raises an OSError if it cannot."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-            # Without space an error here, not a signal later. What others need takes none for them.
+            # Without space an error here, not a signal later. Each rank takes the space for its own entries.
             os.posix_fallocate(descriptor, 0, 8 * _ROWS * ranks)
             os.posix_fallocate(descriptor, cls.entries(rank, ranks), _ROWS * _ENTRY.size)
             os.posix_fallocate(descriptor, cls.nbytes(ranks) - 1, 1)
@@ -135,22 +118,22 @@ class _Sheet:
 
     @classmethod
     def unseen(cls, rank: int, ranks: int) -> _Sheet:
-        """Makes one that only this process has."""
+        """Makes a sheet that only this process has."""
         sheet = cls(mmap.mmap(-1, cls.nbytes(ranks)), ranks)
         sheet.words[rank] = 1
         return sheet
 
     @staticmethod
     def entries(rank: int, ranks: int) -> int:
-        """Returns where those of a rank begin."""
+        """Returns where the entries of a rank begin."""
         return (8 * ranks + rank * _ENTRY.size) * _ROWS
 
-    def read(self, rank: int, row: int) -> _Entry:
+    def read(self, rank: int, row: int) -> _LogEntry:
         """Returns a rank's entry of a row."""
         begin = self.entries(rank, self.ranks) + row * _ENTRY.size
-        return _Entry._make(_ENTRY.unpack_from(self.memory, begin))
+        return _LogEntry._make(_ENTRY.unpack_from(self.memory, begin))
 
-    def last_collective(self, rank: int) -> _Entry:
+    def last_collective(self, rank: int) -> _LogEntry:
         """Returns a rank's entry of the highest number."""
         return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
 
@@ -198,15 +181,14 @@ def _give_up(path: Path, descriptor: int) -> None:
 class _Job:
     """The names of all ranks' files, for the life of one default process group.
 
-    Args:
-        thread: Which has initialised it; where ranks are threads, each has one of its own.
+    Where ranks are threads, each thread that has initialised the group has a job of its own.
     """
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self._directory = _directory()
         self._word = secrets.token_hex(8)
-        # There are no other ranks to show anything, or they are threads, which share what a process locks.
+        # There are no other ranks, or they are threads, which share the locks of their process.
         self._enabled = dist.get_backend() not in (*CARRY_NOTHING, "threaded")
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
         self._groups = weakref.WeakKeyDictionary()
@@ -219,7 +201,7 @@ class _Job:
             self._disable(error)
 
     def positions_of(self, group: dist.ProcessGroup, world: dist.ProcessGroup) -> GroupPositions:
-        """Returns the positions of a group, the same to all who ask."""
+        """Returns the positions of a group, the same to all callers."""
         if group not in self._groups:
             whole = None if group is world else self.positions_of(world, world)
             self._names[group.group_name] += 1
@@ -233,7 +215,7 @@ class _Job:
         return [self._groups[group] for key in self._groups.keyrefs() if (group := key()) is not None]
 
     def sheet(self, group: dist.ProcessGroup, rank: int, ranks: int) -> _Sheet:
-        """Opens a group's; one that nobody else sees where that is not possible."""
+        """Opens a group's sheet; one that nobody else sees where that is not possible."""
         if self._enabled:
             # Another group of the name may have been before.
             name = f"{group.group_name} {self._names[group.group_name]}"
@@ -296,20 +278,10 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
 
 
 class GroupPositions:
-    """Where the ranks of one group stand, as far as they run on this host.
+    """The collectives of one group's ranks, as far as they run on this host.
 
-    Args:
-        job: What names the files.
-        group: The process group.
-        world: The positions of all ranks of the job, by which they tell what they entered; None if the group
-            is the default one.
-
-    Attributes:
-        agreement: On what its ranks must have alike.
-        world: The positions of all ranks of the job.
-        trees: How many trees of units have communicated in the group.
-        issued: The number of the last collective that this rank has noted.
-        verdict: Why no collective of the group can complete any more, if that was found.
+    `world` are the positions in the default group, whose entries also hold the last unit entered. `verdict`
+    is why no collective of the group can complete any more, if that was found.
     """
 
     def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
@@ -321,7 +293,7 @@ class GroupPositions:
         self._sheet = job.sheet(group, self._rank, self._size)
         self._memory, self._words = self._sheet.memory, self._sheet.words
         self._entries = _Sheet.entries(self._rank, self._size)
-        # Within the range of those who are there, the others are on another host.
+        # Absent ranks within this range are on another host.
         self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
         self._searches = _RING  # whom the first collectives do not show is on another host
         self.issued = 0
@@ -330,27 +302,27 @@ class GroupPositions:
 
     @property
     def member(self) -> int:
-        """This rank, as the default group counts it."""
+        """The global rank of this one."""
         return self._members[self._rank]
 
     @property
     def elsewhere(self) -> list[int]:
-        """The ranks of the group that do not share this host, as the default group counts them."""
+        """The global ranks of the group's members on other hosts."""
         return [member for rank, member in enumerate(self._members) if rank not in self._there]
 
     def latest(self) -> bytes:
-        """Returns what this rank has noted last, for `told`."""
+        """Returns this rank's last entry, for `parse_latest`."""
         begin = self._entries + _row(self.issued) * _ENTRY.size
         return self._memory[begin : begin + _ENTRY.size]
 
     @staticmethod
-    def told(latest: bytes) -> tuple[int, str]:
-        """Returns the number of a collective, and what it does, of what `latest` has returned."""
-        entry = _Entry._make(_ENTRY.unpack(latest))
+    def parse_latest(latest: bytes) -> tuple[int, str]:
+        """Returns the number and the text of an entry from `latest`."""
+        entry = _LogEntry._make(_ENTRY.unpack(latest))
         return entry.number, str(entry) if entry.number else ""
 
     def history(self) -> list[tuple[int, int, str]]:
-        """Returns the latest collectives of this rank, oldest first: number, digest, and what each does."""
+        """Returns (number, digest, text) of this rank's latest collectives, oldest first."""
         found = []
         for number in range(max(1, self.issued - _RING + 2), self.issued + 1):  # one may be being written
             entry = self._sheet.read(self._rank, _row(number))
@@ -364,14 +336,9 @@ class GroupPositions:
         Collective([(self, note)]).issue(phase, iteration)
 
     def compare(self, number: int, all_came: bool = False) -> None:
-        """Compares a collective with what the peers have issued in its place.
+        """Raises a RuntimeError if a peer has issued another collective under a number.
 
-        Args:
-            number: Which one.
-            all_came: Whether it has completed, so that every peer must have issued it.
-
-        Raises:
-            RuntimeError: If a peer has issued another one.
+        `all_came` tells that the collective has completed, so that every peer must have issued it.
         """
         if not self._mixed_up(number, all_came):
             return
@@ -381,14 +348,14 @@ class GroupPositions:
             raise self.mixed_up(" while ".join(mixed_up))
 
     def mixed_up(self, told: str) -> RuntimeError:
-        """Returns the error of ranks that have issued different collectives, with where all ranks stand."""
+        """Returns the error of ranks that have issued different collectives, with the positions of all."""
         return RuntimeError(
             f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
             f"the same order.\n{self.table()}"
         )
 
     def _mixed_up(self, number: int, all_came: bool) -> list[str]:
-        """Tells what each rank has issued as this collective of the group, if that differs."""
+        """Describes each rank's collective of a number, if these differ."""
         words = self._noted(number)
         here = [rank for rank, word in words.items() if word >> 32 == number & _LOW]
         behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
@@ -398,17 +365,12 @@ class GroupPositions:
         return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
 
     def _noted(self, number: int) -> dict[int, int]:
-        """Returns the words of those who are there, in the place of a collective."""
+        """Returns the words for a collective, by rank, of those who are there."""
         row = _row(number) * self._size
         return {rank: self._words[row + rank] for rank in self._there}
 
     def compare_all(self) -> None:
-        """Compares the latest collectives, in all groups of the job, with what the peers have issued.
-
-        Raises:
-            RuntimeError: If a peer has issued another one in the place of one of them, or found a difference
-                in what ranks must have alike.
-        """
+        """Compares the latest collectives and the settings in all groups; raises a RuntimeError."""
         for group in self._job.groups:
             group.agreement.look()
             group._search()
@@ -416,35 +378,31 @@ class GroupPositions:
                 group.compare(number)
 
     def reached(self, number: int) -> bool:
-        """Whether all peers have come as far as to this collective.
-
-        Raises:
-            RuntimeError: If one has issued another one.
-        """
+        """Whether all peers have issued a collective; raises a RuntimeError if one has issued another."""
         if len(self._there) == 1:
             return True
         all_came = all(word >> 32 >= number & _LOW for word in self._noted(number).values())
-        self.compare(number)  # what came is looked at after it came
+        self.compare(number)  # after the look whether all came
         return all_came
 
     def knows(self, rank: int) -> bool:
-        """Whether another rank of the job has been seen on this host."""
+        """Whether another global rank has been seen on this host."""
         return rank in self._members and bool(self._words[self._members.index(rank)])
 
     def lives(self, rank: int) -> bool:
-        """Whether a rank of the job lives; of other hosts' that is assumed."""
+        """Whether a global rank lives; assumed of ranks on other hosts."""
         return not self.knows(rank) or self._lives(self._members.index(rank))
 
     def _lives(self, rank: int) -> bool:
         return rank == self._rank or self._sheet.lives(rank)
 
     def dead_before(self, number: int) -> list[int]:
-        """Returns the peers that died and had not come as far as to this collective."""
+        """Returns the peers that died before they came to a collective."""
         behind = [rank for rank, word in self._noted(number).items() if word >> 32 < number]
         return [self._members[rank] for rank in behind if not self._lives(rank)]
 
     def table(self) -> str:
-        """Tells where the ranks of this host stand, dead ones included."""
+        """Describes the positions of this host's ranks, dead ones included, a line each."""
         self._search()
         self.world._search()
         lines = ["Where the ranks stand:", *map(self._line, self.world._there)]
@@ -455,7 +413,7 @@ class GroupPositions:
         return "\n".join(lines)
 
     def _line(self, rank: int) -> str:
-        """Tells where one rank of the job stands."""
+        """Describes the position of one rank of the job."""
         world, named = self.world, self.world._members[rank]
         entered = world._sheet.read(rank, _ENTERED)
         line = f"in or after {entered}" if entered.number else "in no unit yet"
@@ -466,7 +424,7 @@ class GroupPositions:
         return f"  rank {named} ({state}): {line}"
 
     def _search(self) -> None:
-        """Looks who is there."""
+        """Looks which ranks are there."""
         self._searches -= 1 if self._searches else 0
         self._there = [rank for rank, word in enumerate(self._words[: self._size]) if word]
         self._begin, self._end = self._there[0], self._there[-1] + 1
@@ -480,7 +438,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 class Tree:
-    """Stands for one tree of units, to tell apart units of equal names in several trees."""
+    """Identity of a tree of units, to tell apart units of equal names in several trees."""
 
     def __init__(self) -> None:
         self._numbers: dict[GroupPositions, int] = {}
@@ -503,9 +461,7 @@ Agree = Callable[[Agreement, str], None]
 class Collective:
     """Notes one kind of collective in every group concerned.
 
-    Args:
-        places: The groups, each with what is noted there.
-        issued: Where it puts down what it has issued and is to be looked at again once it was waited for.
+    `issued` collects the collectives to look at again once they were waited for.
     """
 
     def __init__(
@@ -519,12 +475,9 @@ class Collective:
         return self._places
 
     def issue(self, phase: Phase, iteration: int) -> None:
-        """Notes that this rank is about to issue it, and looks what peers have issued in its place.
+        """Notes that this rank is about to issue it; raises a RuntimeError if a peer has issued another one.
 
-        At all of them at once: what that takes does not depend on how many share the host.
-
-        Raises:
-            RuntimeError: If one has issued another one.
+        One look compares all peers: its cost does not depend on how many share the host.
         """
         issued = self._issued
         issued.clear()  # what was never waited for
@@ -549,14 +502,9 @@ class Collective:
 
 
 class UnitCollective(Collective):
-    """The same of a unit, whose ranks compare it before the first.
+    """A collective of one unit, which the ranks compare before its first.
 
-    Args:
-        text: What it does.
-        tree: To which the unit belongs.
-        groups: In which it does so.
-        issued: As above.
-        agree: Called with each group's agreement and the unit's name there.
+    `agree` is called with each group's agreement and the unit's name there.
     """
 
     def __init__(
@@ -572,7 +520,7 @@ class UnitCollective(Collective):
         return bool(self._places) or not self._groups
 
     def with_others(self, others: Iterable[UnitCollective]) -> Collective:
-        """Returns one in the same groups that does for several units, all known, what this does for one."""
+        """Returns the collective for several known units in the same groups."""
         every = [self, *others]
         texts = ((group, [each._text_in(group) for each in every]) for group in self._groups)
         return Collective([(group, Note(_all_of(told))) for group, told in texts], self._issued)
@@ -592,7 +540,7 @@ class UnitCollective(Collective):
 
 
 def _all_of(texts: Sequence[str]) -> str:
-    """Joins what several units do, which is the same: "gathers a" and "gathers b" make "gathers a and b"."""
+    """Joins the same verb of several units: "gathers a" and "gathers b" make "gathers a and b"."""
     return " and ".join([texts[0], *(text.partition(" ")[2] for text in texts[1:])])
 
 

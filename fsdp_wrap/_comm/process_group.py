@@ -1,7 +1,7 @@
-"""The communicator of a group: allocates the buffers that travel and moves them.
+"""Communicators: they allocate the buffers that travel in one group, and move them.
 
-1-D buffers in, `Pending` out. Nothing here knows of parameters, and nothing above here knows which way of
-communicating is in use: `make_communicator` (`_comm/select.py`) is the one place that chooses.
+1-D buffers in, `Pending` out. `make_communicator` (`_comm/select.py`) is the one place that chooses among
+them.
 """
 
 from __future__ import annotations
@@ -49,22 +49,12 @@ def destroyed() -> RuntimeError:
 
 
 class Communicator(ABC):
-    """A way of communicating within one group.
+    """A way of communicating within one group; `positions` is None without a group."""
 
-    Attributes:
-        rank: This process's rank in the group.
-        size: How many ranks it has.
-        device: Where the buffers live.
-        positions: Where the ranks of the group stand; None without a group.
-        keeps_notes: Whether in sums zeros keep their sign, and nothing else becomes zero.
-        compresses_reductions: Whether gradients travel in fewer bytes than they have.
-        settings: What has chosen this way of communicating, which all ranks must have alike.
-    """
-
-    keeps_notes = True
+    keeps_notes = True  # whether sums keep the sign of zeros, and make nothing else zero
     compresses_reductions = False
-    settings: Sequence[str] = ()
-    _memory: GroupMemory | None = None
+    settings: Sequence[str] = ()  # that chose this way of communicating; alike on all ranks
+    memory: GroupMemory | None = None  # of buffers from now on; None for ordinary memory
 
     def __init__(
         self, rank: int, size: int, device: torch.device, positions: GroupPositions | None = None
@@ -75,7 +65,7 @@ class Communicator(ABC):
         self.positions = positions
 
     def _identity(self) -> object:
-        """What makes two communicators interchangeable."""
+        """Compares equal for interchangeable communicators."""
         return self.device
 
     def __eq__(self, other: object) -> bool:
@@ -86,12 +76,12 @@ class Communicator(ABC):
 
     @property
     def members(self) -> frozenset[int]:
-        """The group's ranks, as the default group counts them."""
+        """Global ranks of the group."""
         return frozenset([dist.get_rank() if dist.is_initialized() else 0])
 
     @property
     def way(self) -> str:
-        """How it communicates, where that is not by the process group; for messages."""
+        """The way of communicating, for messages; "" for the process group's own."""
         return ""
 
     def require_group(self) -> None:
@@ -100,14 +90,14 @@ class Communicator(ABC):
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
-        if self._memory is not None:
-            return PooledBuffer(numel, dtype, self.device, self._memory)
+        if self.memory is not None:
+            return PooledBuffer(numel, dtype, self.device, self.memory)
         return Buffer(numel, dtype, self.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor that can travel."""
-        if self._memory is not None:
-            with self._memory.allocating(), torch.inference_mode(False):
+        if self.memory is not None:
+            with self.memory.allocating(), torch.inference_mode(False):
                 return torch.empty(numel, dtype=dtype, device=self.device)
         if not torch.is_inference_mode_enabled():
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -115,7 +105,7 @@ class Communicator(ABC):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
-        """Returns an uninitialised 1-D tensor in host memory; if pinned, the device can copy by itself."""
+        """Returns an uninitialised 1-D tensor in host memory; the device can copy from it if pinned."""
         accelerator = accelerator_of(self.device)
         with torch.inference_mode(False):
             if accelerator is None:
@@ -127,18 +117,13 @@ class Communicator(ABC):
         """The process group by which it communicates; None where nothing travels."""
         return None
 
-    @property
-    def memory(self) -> GroupMemory | None:
-        """Where buffers that are asked for from now on lie; None for ordinary memory."""
-        return self._memory
-
     def allocate_in(self, memory: GroupMemory | None) -> None:
-        """Decides where buffers lie that are asked for from now on; for groups on an accelerator."""
+        """Chooses the memory of buffers from now on; for groups on an accelerator."""
         return None
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
-        """The process group in which gradients are reduced, if that is not the one for gathers."""
+        """The process group of reductions, if it is not that of gathers."""
         return None
 
     def reduce_apart(self, apart: bool) -> None:
@@ -173,7 +158,7 @@ class Communicator(ABC):
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
 
-        What is summed may be of a narrower dtype; the sum is in that of the shards.
+        `full` may be of a narrower dtype; the sum is in that of the shards.
         """
 
     @abstractmethod
@@ -204,17 +189,14 @@ class Communicator(ABC):
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
     ) -> Pending:
-        """Sends each rank its part of a 1-D tensor; what comes lies in the order of the ranks.
+        """Sends each rank its part of the 1-D `sent`; `received` gets the parts in the order of the ranks.
 
-        Args:
-            received: What comes.
-            sent: What goes; its parts lie in the order of the ranks too.
-            lengths: How many elements come from each rank, and go to each; None for even parts.
+        `lengths` are the numbers of elements from each rank, and to each; None for even parts.
         """
 
 
 class SoloCommunicator(Communicator):
-    """One rank alone: nothing travels."""
+    """A communicator of one rank alone: nothing travels."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device)
@@ -262,7 +244,10 @@ class SoloCommunicator(Communicator):
 
 
 class GroupCommunicator(Communicator):
-    """The process group's own collectives, on two lanes; by NCCL they queue there unless in two groups."""
+    """A communicator by the process group's own collectives, on two lanes.
+
+    By NCCL they queue behind each other unless the lanes have two groups.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         positions = positions_of(ranks.group)
@@ -282,7 +267,7 @@ class GroupCommunicator(Communicator):
         return self.device, self._reference
 
     def compare(self, settings: Sequence[str], compare: Callable[[], object]) -> None:
-        """Lets ranks compare, before the first collective, what has chosen this way of communicating."""
+        """Lets ranks compare the settings that chose this communicator, before the first collective."""
         self.settings, self._compare_first = settings, compare
 
     @property
@@ -297,7 +282,7 @@ class GroupCommunicator(Communicator):
         return self._group
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
-        self._memory = None if self._on_host else memory
+        self.memory = None if self._on_host else memory
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -308,7 +293,7 @@ class GroupCommunicator(Communicator):
             self._reducing = weakref.ref(twin_of(self._group)) if apart else self._reference
 
     def _group_of(self, lane: Lane) -> dist.ProcessGroup:
-        """Returns the group for what runs on a lane of an accelerator."""
+        """Returns the group for a lane of an accelerator."""
         group = (self._reducing if lane is self._reduce_lane else self._reference)()
         if group is None:
             raise destroyed()
@@ -323,15 +308,9 @@ class GroupCommunicator(Communicator):
         return frozenset(dist.get_process_group_ranks(self._group))
 
     def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
-        """Issues collectives.
+        """Issues collectives on a lane; raises a RuntimeError if one fails.
 
-        Args:
-            lane: Where they run.
-            start: Issues them in the group, asynchronously or not; returns the works if so.
-            in_flight: How to wait for those.
-
-        Raises:
-            RuntimeError: If one fails.
+        `start` issues them in the group, asynchronously or not, and returns the works if so.
         """
         group = self._reference()
         if group is None:
@@ -352,7 +331,7 @@ class GroupCommunicator(Communicator):
         return in_flight(self._watch, works)
 
     def _compare(self) -> None:
-        """Compares, before the first collective, what all ranks must have alike; if it raises, then again."""
+        """Compares what all ranks must have alike, before the first collective; if it raises, then again."""
         if self._compare_first is not None:
             self._compare_first()
             self._compare_first = None
@@ -361,8 +340,8 @@ class GroupCommunicator(Communicator):
         return self._issue(self._gather_lane, partial(self._gather, full, fill))
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-        if self._memory is not None:
-            self._memory.admit(full, group)
+        if self.memory is not None:
+            self.memory.admit(full, group)
         fill()
         gather, works = getattr(group, GATHER), []
         for each in full:
@@ -393,13 +372,13 @@ class GroupCommunicator(Communicator):
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
             summed = each if each.dtype == shard.dtype else self._widened(each, shard.dtype)
-            if self._memory is not None:
-                self._memory.admit([summed, shard], group)
+            if self.memory is not None:
+                self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
 
     def _widened(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype) if self._memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
+        return tensor.to(dtype) if self.memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:

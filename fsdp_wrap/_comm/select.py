@@ -1,10 +1,10 @@
-"""Chooses the way of communicating for a group; no other file does.
+"""Chooses the communicator of a group; no other file does.
 
-Two environment variables have a say in it, both for groups over gloo on the CPU, read when modules are
-wrapped, and to be the same on all ranks. With FSDP_WRAP_SHARED_MEMORY=0 ranks that share a host do not
-communicate through its memory. FSDP_WRAP_GLOO tells whether ranks that do not share memory exchange messages
-("exchange"), call gloo's own collectives ("plain"), or do what is faster for the size (not set): messages for
-large tensors, and one all-to-all of gloo's for small ones.
+Two environment variables count, both for groups over gloo on the CPU, read when modules are wrapped, and the
+same on all ranks. With FSDP_WRAP_SHARED_MEMORY=0 ranks that share a host do not communicate through its
+memory. FSDP_WRAP_GLOO tells whether ranks that do not share memory exchange messages ("exchange"), call
+gloo's own collectives ("plain"), or take the faster way for the size (not set): messages for large tensors,
+and one all-to-all of gloo's for small ones.
 """
 
 from __future__ import annotations
@@ -43,16 +43,11 @@ shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunic
 
 
 def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: bool = True) -> Communicator:
-    """Chooses the way of communicating for a group (None: this rank alone) and a device.
+    """Chooses the communicator for a group (None: this rank alone) and a device.
 
-    Args:
-        ranks: The group.
-        device: Where the buffers live.
-        shared_memory: Whether ranks that share a host may communicate through its memory.
-
-    Raises:
-        ValueError: If an environment variable that has a say has a value that is unknown.
-        RuntimeError: If it has another one on another rank, or that runs another version.
+    `shared_memory` tells whether ranks that share a host may communicate through its memory. Raises a
+    ValueError for an unknown value of an environment variable, a RuntimeError if another rank has another
+    value or version.
     """
     if ranks is None or ranks.size == 1:
         return SoloCommunicator(device)
@@ -75,7 +70,7 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
 
 
 def between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
-    """Returns what does not ask where ranks run."""
+    """Returns a communicator for ranks wherever they run."""
     if least == math.inf:
         return GroupCommunicator(ranks, device)
     return ExchangeCommunicator(ranks, device, least)
@@ -92,13 +87,13 @@ def _least_exchanged(size: int) -> float:
 
 
 def _settings() -> list[str]:
-    """Names the variables with their values, of which the default is that of one not set."""
+    """Formats the variables with their values; an unset one has its default."""
     settings = {_SHARED_MEMORY: os.environ.get(_SHARED_MEMORY, "1"), _GLOO: os.environ.get(_GLOO, "not set")}
     return [f"{name}={value}" for name, value in settings.items()]
 
 
 def _versions() -> list[str]:
-    """Names this library, by whose version ranks read notes of each other, and torch but for its patches."""
+    """Formats the versions of this library, which reads other ranks' notes, and of torch but its patch."""
     major, minor, *_ = torch.__version__.split(".")
     own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
     return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
@@ -112,13 +107,9 @@ def _setting(name: str, *known: str) -> str | None:
 
 
 class AbsentCommunicator(Communicator):
-    """Allocates what would travel, and refuses to communicate.
+    """A communicator of a stand-in group: it allocates buffers, and refuses to communicate.
 
     So a module can be wrapped as one rank of many would wrap it, without the others.
-
-    Args:
-        ranks: This rank's place, as told by what stands in for a process group.
-        device: Where the buffers live.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:

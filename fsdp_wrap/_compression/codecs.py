@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
+from fsdp_wrap._core import ceil_div, round_up
+
 BLOCK = 128
 """So many consecutive numbers share a scale."""
 
@@ -48,7 +50,7 @@ class Narrow(Codec):
         self._dtype = dtype
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return _aligned(numel * self._dtype.itemsize)
+        return round_up(numel * self._dtype.itemsize, _ALIGNMENT_BYTES)
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         self._numbers(encoded, values.numel()).copy_(values)
@@ -72,7 +74,9 @@ class _Blockwise(Codec):
     _block_nbytes: int
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return _aligned(_blocks(numel) * (self._block_nbytes + _scale_dtype(dtype).itemsize))
+        return round_up(
+            ceil_div(numel, BLOCK) * (self._block_nbytes + _scale_dtype(dtype).itemsize), _ALIGNMENT_BYTES
+        )
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         for part, scales, codes in self._chunks(values, encoded):
@@ -89,7 +93,7 @@ class _Blockwise(Codec):
         self, numbers: torch.Tensor, encoded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields parts of the numbers with their scales and, blocks x bytes, their codes."""
-        dtype, count = _scale_dtype(numbers.dtype), _blocks(numbers.numel())
+        dtype, count = _scale_dtype(numbers.dtype), ceil_div(numbers.numel(), BLOCK)
         scales = encoded[: count * dtype.itemsize].view(dtype)
         codes = encoded[scales.nbytes : scales.nbytes + count * self._block_nbytes].view(count, -1)
         cut = torch.split
@@ -134,7 +138,9 @@ class ExactTail(Codec):
         self._codec, self._tail = codec, tail
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self._codec.nbytes(numel - self._tail, dtype) + _aligned(self._tail * dtype.itemsize)
+        return self._codec.nbytes(numel - self._tail, dtype) + round_up(
+            self._tail * dtype.itemsize, _ALIGNMENT_BYTES
+        )
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         head, tail = values.tensor_split([values.numel() - self._tail])
@@ -160,14 +166,6 @@ CODECS: dict[str, Codec] = {"bf16": Narrow(torch.bfloat16), "int8": _Int8(), "in
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     missing = -values.numel() % BLOCK
     return (F.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:

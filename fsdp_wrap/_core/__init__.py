@@ -1,9 +1,9 @@
-"""Words and small tools that all share.
+"""Configuration and small tools that all folders share.
 
-Lives here: configuration, errors, events, walks over modules, precision, and every private name of
-torch that is touched.
+Lives here: configuration, errors, events, walks over modules, precision, and every private name of torch
+that the package uses.
 May import: torch, and nothing else of the package.
-Must never know: what a unit is, and how bytes travel.
+Must never know: units, and communication.
 """
 
 from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
@@ -66,11 +66,11 @@ from fsdp_wrap._core.mesh_info import (
 )
 from fsdp_wrap._core.modules import (
     UNIT_ATTR,
-    Contents,
-    Display,
     Ignored,
+    ModuleWriter,
     ParamPlaces,
     ParamSlot,
+    UnitContents,
     added_names,
     added_params,
     announce_sharded,
@@ -83,21 +83,22 @@ from fsdp_wrap._core.modules import (
     replace_tensor,
     show_extra,
 )
-from fsdp_wrap._core.optimizers import (
-    Group,
-    Piece,
-    by_rows,
-    computes_with_wholes,
-    knows_its_shards,
+from fsdp_wrap._core.optimizers.optimizer_steps import (
+    OptimizerPiece,
     note_elsewhere,
-    note_knows_shards,
     note_pieces,
     reason_against_pieces,
     refuse_in_steps,
-    refuse_in_steps_at_times,
     steps_taken,
     warn_of_lost_decay,
     watch_steps,
+)
+from fsdp_wrap._core.optimizers.probe import (
+    TrialGroup,
+    by_rows,
+    computes_with_wholes,
+    knows_its_shards,
+    note_knows_shards,
 )
 from fsdp_wrap._core.precision import (
     NO_CASTS,

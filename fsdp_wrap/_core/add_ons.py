@@ -1,7 +1,7 @@
-"""Parts of the library that are imported when they are needed, or not at all.
+"""Add-ons: parts of the library that are imported when they are needed, or not installed at all.
 
-Add-ons can be deleted with their files, and the rest works without them. The core imports none of them. Where
-it has use for what one of them brings it keeps a `Seam`, which the add-on fills when it is imported.
+An add-on can be deleted with its files, and the rest works without it. The core imports none of them: it
+keeps a `Seam`, which the add-on fills when it is imported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ T = TypeVar("T")
 
 
 class MissingAddOn(ImportError):
-    """What was asked for comes from an add-on whose files are not there."""
+    """The files of an add-on that was asked for are not there."""
 
 
 class Seam(Generic[T]):
-    """Where the core takes what an add-on brings.
-
-    Args:
-        add_on: Its name, for messages.
-        folder: The package that fills the seam when it is imported; it is imported when somebody asks.
-    """
+    """A place of the core that an add-on fills when its folder, a package, is imported."""
 
     def __init__(self, add_on: str, folder: str) -> None:
         self._add_on = add_on
@@ -35,7 +30,7 @@ class Seam(Generic[T]):
 
     @cached_property
     def filled(self) -> T | None:
-        """What the add-on has brought; None if its files are not there."""
+        """The content from the add-on, which is imported now; None if its files are not there."""
         if find_spec(self._folder) is None:
             return None
         import_module(self._folder)
@@ -43,19 +38,12 @@ class Seam(Generic[T]):
         return brought
 
     def fill(self, content: T) -> T:
-        """Takes what the add-on brings, and returns it: a decorator for functions and classes."""
+        """Fills the seam, and returns the content: a decorator for functions and classes."""
         self.filled = content
         return content
 
     def needed(self, asked: str) -> T:
-        """Returns what the add-on has brought.
-
-        Args:
-            asked: What needs it, for the error's text.
-
-        Raises:
-            MissingAddOn: If it is not there.
-        """
+        """Returns the content; raises a MissingAddOn that names what asked for it if it is not there."""
         if self.filled is None:
             raise MissingAddOn(
                 f"{asked} needs the add-on for {self._add_on}, and its folder is not in this installation: "
@@ -69,10 +57,8 @@ def found_when_asked_for(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and `__dir__` of a package that imports some of its modules when asked for.
 
-    Args:
-        package: Its full name.
-        modules: Its public modules, which are its attributes as well.
-        exporting: Those of them that have what the package exports and does not import itself.
+    `modules` are its public modules, which are its attributes as well. `exporting` are those of them from
+    which the package exports names without importing them itself.
     """
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`ShardAlignment`: where in a parameter a rank's part of it may begin."""
+"""Multiples at which a rank's part of a parameter may begin; integers rounded up."""
 
 from __future__ import annotations
 
@@ -21,24 +21,16 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class ShardAlignment:
-    """Parts of a parameter begin at multiples of so many of its elements, or at its rows.
-
-    Attributes:
-        elements: How many; None for rows, which are what the first dimension counts.
-    """
+    """Parts of a parameter begin at multiples of so many of its elements, or at its rows (None)."""
 
     elements: int | None
 
     @classmethod
     def of(cls, value: object) -> ShardAlignment | None:
-        """Reads the argument `shard_alignment`.
+        """Reads the argument `shard_alignment`: a number of elements, "rows", or None for parts that begin
+        anywhere.
 
-        Args:
-            value: A number of elements, "rows", or None for parts that begin anywhere.
-
-        Raises:
-            TypeError: If it is none of these.
-            ValueError: If the number is not positive, or another word.
+        Raises a TypeError or a ValueError for anything else.
         """
         if value is None:
             return None
@@ -56,25 +48,23 @@ class ShardAlignment:
 
     @property
     def argument(self) -> int | str:
-        """What was given."""
+        """The argument that gives this alignment."""
         return "rows" if self.elements is None else self.elements
 
     def __str__(self) -> str:
         return "rows" if self.elements is None else f"{self.elements} elements"
 
     def grain(self, shape: torch.Size) -> int:
-        """Returns of how many elements the parts of a parameter of this shape are, the last perhaps less."""
+        """Returns how many elements a part of a parameter of this shape is a multiple of, but for the last
+        part.
+        """
         return max(1, shape[1:].numel()) if self.elements is None else self.elements
 
     def common_grain(self, fqns: Sequence[str], shapes: Sequence[torch.Size]) -> int:
         """Returns the least number of elements that the grains of all these parameters divide.
 
-        Args:
-            fqns: Names, for messages.
-            shapes: Their shapes.
-
-        Raises:
-            ValueError: If rows fall together so seldom that one rank would have all of these parameters.
+        Raises a ValueError, with their names, if one rank would have all of them, as their rows coincide so
+        seldom.
         """
         grains = [self.grain(shape) for shape in shapes]
         common = math.lcm(*grains)
@@ -91,6 +81,6 @@ class ShardAlignment:
 
 
 def _largest_two(named: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns the two parameters whose grains fall together most seldom."""
+    """Returns the two parameters whose grains coincide most seldom."""
     pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
     return [*max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))]

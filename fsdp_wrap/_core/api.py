@@ -14,7 +14,7 @@ from fsdp_wrap._core.torch_private import BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over the ranks, and for how long parameters stay unsharded.
+    """Which tensors are sharded over the ranks, and for how long parameters stay unsharded.
 
     Attributes:
         FULL_SHARD: Parameters, gradients and optimizer state are sharded; a unit unshards for its
@@ -83,11 +83,7 @@ class MixedPrecision:
 
 
 def check_kind(name: str, value: object, kind: type, optional: bool = True) -> None:
-    """Refuses an argument of another type, also of one that has the same name in another package.
-
-    Raises:
-        TypeError: If it is one.
-    """
+    """Raises a TypeError for an argument of another type, also one of the same name in another package."""
     if isinstance(value, kind) or (optional and value is None):
         return
     found, path = type(value), f"{kind.__module__}.{kind.__qualname__}"
@@ -100,22 +96,13 @@ def check_kind(name: str, value: object, kind: type, optional: bool = True) -> N
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses what is neither a bool nor None: a string, say, is true whatever it says.
-
-    Raises:
-        TypeError: If it is so.
-    """
+    """Raises a TypeError unless a value is a bool or None: a string is true whatever it says."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"{name} must be True, False or None (the default), not {value!r}")
 
 
 def check_nbytes(name: str, value: object) -> None:
-    """Refuses what is neither a number of bytes nor None.
-
-    Raises:
-        TypeError: If it is no int.
-        ValueError: If it is negative.
-    """
+    """Raises a TypeError or a ValueError unless a value is a number of bytes or None."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise TypeError(f"{name} must be an int or None (the default), not {value!r}")
     if value is not None and value < 0:
@@ -123,16 +110,7 @@ def check_nbytes(name: str, value: object) -> None:
 
 
 def nbytes_of(size: int | str, name: str) -> int:
-    """Returns a number of bytes that is given as one, or as a text such as "80GB" or "24GiB".
-
-    Args:
-        size: It.
-        name: Of the argument, for messages.
-
-    Raises:
-        TypeError: If it is neither an int nor a str.
-        ValueError: If it is none, or not positive.
-    """
+    """Returns a number of bytes, given as one or as text like "80GB" or "24GiB"; `name` is for errors."""
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f"{name} must be an int or a str such as '80GB', not {size!r}")
     if isinstance(size, str):
@@ -164,10 +142,10 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
             the parameters' own.
-        reduce_dtype: Of gradients while they are accumulated and reduced. None means what it does in the
-            torch that is installed: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
+        reduce_dtype: Of gradients while they are accumulated and reduced. None means the same as in the
+            installed torch: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
             parameter, which is the parameter's own dtype if it was not set before `fully_shard`.
-        output_dtype: Of what forward returns; None leaves it as it is.
+        output_dtype: Of the outputs of forward; None leaves them as they are.
         cast_forward_inputs: Cast the inputs to `param_dtype`.
         param_dtype_override_fn: Called once for each parameter of the unit. It returns the parameter's own
             dtype to leave it in that, or None (or `param_dtype`) for `param_dtype`; the same on all ranks.
@@ -195,19 +173,38 @@ class MixedPrecisionPolicy:
             )
 
 
+class _Offload:
+    """The rules of both policies that offload parameters or optimizer state."""
+
+    offload_params: bool
+    offload_optimizer_state: bool | None
+
+    def __post_init__(self) -> None:
+        if self.offload_params and self.offload_optimizer_state is False:
+            raise ValueError(
+                f"{type(self).__name__}(offload_params=True) keeps optimizer state in host memory as well, "
+                "since steps run where the parameters are; leave offload_optimizer_state out"
+            )
+
+    @property
+    def only_state(self) -> bool:
+        """Whether optimizer state alone is offloaded."""
+        return bool(self.offload_optimizer_state) and not self.offload_params
+
+
 @dataclass
 class OffloadPolicy:
-    """Of a `fully_shard`ed module: nothing is offloaded."""
+    """No offload of a `fully_shard`ed module."""
 
 
 @dataclass
-class CPUOffloadPolicy(OffloadPolicy):
+class CPUOffloadPolicy(_Offload, OffloadPolicy):
     """Sharded parameters, gradients and so optimizer state live in host memory, or optimizer state alone.
 
     Attributes:
         pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
         offload_params: Whether parameters and gradients live there; not one of torch's fields.
-        offload_optimizer_state: As of `CPUOffload`; not one of torch's fields.
+        offload_optimizer_state: As in `CPUOffload`; not one of torch's fields.
 
     Raises:
         ValueError: If the parameters are offloaded and the state is not, or neither is.
@@ -218,23 +215,18 @@ class CPUOffloadPolicy(OffloadPolicy):
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_state_offload(self)
+        super().__post_init__()
         if not self.offload_params and not self.offload_optimizer_state:
             raise ValueError("this CPUOffloadPolicy offloads nothing; pass OffloadPolicy(), the default")
-
-    @property
-    def only_state(self) -> bool:
-        """Whether optimizer state alone is offloaded."""
-        return bool(self.offload_optimizer_state) and not self.offload_params
 
 
 @dataclass
 class DataParallelMeshDims:
-    """Which dimensions of a mesh, on which all parameters are `DTensor`s, stand for data parallelism.
+    """The dimensions for data parallelism of a mesh on which all parameters are `DTensor`s.
 
     Attributes:
-        shard: The name of that over which parameters are sharded, or of several, which become one.
-        replicate: The name of that over which they are replicated, or of several.
+        shard: Name of the dimension over which parameters are sharded, or names of several, which become one.
+        replicate: Name of the dimension over which they are replicated, or names of several.
 
     Raises:
         ValueError: If it names none.
@@ -265,7 +257,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass
-class CPUOffload:
+class CPUOffload(_Offload):
     """Whether sharded parameters and gradients, or optimizer state, live in host memory.
 
     Gradients are where their parameters are, as torch wants it.
@@ -274,8 +266,8 @@ class CPUOffload:
         offload_params: Keep parameters and gradients there, and so optimizer state: steps run on the host.
         offload_optimizer_state: Keep the state of torch's optimizers there between steps, which run on the
             device, with all of an optimizer's state at once; the host waits at the end of each. What
-            `optimizer.load_state_dict` loads is on the device until the next step ends. None for what
-            `offload_params` says. Not one of torch's fields.
+            `optimizer.load_state_dict` loads is on the device until the next step ends. None for the value of
+            `offload_params`. Not one of torch's fields.
 
     Raises:
         ValueError: If the parameters are offloaded and the state is not.
@@ -284,25 +276,9 @@ class CPUOffload:
     offload_params: bool = False
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        _check_state_offload(self)
-
-    @property
-    def only_state(self) -> bool:
-        """Whether optimizer state alone is offloaded."""
-        return bool(self.offload_optimizer_state) and not self.offload_params
-
-
-def _check_state_offload(policy: CPUOffload | CPUOffloadPolicy) -> None:
-    if policy.offload_params and policy.offload_optimizer_state is False:
-        raise ValueError(
-            f"{type(policy).__name__}(offload_params=True) keeps optimizer state in host memory as well, "
-            "since steps run where the parameters are; leave offload_optimizer_state out"
-        )
-
 
 class StateDictType(Enum):
-    """What `state_dict()` returns and `load_state_dict()` takes.
+    """The kind of state dict that `state_dict()` returns and `load_state_dict()` takes.
 
     Attributes:
         FULL_STATE_DICT: Full tensors, the same on every rank; collective.
@@ -318,7 +294,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """By what an optimizer state dict names parameters.
+    """The keys of parameters in an optimizer state dict.
 
     Attributes:
         PARAM_NAME: By the names of the unwrapped module.
@@ -331,7 +307,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """How a model's state dict is made.
+    """Options of a model's state dict.
 
     Attributes:
         offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
@@ -343,7 +319,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Of full tensors.
+    """Options of a state dict of full tensors.
 
     Attributes:
         rank0_only: The first rank alone gets them; the others get nothing, and their state-dict hooks see
@@ -355,14 +331,12 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Of flat shards."""
-
-    offload_to_cpu: bool = False
+    """Options of a state dict of flat shards."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Of what this rank holds.
+    """Options of a state dict of the pieces that this rank holds.
 
     Attributes:
         _use_dtensor: Values are `DTensor`s of rows, for which the ranks gather one parameter after the other,
@@ -375,7 +349,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """How an optimizer's state dict is made.
+    """Options of an optimizer's state dict.
 
     Attributes:
         offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
@@ -387,7 +361,7 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Of full tensors.
+    """Options of an optimizer state dict of full tensors.
 
     Attributes:
         rank0_only: The first rank alone gets them, and gives them to the others when they are loaded.
@@ -398,14 +372,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Beside a model's flat shards; the same as of pieces."""
+    """Options of an optimizer state dict beside a model's flat shards; the same as of pieces."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of what this rank holds.
+    """Options of an optimizer state dict of the pieces that this rank holds.
 
     Attributes:
         _use_dtensor: As in `ShardedStateDictConfig`.
@@ -416,7 +390,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """The state dicts that a wrapped module makes now."""
+    """The kinds of state dicts that a wrapped module makes now."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

@@ -1,4 +1,4 @@
-"""Errors of several types, ours and what torch raises in the same place; warnings that point at a line."""
+"""Errors that are of our type and of torch's in the same place; warnings that point at the caller's line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import warnings
 from types import FrameType
 
 _OURS = ("fsdp_wrap", "torch")
-"""Packages whose frames lie between a program's line and what warns: torch calls the hooks of modules."""
+"""Packages whose frames lie between a program's line and the warning: torch calls the hooks of modules."""
 
 
 class NotIdleError(RuntimeError, AssertionError, ValueError):
-    """What must not run inside a forward, a backward or `summon_full_params` was called there."""
+    """A method that must not run inside a forward, a backward or `summon_full_params` was called there."""
 
 
 class ChangedBetweenError(RuntimeError, AssertionError):
@@ -20,7 +20,7 @@ class ChangedBetweenError(RuntimeError, AssertionError):
 
 
 class ReplacedError(ValueError, RuntimeError):
-    """Something else was put in the place of a sharded parameter."""
+    """A sharded parameter was replaced by something else."""
 
 
 class AlreadyShardedError(ValueError, AssertionError, RuntimeError):
@@ -40,11 +40,11 @@ class NoValuesError(ValueError, RuntimeError):
 
 
 class NotRootError(RuntimeError, AssertionError):
-    """What concerns a whole model was called on a unit that another one encloses."""
+    """A method for a whole model was called on a unit that another one encloses."""
 
 
 class OtherCommsError(RuntimeError, AssertionError):
-    """Something else decides how a unit communicates."""
+    """A unit's communication is chosen by something else already."""
 
 
 class UnfitBackendError(ValueError, RuntimeError):
@@ -68,16 +68,11 @@ def not_picklable(what: str) -> NotPicklableError:
 
 
 class WrongKindError(TypeError, ValueError):
-    """An argument, or what a function that was an argument returned, is of the wrong type."""
+    """An argument, or the result of a function given as an argument, is of the wrong type."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line that is neither this package's nor torch's, else at the outermost line.
-
-    Args:
-        message: What is the matter, and what to do about it.
-        category: The class of the warning.
-    """
+    """Warns at the innermost line that is neither this package's nor torch's, else at the outermost line."""
     frame = inspect.currentframe()
     depth = 1
     while frame is not None and _is_ours(frame) and frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""Users' hooks on the gradients of sharded parameters: which are called, and which are refused.
+"""Users' hooks on the gradients of sharded parameters: the called ones, and the refused ones.
 
 Optimizers that torch's `_apply_optimizer_in_backward` notes on parameters are among them.
 """
@@ -14,20 +14,18 @@ from torch import nn
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 
 HOOKS_OF = operator.attrgetter("_post_accumulate_grad_hooks")
-"""Returns what was given to `register_post_accumulate_grad_hook`; nothing true if nothing was."""
+"""Returns the hooks from `register_post_accumulate_grad_hook`; false if there are none."""
 
 REFUSED_HOOKS_OF = operator.attrgetter("_backward_hooks")
-"""The same of `register_hook`: it has no place to run, since no graph leads to a sharded parameter."""
+"""Returns the hooks from `register_hook`, which cannot run: no graph leads to a sharded parameter."""
 
 
 def run_gradient_hooks(params: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-    """Calls what users gave to `register_post_accumulate_grad_hook`, now that gradients were added.
+    """Calls users' post-accumulate-grad hooks, now that gradients were added; without gradients, as autograd
+    does.
 
-    Without gradients, as autograd would. A hook may take the gradient away, or step.
-
-    Args:
-        params: The sharded parameters; one may stand for several original ones.
-        used: For each, whether a gradient was added to it, if this rank holds any of it.
+    A hook may take the gradient away, or step. `params` are sharded; one may stand for several original ones.
+    `used` tells for each whether a gradient was added to it, if this rank holds any of it.
     """
     changed = dict.fromkeys(param for param, by_any in zip(params, used) if by_any and param.requires_grad)
     with torch.no_grad():
@@ -39,12 +37,7 @@ def run_gradient_hooks(params: Sequence[nn.Parameter], used: Sequence[bool]) -> 
 def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parameter]:
     """Returns the sharded parameters with optimizers in backward that `step_in_backward` does not serve yet.
 
-    Args:
-        params: Sharded parameters; one may stand for several original ones.
-        unit: The name of their unit.
-
-    Raises:
-        RuntimeError: If a `FlatParameter` has an optimizer: it stands for several parameters.
+    Raises a RuntimeError, with the unit's name, for a `FlatParameter`: it stands for several parameters.
     """
     found = []
     for param in dict.fromkeys(params):
@@ -59,7 +52,7 @@ def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parame
 
 
 def step_in_backward(param: nn.Parameter) -> None:
-    """Steps the optimizers in backward of a parameter whose gradient is there; then that goes."""
+    """Steps the optimizers in backward of a parameter, and frees its gradient."""
     for optimizer in optimizers_in_backward(param):
         optimizer.step()
     param.grad = None

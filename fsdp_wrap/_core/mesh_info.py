@@ -1,4 +1,4 @@
-"""Over which mesh a parameter is sharded, where `shard_placement_fn` of `fully_shard` says so."""
+"""The mesh of a parameter, where `shard_placement_fn` of `fully_shard` chooses it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CURE = "the number of the dimension of the mesh"
 
 @dataclass
 class DataParallelMeshInfo:
-    """Which dimensions of a mesh shard parameters, and which replicate them.
+    """Dimensions of a mesh that shard parameters, and that replicate them.
 
     Attributes:
         mesh: Of one dimension, or of two (replicate, shard).
-        shard_mesh_dim: The number of that over which parameters are sharded; None for none.
-        replicate_mesh_dim: The number of that over which they are replicated; None for none.
+        shard_mesh_dim: Number of the dimension over which parameters are sharded; None for none.
+        replicate_mesh_dim: Number of the dimension over which they are replicated; None for none.
         dp_mesh_dims: As `fully_shard` takes it, for parameters that are `DTensor`s on `spmd_mesh`. These two
             count then, in place of the others.
         spmd_mesh: The whole mesh on which those lie.
@@ -67,7 +67,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 @dataclass
 class ShardPlacementResult:
-    """What `shard_placement_fn` may return, to choose the mesh of a parameter as well.
+    """A result of `shard_placement_fn` that chooses the mesh of a parameter as well.
 
     Attributes:
         placement: The `Shard(dim)` to cut it along; None for `Shard(0)`, or where it is only replicated.

@@ -26,14 +26,13 @@ UNIT_ATTR = "_fsdp_unit"
 _MANAGED = "_is_fsdp_managed_module"
 
 added_names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Of modules of units, the names under which programs have registered parameters or modules since."""
+"""By module of a unit, the names of parameters and modules that programs have registered since."""
 
 
 class ParamPlaces:
     """Every place in the module tree that shows one original parameter.
 
-    Args:
-        owner: The unit's module, which is held weakly: it holds the unit, and so these places.
+    The unit's module is held weakly: it holds the unit, and so these places.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -55,21 +54,18 @@ class ParamPlaces:
         self._places.append((None if module is self._owner() else module, name))
 
 
-class Display:
-    """Tensors with the places that are to show them, prepared once: showing only writes to dicts of modules.
+class ModuleWriter:
+    """Prepared writes of tensors into the `__dict__` and `_parameters` of modules, one tensor for several
+    places.
 
-    A tensor that is no parameter is shown as the attribute alone; in `_parameters` its name keeps its place.
-
-    Args:
-        places: For each tensor, all that are to show it.
-        tensors: What to show.
-        uncovers: Whether parameters are shown where plain tensors were: attributes, which would hide them.
+    A tensor that is no parameter becomes a plain attribute; in `_parameters` its name keeps its place, with
+    None. `uncovers` deletes plain attributes before parameters are shown, which they would hide.
     """
 
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._told: list[tuple[weakref.ref[nn.Module], str, Any]] = []
+        self._set: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
         self._covers: list[tuple[dict[str, Any], str]] = []
@@ -81,14 +77,14 @@ class Display:
                     self._plain.append((module.__dict__, name, tensor))
                 elif uncovers:
                     self._covers.append((module.__dict__, name))
-                registrable = param is None or param.is_leaf  # RNNs look themselves for what is not
+                registrable = param is None or param.is_leaf  # RNNs look up other tensors themselves
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
                     # RNNs update a second list of their weights.
-                    self._told.append((weakref.ref(module), name, param))
+                    self._set.append((weakref.ref(module), name, param))
 
     def show(self) -> None:
-        """Shows the tensors."""
-        for module, name, param in self._told:
+        """Makes the writes."""
+        for module, name, param in self._set:
             setattr(module(), name, param)
         for names, name in self._covers:
             names.pop(name, None)
@@ -99,12 +95,9 @@ class Display:
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """One original parameter of a unit.
+    """One original parameter of a unit, and all places that show it.
 
-    Attributes:
-        fqn: Name within the unit, without wrapper prefixes; of several, the first met.
-        param: The parameter.
-        places: What shows it.
+    `fqn` is its name within the unit, without wrapper prefixes; of several, the first met.
     """
 
     fqn: str
@@ -121,12 +114,9 @@ def show_extra(module: nn.Module, name: str, param: nn.Parameter | None) -> None
 
 
 def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Walks the modules of one unit: `module` and below, but not into other units or ignored modules.
+    """Yields (relative name, module) of one unit: `module` and below, but not other units or ignored modules.
 
-    Nothing is walked where `module` itself is ignored.
-
-    Returns:
-        (name relative to `module`, module), parents before children, each module once.
+    Parents come before children, each module once. Nothing is yielded where `module` itself is ignored.
     """
 
     def is_own(child: nn.Module) -> bool:
@@ -136,27 +126,24 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's class without what a front-end has mixed into it."""
+    """Returns a module's class without the one that a front-end has mixed in."""
     mixed = UNIT_ATTR in module.__dict__ and WRAPPED_ATTR not in module._modules
-    return type(module).__bases__[1] if mixed else type(module)  # what was mixed in, the original
+    return type(module).__bases__[1] if mixed else type(module)  # (mixin, original)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts a tensor in the place of the parameter or buffer of that name."""
+    """Replaces the parameter or buffer of a name."""
     if isinstance(tensor, nn.Parameter):
-        Display([[(module, name)]], [tensor]).show()
+        ModuleWriter([[(module, name)]], [tensor]).show()
     else:
         module._buffers[name] = tensor
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a unit leaves alone.
+    """Modules (with all below them) and parameters that a unit leaves alone.
 
-    Attributes:
-        modules: Modules that the user wants to keep as they are, all below them included.
-        params: Single parameters likewise.
-        left: Tied parameters that a unit above owns, because it alone encloses all their uses.
+    `left` are tied parameters that a unit above owns, because it alone encloses all their uses.
     """
 
     modules: frozenset[nn.Module] = frozenset()
@@ -165,14 +152,11 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a unit made of a module consists of.
+class UnitContents:
+    """The modules and parameters of a unit.
 
-    Attributes:
-        ignored: What it leaves alone.
-        modules: Its modules with their names, as `own_modules` gives them.
-        slots: The parameters that it owns, in the order of `named_parameters`.
-        borrowed: (name, place, parameter) where it uses a parameter of another unit.
+    `slots` are the parameters that it owns, in the order of `named_parameters`. `borrowed` are (name, place,
+    parameter) where it uses a parameter of another unit.
     """
 
     ignored: Ignored
@@ -183,13 +167,10 @@ class Contents:
     @classmethod
     def of(
         cls, module: nn.Module, ignored: Ignored, lent: Collection[nn.Parameter] = frozenset()
-    ) -> Contents:
-        """Finds them.
+    ) -> UnitContents:
+        """Finds the contents of a unit.
 
-        Args:
-            module: The unit's module.
-            ignored: What to leave alone.
-            lent: Parameters that units below have left; they are collected with all their places.
+        `lent` are parameters that units below have left; they are collected with all their places.
         """
         modules = [*own_modules(module, ignored.modules)]
         own = {each for _, each in modules}
@@ -206,7 +187,7 @@ class Contents:
         return cls(ignored, modules, [*slots.values()], borrowed)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns the parameters that it owns and its buffers by name, each once, parameters first."""
+        """Returns (name, tensor) of its own parameters and then its buffers, each once."""
         found: dict[torch.Tensor, str] = {slot.param: slot.fqn for slot in self.slots}
         for prefix, module in self.modules:
             for name, buffer in module._buffers.items():
@@ -226,7 +207,7 @@ def mark_owned(param: nn.Parameter) -> None:
 
 
 def mark_managed(module: nn.Module) -> None:
-    """Notes that a module is part of a unit, in attributes that transformers and torch's compiler read.
+    """Marks a module as part of a unit, in attributes that transformers and torch's compiler read.
 
     The compiler then takes parameters as inputs of its graphs, not as constants or static addresses: leaves,
     which are original parameters to it, have memory only while their unit is unsharded.
@@ -238,7 +219,7 @@ def mark_managed(module: nn.Module) -> None:
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Lets `added_names` be kept."""
+    """Keeps `added_names` up to date from now on."""
     register_module_parameter_registration_hook(_note_added)
     register_module_module_registration_hook(_note_added)
 
@@ -249,11 +230,7 @@ def _note_added(module: nn.Module, name: str, added: object) -> None:
 
 
 def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Finds the parameters of no unit in what was registered in a module since a unit has taken it.
-
-    Returns:
-        (name within the module, parameter).
-    """
+    """Yields (name, parameter) of no unit that were registered in a module since a unit has taken it."""
     for name in sorted(added_names.get(module, ())):
         found: list[tuple[str, nn.Parameter | None]] = [(name, module._parameters.get(name))]
         child = module._modules.get(name)
@@ -266,10 +243,10 @@ def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def announce_sharded(module: nn.Module) -> None:
-    """Notes that a unit has taken a module where torch's other composable ways look.
+    """Marks a module as sharded for torch's other composable APIs.
 
-    Torch's `replicate()` averages the gradients of what it finds below its module, unless the registry of one
-    tells that it is sharded: shards would be averaged with each other.
+    Torch's `replicate()` averages the gradients of all parameters below its module that are not marked so:
+    shards would be averaged with each other.
     """
     module.__dict__.setdefault(composable_registry, OrderedDict())["fully_shard"] = None
 

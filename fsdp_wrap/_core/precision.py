@@ -1,4 +1,4 @@
-"""What mixed precision means: dtypes of a segment, casts of a unit's inputs, outputs and buffers."""
+"""Mixed precision: dtypes of a segment, casts of a unit's inputs, outputs and buffers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,9 @@ class FullPrecision(MixedPrecision):
 class SegmentDtypes:
     """The dtypes of one segment.
 
-    Attributes:
-        master: Of the sharded parameters.
-        param: Of the leaves, and of the bytes that a gather moves.
-        reduce: Of the gradients while they are accumulated and reduced.
-        grad: Of the sharded parameters' gradients.
-        arriving: To which autograd casts the leaves' gradients; None lets it leave them as they are.
+    `master` is of the sharded parameters; `param` of the leaves and of gathered bytes; `reduce` of gradients
+    while they are accumulated and reduced; `grad` of the sharded parameters' gradients. Autograd casts the
+    leaves' gradients to `arriving`; None leaves them as they are.
     """
 
     master: torch.dtype
@@ -65,7 +62,7 @@ class SegmentDtypes:
 
     @property
     def mixed(self) -> bool:
-        """Whether it computes or reduces in another than its master dtype."""
+        """Whether it computes or reduces in another dtype than its master dtype."""
         return self.param != self.master or self.reduce != self.master
 
     def __str__(self) -> str:
@@ -76,14 +73,10 @@ class SegmentDtypes:
 
 @dataclass(frozen=True)
 class SegmentPolicy:
-    """Which dtypes are wanted of the parameters of one segment, whatever their master dtype.
+    """The dtypes asked for one segment, whatever its master dtype.
 
-    Attributes:
-        param: To compute and gather in; None for the master dtype.
-        reduce: To accumulate and reduce gradients in; None for the sharded gradients' or the param dtype.
-        grad: Of the sharded parameters' gradients; None for the master dtype.
-        keeps_reduced: Whether those stay as they were reduced instead.
-        follows_grad: Whether it is the sharded gradients' dtype that stands for a missing `reduce`.
+    None of `param` and `grad` is the master dtype; None of `reduce` is the sharded gradients' dtype if
+    `follows_grad`, else the param dtype. `keeps_reduced` leaves sharded gradients as they were reduced.
     """
 
     param: torch.dtype | None = None
@@ -99,10 +92,8 @@ class SegmentPolicy:
 
     @classmethod
     def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:
-        """Applies the policy of `fully_shard` to one parameter, which is named in messages.
-
-        Raises:
-            ValueError: If the policy's function returns a dtype that is neither of the two allowed.
+        """Applies the policy of `fully_shard` to one parameter; raises a ValueError for a dtype that its
+        function may not return.
         """
         computed = _overridden(param, fqn, policy)
         if not _REDUCED_IN_GRAD_DTYPE:
@@ -117,7 +108,7 @@ class SegmentPolicy:
         )
 
     def reduced_in(self, master: torch.dtype) -> torch.dtype:
-        """Returns the dtype to reduce in, were there no other segments in the unit."""
+        """Returns the reduce dtype, were there no other segments in the unit."""
         if self.reduce is not None:
             return self.reduce
         if self.follows_grad and not self.keeps_reduced:
@@ -125,11 +116,9 @@ class SegmentPolicy:
         return self.param or master
 
     def dtypes(self, master: torch.dtype, widest: torch.dtype | None) -> SegmentDtypes:
-        """Returns all dtypes.
+        """Returns all dtypes for a master dtype.
 
-        Args:
-            master: The master dtype.
-            widest: To reduce in at least, where the sharded gradients' dtype decides; None for any.
+        `widest` is the least reduce dtype where the sharded gradients' dtype decides; None for any.
         """
         if not is_castable(master):
             return SegmentDtypes.full(master)
@@ -146,13 +135,10 @@ class SegmentPolicy:
 
 
 def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
-    """Returns the dtypes of one unit's segments.
+    """Returns the dtypes of one unit's segments, given (master dtype, policy, whether it trains) of each.
 
-    Where the sharded gradients' dtypes decide in what is reduced and those of one master dtype differ, the
-    widest does for all, as in torch.
-
-    Args:
-        segments: The master dtype, the policy and whether it trains, of each.
+    Where the sharded gradients' dtypes decide the reduce dtype and differ within one master dtype, the widest
+    is taken for all, as in torch.
     """
     widest: dict[torch.dtype, torch.dtype] = {}
     for master, policy, trains in segments:
@@ -183,11 +169,8 @@ def _short(dtype: torch.dtype) -> str:
 class InputCasts:
     """Casts of a unit's floating-point inputs and outputs; None leaves them as they are.
 
-    Attributes:
-        nested: Dtype of the inputs of a unit below the root.
-        root: Dtype of the root's inputs.
-        restores_outputs: Whether outputs go back to the dtype of the first input.
-        outputs: Dtype of the outputs otherwise.
+    `nested` is for a unit below the root, `root` for the root. `restores_outputs` casts outputs to the dtype
+    of the first input, else `outputs` is theirs.
     """
 
     nested: torch.dtype | None = None
@@ -209,7 +192,6 @@ class InputCasts:
 
 
 NO_CASTS = InputCasts()
-"""Leaves all as it is."""
 
 
 class _Holder:
@@ -224,7 +206,7 @@ class _Holder:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor | None]:
-        """The module's buffers by name; none where nobody uses the module any more."""
+        """The module's buffers by name; none once the module is gone."""
         module = self._module()
         return {} if module is None else module._buffers
 
@@ -255,15 +237,8 @@ class _BufferCast:
 class BufferCasts:
     """The floating-point buffers of one unit, which its module computes with in the buffer dtype.
 
-    The originals are kept: values that no forward has changed come back exactly.
-
-    Args:
-        modules: The unit's modules.
-        dtype: The buffer dtype; None leaves them as they are.
-
-    Attributes:
-        holders: Those modules.
-        casts: Those buffers; nobody needs to call any method where there is none.
+    The originals are kept: values that no forward has changed come back exactly. `dtype` None leaves all as
+    they are; then `casts` is empty, and no method need be called.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
@@ -279,7 +254,7 @@ class BufferCasts:
         ]
 
     def show_cast(self) -> None:
-        """Lets the modules compute with buffers in the buffer dtype, from now on."""
+        """Shows the buffers in the buffer dtype, from now on."""
         self._computes = True
         if self._dtype is not None and self.casts:
             with torch.inference_mode(False), torch.no_grad():
@@ -287,7 +262,7 @@ class BufferCasts:
                     cast.show_cast(self._dtype)
 
     def show_original(self) -> None:
-        """Lets the modules compute with buffers in their own dtype, from now on."""
+        """Shows the buffers in their own dtype, from now on."""
         self._computes = False
         with torch.inference_mode(False), torch.no_grad():
             for cast in self.casts:
@@ -295,7 +270,7 @@ class BufferCasts:
 
     @torch.no_grad()
     def hold_original(self) -> None:
-        """Shows the buffers in their own dtype, with the values that they have now, until `release`."""
+        """Shows the buffers in their own dtype, with their present values, until `release`."""
         self._holds += 1
         for cast in self.casts:
             cast.show_original()

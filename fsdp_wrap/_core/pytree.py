@@ -1,4 +1,4 @@
-"""Finds and replaces the tensors in whatever a module takes and returns."""
+"""Finds and replaces the tensors in the arguments and results of modules."""
 
 from __future__ import annotations
 

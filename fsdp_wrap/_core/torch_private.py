@@ -1,8 +1,8 @@
-"""The private names of torch that this package touches, and what each is for.
+"""The private names of torch that this package uses, and the purpose of each.
 
-What can be imported is imported here, and from here by the other files. What belongs to torch's objects they
-read there, by names that `PURPOSES` lists too. A new torch may drop any of them: tests/test_torch_private.py
-looks for each by itself.
+Names that can be imported are imported here, and from here by the other files. Attributes of torch's objects
+are read in place; `PURPOSES` lists them too. A new torch may drop any of them:
+tests/core/test_torch_private.py looks for each by itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ PURPOSES = {
     "torch.nn.Module._load_from_state_dict": "whether a module loads in a way of its own",
     "torch.nn.Module._apply": "moves and casts of wrapped modules go to the shards",
     "torch.nn.MultiheadAttention._reset_parameters": "initialises it from the meta device",
-    "torch.nn.modules.module._IncompatibleKeys": "what `load_state_dict` returns",
+    "torch.nn.modules.module._IncompatibleKeys": "the result of `load_state_dict`",
     "torch.nn.modules.batchnorm._BatchNorm": "the default of `MixedPrecision`, as in torch",
     "torch.nn.modules.batchnorm._NormBase": "its way of loading needs no full parameters",
     "torch._C._distributed_c10d.AllgatherOptions": "gathers without the cost of torch's function",
@@ -125,8 +125,8 @@ PURPOSES = {
     "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
-    "torch._C._distributed_c10d._dump_fr_trace_json": "what torch's flight recorder knows, where it runs",
-    "torch._C._distributed_c10d._dump_nccl_trace_json": "what NCCL's knows, where torch has NCCL",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "the records of torch's flight recorder",
+    "torch._C._distributed_c10d._dump_nccl_trace_json": "the records of NCCL's, where torch has NCCL",
     "torch.distributed._symmetric_memory": "NCCL's symmetric memory, for buffers that travel",
     "torch.distributed.ProcessGroup._allgather_base": "gathers, up to torch 2.12",
     "torch.distributed.ProcessGroup._reduce_scatter_base": "reductions, up to torch 2.12",
@@ -136,7 +136,7 @@ PURPOSES = {
     "torch.distributed.ProcessGroup._set_default_backend": "makes the group that counting modes see",
     "torch.distributed.distributed_c10d._world": "whether a group was destroyed",
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": "kept meshes must not keep groups alive",
-    "torch.distributed.distributed_c10d._get_default_store": "what ranks tell each other at first",
+    "torch.distributed.distributed_c10d._get_default_store": "settings and addresses that ranks exchange",
     "torch.distributed.distributed_c10d._get_object_coll_device": "where pickled objects travel from",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes `DTensor`s of shards without communication",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes `DTensor`s of shards without communication",
@@ -160,7 +160,7 @@ PURPOSES = {
     "torch._C.DisableTorchFunctionSubclass": "reads gradients of many `DTensor`s in a third of the time",
     "torch._C._has_storage": "which tensors have memory",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
-    "torch.distributed._composable.contract.REGISTRY_KEY": "what is sharded, and what `replicate()` took",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "marks what is sharded, finds `replicate()`",
     "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
@@ -176,10 +176,10 @@ PURPOSES = {
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
     "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": "finds ours",
     "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
-    "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "what a wrapper's `_device_handle` is",
+    "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "the type of a wrapper's `_device_handle`",
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
     "torch.distributed.fsdp._flat_param": "the named tuples and enums of flat parameters and handles",
-    "torch.distributed.fsdp._flat_param._ShardParamInfo": "what of a parameter lies in this rank's shard",
+    "torch.distributed.fsdp._flat_param._ShardParamInfo": "the part of a parameter in this rank's shard",
     "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._runtime_utils._lazy_init": "answers for our wrappers",
     "torch.distributed.fsdp._runtime_utils._post_backward_final_callback": "answers for our wrappers",
@@ -211,7 +211,7 @@ PURPOSES = {
     "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
     "torch.distributed.pipelining.stage._PipelineStageBase": "lets stages split the backward of our units",
 }
-"""What each is for, by its path."""
+"""The purpose of each name, by its path."""
 
 execution_engine = torch.autograd.Variable._execution_engine
 graph_task = torch._C._current_graph_task_id
@@ -240,7 +240,7 @@ flattened_mesh = DeviceMesh._flatten
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Returns a group of gloo's that nobody else knows, and that listens on one of this host's addresses."""
+    """Returns a private group over gloo that listens on one of this host's addresses."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -259,14 +259,14 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 
 def trace_rules() -> Any:
-    """Returns dynamo's rules of what to trace. Late, since the import is slow."""
+    """Returns dynamo's rules for tracing. Late, since the import is slow."""
     from torch._dynamo import trace_rules as rules
 
     return rules
 
 
 def clear_sharding_caches() -> None:
-    """Lets `DTensor`s forget what operators gave, and the meshes of it. Late, since the import is slow."""
+    """Clears the results and meshes that `DTensor` caches. Late, since the import is slow."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -295,7 +295,7 @@ copying_operators = frozenset(
         torch.ops.aten._chunk_cat,
     )
 )
-"""Operators by which buffers are filled, and what goes from one device to another."""
+"""Operators that fill buffers, or copy from one device to another."""
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks

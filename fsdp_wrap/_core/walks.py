@@ -1,4 +1,4 @@
-"""Walks over the modules of a tree, and the names that these give."""
+"""Walks over the modules of a tree, and names in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = tuple[nn.Module, str]  # and the name under which it shows a parameter
 
 
 def joined(prefix: str, name: str) -> str:
-    """Returns the name of what has a name of its own in the module of that prefix."""
+    """Returns the name of something within the module of a prefix."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -38,10 +38,8 @@ def walk(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yields what `module.named_modules()` does, in its order, at a cost that does not grow with the depth.
 
-    Args:
-        module: Yielded first, without a name.
-        all_names: Yield a module once for every name that it has.
-        into: Whether to yield a module below, and those below that; None for all.
+    `all_names` yields a module once for every name that it has. `into` tells whether to yield a module below,
+    and those below that; None for all.
     """
     stack, seen = [("", module)], set[nn.Module]()
     while stack:
@@ -63,13 +61,9 @@ def named(
     all_names: bool = False,
     into: Callable[[nn.Module], bool] | None = None,
 ) -> Iterator[tuple[str, Place, T]]:
-    """Yields (clean name, place, what stands there) for what a module and those below it hold.
+    """Yields (clean name, place, value) for the `entries` of a module and of those below it.
 
-    Args:
-        module: Walked in the order of `named_modules`.
-        entries: Gives what one module holds, by name: its `params`, say.
-        all_names: Yield it once for every name of the module that holds it.
-        into: Whether to look into a module below; None for all.
+    `entries` returns (name, value) of one module, as `params` does; the other arguments are those of `walk`.
     """
     for prefix, current in walk(module, all_names=all_names, into=into):
         for name, value in entries(current):
@@ -77,7 +71,7 @@ def named(
 
 
 def params(module: nn.Module) -> Iterable[tuple[str, nn.Parameter | None]]:
-    """Returns the parameters of one module, and the names in whose place there is none."""
+    """Returns the parameters of one module, and the names that have none."""
     return module._parameters.items()
 
 
@@ -95,7 +89,7 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Reorders what `own_modules` yields, from parents before children to children before parents."""
+    """Reorders modules from `own_modules` to children before parents."""
     waiting: list[tuple[str, nn.Module]] = []
     for name, module in modules:
         while waiting and waiting[-1][0] and not name.startswith(f"{waiting[-1][0]}."):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._core import REFUSED_HOOKS_OF, Display, Place
+from fsdp_wrap._core import REFUSED_HOOKS_OF, ModuleWriter, Place
 
 _GONE = object()
 
@@ -24,7 +24,7 @@ class Showing(Enum):
     KEPT = "kept"  # attributes show the leaves; `parameters()`, and so optimizers, the sharded parameters
 
 
-class SegmentDisplay(Display):
+class SegmentDisplay(ModuleWriter):
     """The places in modules that show the parameters of one segment.
 
     Args:
@@ -43,7 +43,7 @@ class SegmentDisplay(Display):
     ) -> None:
         super().__init__(places, sharded)
         self._places, self._uncovers = places, not isinstance(sharded[0], nn.Parameter)
-        self.show_leaves = Display(places, leaves, self._uncovers).show
+        self.show_leaves = ModuleWriter(places, leaves, self._uncovers).show
         self._fqns = [fqn for fqn, several in zip(fqns, places) for _ in several]
         self._registries, self._names, self._expected = zip(*self._params)
         self._distinct = [*dict.fromkeys(param for param in self._expected if param is not None)]
@@ -54,11 +54,11 @@ class SegmentDisplay(Display):
         ]
         self._behind: list[Any] = []
 
-    show_sharded = Display.show
+    show_sharded = ModuleWriter.show
 
     def show_others(self, params: Sequence[torch.Tensor]) -> None:
         """Shows other tensors, one for each original parameter."""
-        Display(self._places, params, self._uncovers).show()
+        ModuleWriter(self._places, params, self._uncovers).show()
 
     def shown(self) -> list[nn.Parameter | None]:
         """Returns the registered parameter, if any, for each original one."""

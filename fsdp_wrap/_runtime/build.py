@@ -13,10 +13,10 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
 from fsdp_wrap._core import (
     BufferCasts,
-    Contents,
     Ignored,
     ParamSlot,
     SegmentPolicy,
+    UnitContents,
     announce_sharded,
     is_owned,
     mark_managed,
@@ -107,7 +107,7 @@ def check_module(
             the first rank, also if another rank refused its module.
         TypeError, ValueError: As `check_tensors` does.
     """
-    contents = Contents.of(module, ignored)
+    contents = UnitContents.of(module, ignored)
     error: Exception | None = None
     try:
         check_tensors(contents, instead, distributed=True)
@@ -127,7 +127,7 @@ def check_module(
 def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Values) -> Unit:
     """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
     left = (param for unit in units_in(module).values() for param in unit.left)
-    contents = Contents.of(module, ignored, {param for param in left if not is_owned(param)})
+    contents = UnitContents.of(module, ignored, {param for param in left if not is_owned(param)})
     materialize(contents, values, spec.device, _stand_ins(contents))
     tensors = contents.tensors()
     move(tensors, spec.device)
@@ -137,7 +137,7 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
 
 
 def assemble_unit(
-    module: nn.Module, contents: Contents, spec: UnitSpec, beside: Sequence[UnitSpec] = ()
+    module: nn.Module, contents: UnitContents, spec: UnitSpec, beside: Sequence[UnitSpec] = ()
 ) -> Unit:
     """Makes a unit of a module whose tensors are where they belong.
 
@@ -179,7 +179,7 @@ def assemble_unit(
     return unit
 
 
-def _taken(contents: Contents, spec: UnitSpec) -> list[ParamSlot]:
+def _taken(contents: UnitContents, spec: UnitSpec) -> list[ParamSlot]:
     return [slot for slot in contents.slots if spec.only is None or slot.param in spec.only]
 
 
@@ -202,7 +202,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
     }
 
 
-def _stand_ins(contents: Contents) -> dict[torch.Tensor, nn.Parameter]:
+def _stand_ins(contents: UnitContents) -> dict[torch.Tensor, nn.Parameter]:
     """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
     result: dict[torch.Tensor, nn.Parameter] = {}
     for fqn, _, param in contents.borrowed:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, all_gather_object
-from fsdp_wrap._core import Contents, children_first, joined, replace_tensor
+from fsdp_wrap._core import UnitContents, children_first, joined, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
 from fsdp_wrap._params import inner_tensors, to_local
 
@@ -57,7 +57,7 @@ class Values:
         return self.received or self.param_init_fn is not None or _reset_method(module) is not None
 
 
-def check_materializable(contents: Contents, values: Values) -> None:
+def check_materializable(contents: UnitContents, values: Values) -> None:
     """Checks that every tensor on the meta device can get values.
 
     Raises:
@@ -90,7 +90,7 @@ def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]
 
 
 def materialize(
-    contents: Contents,
+    contents: UnitContents,
     values: Values,
     device: torch.device,
     stand_ins: Mapping[torch.Tensor, nn.Parameter],
@@ -189,7 +189,7 @@ def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _initialisers(
-    contents: Contents, function: Callable[[nn.Module], Any] | None, device: torch.device
+    contents: UnitContents, function: Callable[[nn.Module], Any] | None, device: torch.device
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
     """Yields, by name, the unit's modules that are to be initialised, and how; children come first."""
     touched: set[nn.Module] = set()

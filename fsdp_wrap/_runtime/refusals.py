@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._core import (
     ChangedBetweenError,
-    Contents,
     NotRootError,
+    OptimizerPiece,
     ParamSlot,
-    Piece,
     ReplacedError,
+    UnitContents,
     added_names,
     added_params,
     clean_fqn,
@@ -30,7 +30,6 @@ from fsdp_wrap._core import (
     note_pieces,
     own_modules,
     refuse_in_steps,
-    refuse_in_steps_at_times,
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import optimizers_in_backward
@@ -55,7 +54,7 @@ _OUTSIDE = (
 
 
 def check_tensors(
-    contents: Contents, instead: str | None = None, distributed: bool = False, extended: bool = False
+    contents: UnitContents, instead: str | None = None, distributed: bool = False, extended: bool = False
 ) -> None:
     """Refuses what sharding would lose, or could not be done with.
 
@@ -106,7 +105,7 @@ def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
         )
 
 
-def drop_gradients(contents: Contents) -> None:
+def drop_gradients(contents: UnitContents) -> None:
     """Drops what gradients parameters have that are to be sharded, with a warning: ranks have others."""
     having = [slot for slot in contents.slots if slot.param.grad is not None]
     for slot in having:
@@ -439,7 +438,10 @@ def refuse_pieces(unit: Unit) -> None:
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
     note_pieces(
-        (source, Piece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])))
+        (
+            source,
+            OptimizerPiece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])),
+        )
         for source, each in found.items()
         for dims in [tuple(dim for _, dim in each)]
     )
@@ -451,7 +453,7 @@ def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
         for layout in unit.handle.layouts if unit.handle is not None else ():
             trained = next((source for source in layout.sources if source.requires_grad), None)
             if trained is not None:  # one tells of all that are summed with it
-                refuse_in_steps_at_times(trained, partial(_why_not_between, weakref.ref(unit)))
+                refuse_in_steps([(trained, partial(_why_not_between, weakref.ref(unit)))])
 
 
 def _why_not_between(reference: weakref.ref[Unit]) -> str | None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._core import AlreadyShardedError, Contents, Place, mark_owned
+from fsdp_wrap._core import AlreadyShardedError, Place, UnitContents, mark_owned
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
@@ -78,7 +78,7 @@ class Registry:
             )
         return unit, unit.handle.segments[number].layout, index
 
-    def borrow(self, contents: Contents) -> list[Unit]:
+    def borrow(self, contents: UnitContents) -> list[Unit]:
         """Lets the owners of tied parameters show them in a unit's modules as well; returns the owners."""
         users = (self._users.get(module, ()) for _, module in contents.modules)
         # Of a unit whose module has gone nothing is left to use.

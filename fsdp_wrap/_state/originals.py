@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import Place, clean_fqn, named, params
+from fsdp_wrap._core import Place, ceil_div, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
     FlatParameter,
@@ -139,7 +139,7 @@ class Original:
         """
         start, stop = self.interval.start, self.interval.stop
         if block is not None:
-            return -(-start // block), -(-stop // block)
+            return ceil_div(start, block), ceil_div(stop, block)
         if shape == self.shape:
             return start, stop
         rows = self.rows

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_wrap._core import ceil_div
 from fsdp_wrap._params import IntervalTensor, holding, to_local
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.small_states import SmallStates, State, is_scale
@@ -55,7 +56,7 @@ def put_in_dtensor(
             local[key] = _local(value)
         elif bounds is not None:
             local[key] = torch.empty(held.numel(), device=held.device)
-            first, last = (-(-bound // small.block) for bound in bounds)
+            first, last = (ceil_div(bound, small.block) for bound in bounds)
             piece = IntervalTensor(value.shape, first, value[first:last].to(held.device))
             small.spread(param.numel(), bounds[0], piece, local[key])
     own = nn.Parameter(held.detach(), requires_grad=param.requires_grad)

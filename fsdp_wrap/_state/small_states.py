@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from fsdp_wrap._core import ceil_div
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._state.originals import Original
 
@@ -33,8 +34,8 @@ def is_scale(key: str, entry: Container[str]) -> bool:
 
 def block_of(numel: int, blocks: int) -> int | None:
     """Returns the power of two that makes so many blocks of so many elements, if one does."""
-    block = 1 << max(0, -(-numel // max(blocks, 1)) - 1).bit_length()
-    return block if -(-numel // block) == blocks else None
+    block = 1 << max(0, ceil_div(numel, max(blocks, 1)) - 1).bit_length()
+    return block if ceil_div(numel, block) == blocks else None
 
 
 def small_states_of(optim: Any) -> SmallStates | None:
@@ -81,7 +82,7 @@ class SmallStates(ABC):
                 found[key] = value
                 continue
             found[key] = value.float() if codes is None else codes.values().view(shape)
-            scale = torch.zeros(-(-shape.numel() // self.block), device=value.device)
+            scale = torch.zeros(ceil_div(shape.numel(), self.block), device=value.device)
             found[key + SCALE] = scale if codes is None else scale.copy_(codes.scale)
         return found
 
@@ -142,14 +143,14 @@ class SmallStates(ABC):
             offset: Where it begins in the sharded parameter.
             scale: Of the sharded parameter's blocks.
         """
-        first, last = (-(-end // self.block) for end in (start, stop))
+        first, last = (ceil_div(end, self.block) for end in (start, stop))
         piece, ahead = scale.new_zeros(last - first), offset - start
         if ahead % self.block == 0 and last > first:
             begin = first + ahead // self.block
             piece.copy_(scale[begin : begin + last - first])
             if stop < numel and stop % self.block:
                 piece[-1].zero_()
-        return IntervalTensor(torch.Size([-(-numel // self.block)]), first, piece)
+        return IntervalTensor(torch.Size([ceil_div(numel, self.block)]), first, piece)
 
     def spread(self, numel: int, start: int, piece: IntervalTensor, out: torch.Tensor) -> None:
         """Writes scales to every element of which this rank holds them, if they are of blocks of this size.
@@ -161,7 +162,7 @@ class SmallStates(ABC):
             out: 1-D, for the interval.
         """
         out.zero_()
-        if piece.shape[0] != -(-numel // self.block):
+        if piece.shape[0] != ceil_div(numel, self.block):
             return
         begin = piece.start * self.block - start
         values = piece.piece.repeat_interleave(self.block)[: out.numel() - begin]

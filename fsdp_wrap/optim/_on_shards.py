@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import (
-    Group,
+    TrialGroup,
     by_rows,
     computes_with_wholes,
     knows_its_shards,
@@ -104,12 +104,12 @@ def check_elementwise(optimizer: Any, by: str) -> None:
         )
 
 
-def _tried(group: dict[str, Any]) -> Group:
+def _tried(group: dict[str, Any]) -> TrialGroup:
     """Returns how a group is tried: with tensors of as many dimensions as its parameters have."""
     params: list[nn.Parameter] = group["params"]
     options = {name: value for name, value in group.items() if name != "params"}
     dims = frozenset(param.dim() for param in params)
-    return Group(options, dims, device=params[0].device if params else torch.device("cpu"))
+    return TrialGroup(options, dims, device=params[0].device if params else torch.device("cpu"))
 
 
 @functools.cache

@@ -445,7 +445,7 @@ def hold_a_file(how: str, folder: str, store: str, link) -> None:
 
 @ranks(1, backend=None)
 def test_files_go_with_their_process(rank, world_size, tmp_path):
-    """Those of killed ranks are removed by a later job."""
+    """Files of killed ranks are removed by a later job."""
     folder = tmp_path / "positions"
     folder.mkdir()
     context = multiprocessing.get_context("fork")
@@ -544,7 +544,7 @@ def kill():
 
 
 class Words:
-    """Those of a sheet, which keep what its entry was when each was written."""
+    """The words of a sheet, with a copy of the entry at each write."""
 
     def __init__(self, sheet: Any) -> None:
         self.sheet, self.words = sheet, sheet.words
@@ -590,7 +590,7 @@ class Late:
 
 
 def works(*pending: Any) -> _watch.Works:
-    """What waits for them, of the default group."""
+    """Waits for works in the default group."""
     positions = _positions.positions_of(dist.group.WORLD)
     return _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
 
@@ -634,7 +634,7 @@ def test_what_has_failed_does_not_hold_the_frames_of_those_who_waited(rank, worl
 
 
 def test_a_peer_that_comes_between_two_looks_is_compared():
-    """Who waits for all to come must not go on with one whose collective is another."""
+    """A rank that waits for all must not go on with one whose collective is another."""
     word = 7 << 32
     looks = iter([{0: word, 1: 0}, {0: word, 1: word | 1}, {0: word, 1: word | 1}])
     positions = object.__new__(_positions.GroupPositions)

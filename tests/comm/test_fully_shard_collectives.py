@@ -1,4 +1,4 @@
-"""What `fully_shard`'s layout sends and receives, among 128 ranks that are threads of this process."""
+"""The collectives of `fully_shard`'s layout, among 128 ranks that are threads of this process."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Backend:
 
 @dataclass
 class Seen:
-    """What collectives were given, on one rank.
+    """The arguments of collectives on one rank.
 
     Attributes:
         groups: Of each collective, what it does and the name of its group.

@@ -348,7 +348,7 @@ def begun(front: str, how: str, rank: int) -> nn.Module:
 
 
 DIFFERENT = {"seeds": "1", "not sharded": "2", "hybrid": "1"}
-"""What is told of, with the module whose parameter is named."""
+"""Differences that are reported, with the module whose parameter is named."""
 
 
 WAYS_TO_BEGIN = {

@@ -32,7 +32,7 @@ LIMIT = 1.0  # seconds
 
 
 class Clock:
-    """That of monitors. It stands until a test lets time pass, so a slow machine misses no stage of a report.
+    """The clock of monitors. It stands until a test lets time pass, so slow machines miss no stage.
 
     Attributes:
         now: Seconds.
@@ -99,7 +99,7 @@ def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) ->
 def wait_until_late(clock: Clock, device: Simulation) -> None:
     """Lets time pass until a warning comes, but no more."""
     clock.now += 0.5 * LIMIT
-    until(lambda: device.monitor._told)
+    until(lambda: device.monitor._reported)
 
 
 def refused(model: nn.Module, rank: int) -> str:
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
 
 
 def test_a_rank_that_comes_after_all(caplog, clock):
-    """Who was late is nobody's error."""
+    """A rank that was late raises nothing."""
 
     def program(rank, device, meet):
         model = warmed_up(rank, device)
@@ -158,7 +158,7 @@ def test_a_rank_that_comes_after_all(caplog, clock):
 
 
 def test_ranks_that_run_different_units(clock):
-    """Who comes second is told at once. The first has gone on, and is told as well."""
+    """The second rank raises at once. The first has gone on, and raises as well."""
     told = {}
 
     def program(rank, device, meet):
@@ -293,7 +293,7 @@ def one() -> Iterator[tuple[monitor.Monitor, Any, Any]]:
 
 
 def test_few_events_are_asked(one):
-    """Those of a lane complete in order."""
+    """Events of a lane complete in order."""
     made, group, _ = one
     events = [Event(done=number < 700) for number in range(1000)]
     lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, b"") for each in events)

@@ -63,7 +63,7 @@ def communicator(group=None):
 
 
 def over_gloo():
-    """What a group has whose ranks do not share memory, by default."""
+    """The default communicator of a group whose ranks do not share memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_communicators._SHARED_MEMORY, "0")
         return communicator()
@@ -200,7 +200,7 @@ def test_small_tensors_are_reduced_at_once(rank, world_size):
 
 @ranks(3)
 def test_who_has_issued_need_not_wait_for_others(rank, world_size):
-    """What the first rank gathers and reduces comes while others are elsewhere, and only once."""
+    """Gathers and reductions of the first rank complete while others are elsewhere, and only once."""
     ours = over_gloo()
     full, shard, total = torch.full((6,), float(rank)), torch.empty(2), torch.ones(3)
     parts = dict(enumerate(torch.full((3 << 16,), float(rank)).chunk(world_size)))

@@ -1,4 +1,4 @@
-"""What only tells a rank and a size stands in for a process group: a module is wrapped as that rank would."""
+"""Stand-ins for a process group, with a rank and a size: a module is wrapped as that rank would wrap it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 class AddOn(NamedTuple):
-    """What is deleted, and by what users see that it is gone.
+    """An add-on to delete, and the name by which users see that it is gone.
 
     Attributes:
         files: In the package; folders end with a slash.
@@ -80,7 +80,7 @@ CHOSEN = {
     "test_comm_hooks": "differ_and_dtypes",
     "test_distributed_state_dict": "several_optimizers",
 }
-"""What of the other tests runs, by file; all of them are imported."""
+"""The other tests that run, by file; all of them are imported."""
 
 OF_THE_WHOLE = [
     *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
@@ -89,7 +89,7 @@ OF_THE_WHOLE = [
     "whole/test_gallery.py",
     "site/",
 ]
-"""What looks at all files and names of the package, those of add-ons too."""
+"""Tests that look at all files and names of the package, those of add-ons too."""
 
 
 ALONE = """

@@ -47,7 +47,7 @@ WAYS = {
     "whole-then-wrapped": False,
     "wrapped-whole": True,
 }
-"""What is compiled before and after wrapping, and with which `use_orig_params`."""
+"""Modules compiled before and after wrapping, and with which `use_orig_params`."""
 each_of_two_ways = pytest.mark.parametrize("way", ["compiled-blocks-by-policy", "wrapped-whole"])
 
 

@@ -115,7 +115,7 @@ def test_a_scaler_for_a_device_that_is_not_there_is_refused():
 @each_front
 @ranks(2)
 def test_the_default_device_is_the_users(rank, world_size, front):
-    """What is made beside the user's tensors lies where it belongs, whatever is the default elsewhere."""
+    """Tensors made beside the user's lie where they belong, whatever the default device is."""
     for offload in (False, True):
         torch.set_default_device(None)
         module, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.ones(2, 4)

@@ -1,4 +1,4 @@
-"""What a step costs the host, counted in calls: per unit, per parameter, by cause, with more units and ranks.
+"""Host costs of a step, counted in calls: per unit, per parameter, by cause, with more units and ranks.
 
 On a process group that sends nothing, in a process of its own.
 """

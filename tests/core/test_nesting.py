@@ -61,7 +61,7 @@ def calls(act: Callable[[], object]) -> int:
 
 
 def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
-    """What is done with a model, by name."""
+    """Uses of a model, by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(3, 2)).sum().backward()
     optimizer.step()

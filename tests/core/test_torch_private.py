@@ -36,7 +36,7 @@ INSTANCES = {
     "torch.nn.Module": nn.Module(),
     "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(Special)),
 }
-"""What stands for a class whose instances alone have the name."""
+"""Instances of classes whose instances alone have the name."""
 
 
 OF_BUILDS = {"torch._C._distributed_c10d._dump_nccl_trace_json"}

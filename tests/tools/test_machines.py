@@ -59,7 +59,7 @@ def test_ranks_measure_their_links_together(rank, world_size):
 @ranks(4)
 def test_ranks_of_two_hosts_tell_links_within_from_links_between(rank, world_size, monkeypatch):
     """The hosts are named so; links between are slow for all that crosses them."""
-    monkeypatch.setattr(measured.socket, "gethostname", lambda: f"host{rank // 2}")
+    monkeypatch.setattr(measured, "host_id", lambda: f"host{rank // 2}")
     real = measured.measure_link
 
     def slow_between(communicator, seconds):

@@ -1,4 +1,4 @@
-"""The communicator of ranks of which some may share a host: it finds out, and takes the way that fits."""
+"""The communicator of ranks of which some may share a host: it finds out, and takes the fitting way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory
 from fsdp_wrap._comm.shared_memory.rendezvous import (
-    Exchange,
+    StoreGather,
     can_share,
     find_hosts,
     open_channel,
@@ -25,21 +25,17 @@ from fsdp_wrap._comm.shared_memory.rendezvous import (
 from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
 
 _LEAST_POOLED = 1 << 16
-"""Bytes: less comes from the C library as fast, and is copied as fast as it is noted where it lies."""
+"""Bytes: smaller buffers are allocated as fast by the C library, and copied as fast as shown in place."""
 
 
 @shared_memory_between.fill
 class AutomaticCommunicator(GroupCommunicator):
-    """What fits where the ranks run, which they tell each other at the first collective.
+    """A communicator that is chosen by where the ranks run, which they tell each other at the first
+    collective.
 
-    They cannot before, since they may wrap their modules in any order. All of a host: shared memory. As many
-    on each of several hosts, side by side: two levels. Otherwise, or where a host does not allow it, what
-    does not ask.
-
-    Args:
-        ranks: The group, over gloo.
-        device: The CPU.
-        least: From how many bytes on ranks without shared memory exchange a full tensor.
+    They cannot before, since they may wrap their modules in any order. All ranks on one host: shared memory.
+    As many ranks on each of several hosts, side by side: two levels. Otherwise, or where a host does not
+    allow it: `between_any`.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
@@ -61,7 +57,7 @@ class AutomaticCommunicator(GroupCommunicator):
         return chosen
 
     def _choose(self, ranks: Ranks) -> Communicator:
-        hosts = find_hosts(ranks, self._tell_all)
+        hosts = find_hosts(ranks, self._gather_objects)
         together = 0 if hosts is None else ranks_on_each(hosts)
         if together == ranks.size and (ways := self._within(ranks, 1)):
             return ways[0]
@@ -70,27 +66,27 @@ class AutomaticCommunicator(GroupCommunicator):
         return between_any(ranks, self.device, self._least)
 
     def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
-        """Opens so many ways between the ranks of this host; none if it is not allowed on each host."""
+        """Opens so many communicators of this host's ranks; none if a host does not allow it."""
         first = self.rank - local.rank
 
-        def tell_local(value: Any) -> list[Any]:
-            return self._tell_all(value)[first : first + local.size]
+        def gather_local(value: Any) -> list[Any]:
+            return self._gather_objects(value)[first : first + local.size]
 
         ways: list[HostCommunicator] = []
         for _ in range(number):
-            channel = open_channel(local, tell_local)
-            if not all(self._tell_all(channel is not None)):
+            channel = open_channel(local, gather_local)
+            if not all(self._gather_objects(channel is not None)):
                 return []
             assert channel is not None
             ways.append(HostCommunicator(local, self.device, channel))
         return ways
 
-    def _tell_all(self, value: Any) -> list[Any]:
+    def _gather_objects(self, value: Any) -> list[Any]:
         ranks = Ranks(self._group, self.rank, self.size)
         self._compare()
-        exchange = Exchange(ranks, value, self._watch)
-        exchange.wait()
-        return exchange.values()
+        gather = StoreGather(ranks, value, self._watch)
+        gather.wait()
+        return gather.values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         if numel * dtype.itemsize < _LEAST_POOLED or not can_share():
@@ -99,7 +95,7 @@ class AutomaticCommunicator(GroupCommunicator):
 
 
 def _as_chosen(name: str) -> Any:
-    """Returns a method of what is chosen when it is looked up first, which an instance keeps from then on."""
+    """Returns a method of the chosen communicator, which an instance keeps after the first lookup."""
     method = functools.cached_property(lambda automatic: getattr(automatic._best, name))
     method.__set_name__(AutomaticCommunicator, name)
     return method

@@ -1,7 +1,7 @@
 """Data from rank to rank of a group whose ranks share a host.
 
 Every rank numbers the collectives alike. For each it *posts* where in its memory its part lies. The others
-read it there when they wait, and say so; then the memory may be reused. Nobody waits for readers, so a
+read it there when they wait, and acknowledge; then the memory may be reused. Nobody waits for readers, so a
 collective completes as soon as all ranks have posted it, in whatever order they wait.
 """
 
@@ -25,14 +25,14 @@ LENDER = 0
 """The rank whose memory is lent (`_comm/shared_memory/lending.py`)."""
 
 _POSTS = 512
-"""So many collectives may be in flight; who issues more waits until all have read the oldest."""
+"""The most collectives in flight; to issue more, a rank waits until all have read the oldest."""
 
 _SLOTS, _SLOT = 8, 1 << 13
-"""How many small tensors may be shown without taking a piece of memory for each, and of how many bytes."""
+"""Number and bytes of the slots for small tensors, which take no piece of memory each."""
 
 
 class Kind(IntEnum):
-    """What a rank takes part in."""
+    """The kinds of collectives."""
 
     ALL_GATHER = 1
     REDUCE_SCATTER = 2
@@ -46,17 +46,12 @@ class Kind(IntEnum):
 
 
 class Board:
-    """Where one rank posts, and the others acknowledge.
+    """The memory in which one rank posts, and the others acknowledge.
 
-    The first word counts the posts, the second tells which one was announced last, and then one for each
-    rank of the group whether that has left. Of each of the last posts follow its record (the kind of the
+    The first word counts the posts, the second is the number of the last announcement, and one for each rank
+    of the group tells whether that has left. Of each of the last posts follow its record (the kind of the
     collective, how many bytes lie where in the rank's memory), and for each rank, the owner included, the
-    number of the last one in this place that it needs no more. Room for small tensors follows.
-
-    Args:
-        memory: The rank's.
-        begin: Where in it.
-        ranks: Of the group.
+    number of the last post in this place that it needs no more. Room for small tensors follows.
     """
 
     def __init__(self, memory: SharedMemory | PeerMemory, begin: int, ranks: int) -> None:
@@ -77,7 +72,7 @@ class Board:
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
-        """Returns how much memory one takes."""
+        """Returns the size of a board in bytes."""
         return cls.slots(ranks) + _SLOTS * _SLOT
 
     def clear(self) -> None:
@@ -86,12 +81,12 @@ class Board:
             self.words[index] = 0
 
     def announce(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
-        """Tells in advance what will be posted."""
+        """Writes the record of a post in advance."""
         self._write(number, kind, nbytes, begin)
         self.words[1] = number
 
     def is_announced(self, number: int, life: Life) -> bool:
-        """Whether something was told in advance, after a short look."""
+        """Whether a record was written in advance, after a short look."""
         return wait_until(self._announced, self.address + 8, number, life, time.perf_counter(), 0.0)
 
     def _write(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
@@ -99,31 +94,31 @@ class Board:
         words[place], words[place + 1], words[place + 2] = kind, nbytes, begin
 
     def post(self, number: int, kind: Kind, nbytes: int, begin: int) -> None:
-        """Posts, and wakes who waits for it."""
+        """Writes a record, counts it, and wakes the waiting ranks."""
         self._write(number, kind, nbytes, begin)
         self.words[0] = number
         wake(self.address)
 
     def record(self, number: int) -> tuple[int, int, int]:
-        """Returns the kind of what was posted, how many bytes it has, and where they lie."""
+        """Returns the kind of a post, how many bytes it has, and where they lie."""
         words, place = self.words, self._first + number % _POSTS * self._stride
         return words[place], words[place + 1], words[place + 2]
 
     def acknowledge(self, number: int, rank: int) -> None:
-        """Lets the owner know that a rank has read."""
+        """Tells the owner that a rank has read a post."""
         self.words[self._first + number % _POSTS * self._stride + 3 + rank] = number
 
     def is_read(self, number: int, rank: int) -> bool:
-        """Whether a rank has read."""
+        """Whether a rank has read a post."""
         return self.words[self._first + number % _POSTS * self._stride + 3 + rank] >= number
 
     def is_over(self, number: int) -> bool:
-        """Whether all have read, and the owner has waited."""
+        """Whether all ranks have read a post, the owner included."""
         begin = self._first + number % _POSTS * self._stride + 3
         return min(self.words[begin : begin + self._ranks]) >= number
 
     def leave(self, rank: int) -> None:
-        """Lets the owner know that a rank will neither read nor write here any more."""
+        """Tells the owner that a rank will neither read nor write here any more."""
         self.words[2 + rank] = 1
 
     def has_left(self, rank: int) -> bool:
@@ -132,30 +127,20 @@ class Board:
 
 
 class Peer(NamedTuple):
-    """One other rank.
-
-    Attributes:
-        board: Where it posts, in its memory.
-        life: Tells whether it runs.
-    """
+    """The board and the process of another rank."""
 
     board: Board
     life: Life
 
 
 class Readers(NamedTuple):
-    """The peers that read what a rank posts.
-
-    Attributes:
-        board: Where it posts.
-        lives: Tell whether they run, by rank.
-    """
+    """The peers that read a rank's board, and whether their processes run."""
 
     board: Board
     lives: dict[int, Life]
 
     def have_read(self, number: int) -> bool:
-        """Whether all have read, or need not read, what was posted."""
+        """Whether all readers have read a post, or are gone."""
         if self.board.is_over(number):
             return True
         return all(self.board.is_read(number, rank) or self.is_gone(rank) for rank in self.lives)
@@ -165,30 +150,15 @@ class Readers(NamedTuple):
         return all(map(self.is_gone, self.lives))
 
     def is_gone(self, rank: int) -> bool:
-        """Whether one will not read any more: it has left, or ended."""
+        """Whether a reader has left, or ended."""
         return self.board.has_left(rank) or self.lives[rank].ended
 
 
 class Channel:
-    """The way between the ranks of one group.
+    """The boards and memories of the ranks of one group.
 
-    Args:
-        members: The ranks, as the default group counts them.
-        rank: This one's number among them.
-        memory: Its memory.
-        begin: Of its board.
-        peers: The other ranks.
-        lends: Whether all can compute with memory that one lends.
-
-    Attributes:
-        rank: This one.
-        size: How many there are.
-        memory: Of this one.
-        peers: The other ranks.
-        lends: Whether all can compute with memory that one lends.
-        board: Where this one posts.
-        readers: The other ranks, as they read what this one posts.
-        next_number: The number of the collective that is to be issued next.
+    `lends` tells whether all ranks can compute with memory that one lends; `readers` are the peers as readers
+    of this rank's board.
     """
 
     def __init__(
@@ -208,16 +178,15 @@ class Channel:
         self.next_number = 1
         self._slots = begin + Board.slots(self.size)
         self._slots_address = memory.address(self._slots)
-        self._shown = [0] * _SLOTS  # of what number the tensor in each slot is
+        self._shown = [0] * _SLOTS  # by slot, the collective that its tensor belongs to
         self._process = os.getpid()
         left = partial(_leave, self._process, rank, [peer.board for peer in peers.values()])
         weakref.finalize(self, left, memory, begin, self.readers).atexit = False
 
     def has_room(self, more: int) -> bool:
-        """Whether so many more collectives may be issued.
+        """Whether so many more collectives may be issued now.
 
-        Raises:
-            RuntimeError: If not before this rank has waited for an earlier one.
+        Raises a RuntimeError if this rank must wait for an earlier one first.
         """
         first = self.next_number - _POSTS
         for number in range(first, first + more):
@@ -237,30 +206,15 @@ class Channel:
     def post_tensor(self, kind: Kind, tensor: torch.Tensor | None, in_place: bool = False) -> int:
         """Shows the others a contiguous tensor, or a copy of it; returns the number of the collective.
 
-        Args:
-            kind: Of the collective.
-            tensor: What they may read; None for nothing.
-            in_place: Whether they may read it where it lies, if that is in a piece of this process's memory;
-                it must not change then before the piece is given back.
-
-        Raises:
-            RuntimeError: In a fork.
+        `in_place` lets them read it where it lies, if that is in a piece of this process's memory; it must
+        not change then before the piece is given back. Raises a RuntimeError in a fork.
         """
         if tensor is None or not (nbytes := tensor.nbytes):
             return self.post(kind, 0, 0)
         return self.post(kind, nbytes, self.show(tensor, in_place))
 
     def post(self, kind: Kind, nbytes: int, begin: int) -> int:
-        """Posts; returns the number of the collective.
-
-        Args:
-            kind: Of the collective.
-            nbytes: How much the others may read.
-            begin: Where that lies in this rank's memory.
-
-        Raises:
-            RuntimeError: In a fork.
-        """
+        """Posts so many bytes of this rank's memory; returns the number of the collective."""
         self.check_process()
         number = self.next_number
         self.next_number = number + 1
@@ -275,12 +229,8 @@ class Channel:
             )
 
     def show(self, tensor: torch.Tensor, in_place: bool) -> int:
-        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next.
-
-        Raises:
-            RuntimeError: In a fork.
-        """
-        self.check_process()  # whose writes would reach its parent
+        """Returns where others may read a tensor, or a copy of it, once that is posted, as the next."""
+        self.check_process()  # a fork's writes would reach its parent
         number, nbytes = self.next_number, tensor.nbytes
         slot = number % _SLOTS
         if nbytes <= _SLOT and self.board.is_over(self._shown[slot]):
@@ -299,15 +249,7 @@ class Channel:
         return begin
 
     def arrived(self, number: int, limit: float) -> bool:
-        """Waits until all peers have posted.
-
-        Args:
-            number: Of the collective.
-            limit: Seconds to wait at most.
-
-        Raises:
-            RuntimeError: If a rank has ended.
-        """
+        """Waits until all peers have posted."""
         begin = 0.0
         for rank, (board, life) in self.peers.items():
             if board.words[0] < number:
@@ -322,14 +264,8 @@ class Channel:
     def read(self, number: int, kind: Kind, rank: int, nbytes: int | None = None) -> tuple[int, int]:
         """Returns how many bytes a rank has posted, and where they lie.
 
-        Args:
-            number: Of the collective.
-            kind: What this rank takes for its kind.
-            rank: Whose to read.
-            nbytes: How many this rank expects; None for any.
-
-        Raises:
-            RuntimeError: If it takes part in something else.
+        `nbytes` is the expected size; None for any. Raises a RuntimeError if the rank takes part in another
+        collective.
         """
         other, length, begin = self.peers[rank].board.record(number)
         if other != kind or (length != nbytes and nbytes is not None):
@@ -341,7 +277,7 @@ class Channel:
         return length, begin
 
     def release(self, number: int) -> None:
-        """Ends the reading, or the wish to."""
+        """Acknowledges a collective on all boards."""
         if os.getpid() == self._process:
             self.board.acknowledge(number, self.rank)
             for board, _ in self.peers.values():

@@ -1,4 +1,4 @@
-"""What a rank waits for that shares memory with others: what they post, and room to post more."""
+"""Waits of a rank that shares memory: for posts of the others, and for room to post more."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from fsdp_wrap._comm.watching.watch import InFlight, Watch
 _PAUSE = 0.001  # seconds between looks for room
 
 
-class Collective(InFlight):
-    """A collective that this rank has posted.
-
-    Args:
-        watch: Looks at the ranks once a wait takes long.
-        channel: The way to the other ranks.
-        number: Of the collective.
-        take: Takes what the others have posted under it.
-    """
+class PostedCollective(InFlight):
+    """A collective that this rank has posted; `take` is called with its number when all others have."""
 
     def __init__(self, watch: Watch, channel: Channel, number: int, take: Callable[[int], object]) -> None:
         super().__init__(watch)
@@ -46,13 +39,7 @@ class Collective(InFlight):
 
 
 class Room(InFlight):
-    """Room for so many more collectives.
-
-    Args:
-        watch: Looks at the ranks once a wait takes long.
-        channel: The way to the other ranks.
-        more: How many.
-    """
+    """Room for so many more collectives."""
 
     def __init__(self, watch: Watch, channel: Channel, more: int) -> None:
         super().__init__(watch)

@@ -20,29 +20,25 @@ from fsdp_wrap._comm.lanes import Pending, Then
 from fsdp_wrap._comm.objects import REDUCTIONS, combine
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Lengths, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
-from fsdp_wrap._comm.shared_memory.collective import Collective, Room
+from fsdp_wrap._comm.shared_memory.collective import PostedCollective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending
 from fsdp_wrap._comm.shared_memory.memory import Lease, SharedBuffer
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _PIECE = 1 << 17
-"""Bytes of a broadcast at a time: initialisation promises to hold no more than so much twice."""
+"""Bytes of a broadcast at a time: initialisation promises to hold no more than that twice."""
 
 _SMALL = 1 << 14
-"""Bytes: to make a tensor of a part that has no more takes longer than to copy it."""
+"""Bytes up to which making a tensor of a part takes longer than copying it."""
 
 Parts = dict[int, torch.Tensor]  # by rank
 
 
 class HostCommunicator(GroupCommunicator):
-    """Collectives through memory that the ranks of the group share.
+    """A communicator through memory that the ranks of the group share.
 
-    Left to the group are other reductions, and gathers of parts: streams promise not to hold anything twice.
-
-    Args:
-        ranks: The group, whose ranks share a host.
-        device: The CPU.
-        channel: Between them.
+    Left to the process group are other reductions, and gathers of parts: streams promise not to hold anything
+    twice.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, channel: Channel) -> None:
@@ -58,7 +54,7 @@ class HostCommunicator(GroupCommunicator):
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
         if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
-        # Of other tensors, since telling writes to them, and others write to what is lent.
+        # With other tensors: counting modes may write to them, and other ranks write to lent memory.
         self._tell_of_gathers(torch.empty_like(buffer.data) for buffer in buffers)
         self._prepare(len(buffers))
         first = self._channel.next_number
@@ -66,12 +62,12 @@ class HostCommunicator(GroupCommunicator):
         fill()
         return _all([*map(self._gather_lent, common, leases)])
 
-    def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> Collective:
+    def _gather_lent(self, buffer: SharedBuffer, lease: Lease | None) -> PostedCollective:
         number = self._lending.post(buffer.data, lease)
         return self._collective(number, partial(self._lending.complete, buffer, lease))
 
-    def _collective(self, number: int, take: Callable[[int], object]) -> Collective:
-        return Collective(self._watch, self._channel, number, take)
+    def _collective(self, number: int, take: Callable[[int], object]) -> PostedCollective:
+        return PostedCollective(self._watch, self._channel, number, take)
 
     def _prepare(self, number: int) -> None:
         """Waits until so many more collectives may be issued."""
@@ -91,7 +87,7 @@ class HostCommunicator(GroupCommunicator):
             for tensor in full:
                 listening(self.rank, self.size)._allgather_base(tensor, self.own_part(tensor))
 
-    def _gather_one(self, full: torch.Tensor) -> Collective:
+    def _gather_one(self, full: torch.Tensor) -> PostedCollective:
         own = self.own_part(full)
         if (nbytes := own.nbytes) > _SMALL:
             parts = _by_rank(full, self.size)
@@ -109,15 +105,11 @@ class HostCommunicator(GroupCommunicator):
 
     def _exchange(
         self, kind: Kind, shown: torch.Tensor | None, nbytes: int, wanted: Parts, offset: int = 0
-    ) -> Collective:
-        """Issues a collective in which each rank copies what others show.
+    ) -> PostedCollective:
+        """Issues a collective in which each rank copies from what others show.
 
-        Args:
-            kind: Which it is.
-            shown: What the others may read; None for nothing.
-            nbytes: How much each of those shows of whom this rank wants something.
-            wanted: Where to copy what they show, by rank.
-            offset: Bytes from where they show to this rank's share.
+        `wanted` are the targets by rank; each of those ranks shows `nbytes`, of which this rank's share
+        begins at `offset`.
         """
 
         def take(number: int) -> None:
@@ -129,7 +121,7 @@ class HostCommunicator(GroupCommunicator):
     def _share(
         self, number: int, kind: Kind, rank: int, nbytes: int, offset: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """Returns this rank's share of what another one shows, which has so many bytes."""
+        """Returns this rank's share of the `nbytes` that another one shows."""
         _, begin = self._channel.read(number, kind, rank, nbytes)
         if not nbytes:
             return like
@@ -138,7 +130,7 @@ class HostCommunicator(GroupCommunicator):
     def _shares(
         self, number: int, kind: Kind, nbytes: int, offset: int, own: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns all ranks' shares of what they show, in their order."""
+        """Returns this rank's shares of what all ranks show, in their order."""
         return [
             own if rank == self.rank else self._share(number, kind, rank, nbytes, offset, own)
             for rank in range(self.size)
@@ -153,7 +145,7 @@ class HostCommunicator(GroupCommunicator):
         self._prepare(len(full))
         return _all([*map(self._reduce_one, shards, full)])
 
-    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> Collective:
+    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor) -> PostedCollective:
         kind, nbytes, own = Kind.REDUCE_SCATTER, full.nbytes, self.own_part(full)
 
         def take(number: int) -> None:
@@ -170,7 +162,7 @@ class HostCommunicator(GroupCommunicator):
         self._prepare(len(tensors))
         return _all([self._combine(each, REDUCTIONS[op]) for each in tensors])
 
-    def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> Collective:
+    def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> PostedCollective:
         kind, row = Kind.ALL_REDUCE, tensor.detach().view(-1)
 
         def take(number: int) -> None:
@@ -239,7 +231,7 @@ class HostCommunicator(GroupCommunicator):
         return self._exchange(Kind.ALL_TO_ALL, sent, sent.nbytes, parts, self.rank * own.nbytes)
 
 
-def _all(pending: list[Collective]) -> Pending:
+def _all(pending: list[PostedCollective]) -> Pending:
     return pending[0] if len(pending) == 1 else Then(pending)
 
 

@@ -1,7 +1,7 @@
 """Memory of one rank with which all ranks of a host compute, in place of a copy for each.
 
 The first rank lends a piece for each gather. All write their parts there, and see the whole through a private
-map. When the last one frees it, the piece is free for the next.
+map. When the last rank frees it, the piece is free for the next gather.
 """
 
 from __future__ import annotations
@@ -17,31 +17,22 @@ _NOT_TAKEN, _TAKEN, _RETURNED = range(3)
 
 
 class Lending:
-    """What is lent between the ranks of a channel.
+    """The pieces that the first rank of a channel lends.
 
     The header of a piece has a word for each rank, which tells whether that one uses it.
-
-    Args:
-        channel: The way between them.
-
-    Attributes:
-        possible: Whether all ranks can take part, and there is a word for each.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.possible = channel.lends and 8 * channel.size <= HEADER
+        self.possible = channel.lends and 8 * channel.size <= HEADER  # a word for each rank
         self._lends = channel.rank == LENDER
         self._memory = channel.memory if self._lends else channel.peers[LENDER].board.memory
 
     def lay(self, buffer: SharedBuffer, number: int) -> Lease | None:
-        """Lets a buffer lie in the piece for a gather to come.
+        """Moves a buffer to the piece for a gather to come, and returns the lease.
 
-        Returns:
-            The right to it; None if the lender has not announced it, so that the buffer has its own memory.
-
-        Raises:
-            RuntimeError: If the lender takes part in something else, or in a fork.
+        Returns None if the lender has not announced the piece, so that the buffer has its own memory. Raises
+        a RuntimeError if the lender takes part in something else, or in a fork.
         """
         channel, nbytes = self._channel, buffer.nbytes
         channel.check_process()
@@ -66,7 +57,7 @@ class Lending:
         return lease
 
     def _borrow(self, number: int, nbytes: int) -> Lease:
-        """Returns the right to the piece for a gather that the lender has issued."""
+        """Returns the lease of the piece for a gather that the lender has issued."""
         _, begin = self._channel.read(number, Kind.COMMON_GATHER, LENDER, nbytes)
         self._note(begin, _TAKEN)
         return Lease(begin, lambda begin: self._note(begin, _RETURNED))
@@ -75,12 +66,7 @@ class Lending:
         self._memory.words(begin, self._channel.size)[self._channel.rank] = word
 
     def post(self, full: torch.Tensor, lease: Lease | None) -> int:
-        """Posts that this rank has written its part; returns the number of the gather.
-
-        Args:
-            full: Where it is written.
-            lease: Of the piece, if that is there; else it is in this process's memory.
-        """
+        """Posts that this rank has written its part of `full`; returns the number of the gather."""
         channel = self._channel
         if lease is None:
             begin = channel.show(full, in_place=True) + channel.rank * (full.nbytes // channel.size)
@@ -92,10 +78,8 @@ class Lending:
         """Copies to the piece what was written elsewhere, and lets the buffer lie there, for this rank alone.
 
         A rank that was ahead of the lender has written its part to memory of its own. Each rank copies such
-        parts: the same bytes, so it does not matter that others may do so as well, or compute already.
-
-        Raises:
-            RuntimeError: If a rank takes part in something else.
+        parts: the same bytes, so it does not matter that others may do so as well, or compute already. Raises
+        a RuntimeError if a rank takes part in something else.
         """
         channel, nbytes = self._channel, buffer.nbytes
         lease = lease or self._borrow(number, nbytes)
@@ -123,7 +107,7 @@ def _check_same(posted: int, announced: int) -> None:
 
 
 class Lent(NamedTuple):
-    """A piece with which all compute until they return it, or give up waiting for the gather."""
+    """A lent piece, which is free when every rank has returned it, or given up waiting for the gather."""
 
     readers: Readers
     number: int

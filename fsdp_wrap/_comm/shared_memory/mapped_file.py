@@ -1,9 +1,9 @@
 """A file of memory that grows, and maps of it that follow: address space is taken as it is needed.
 
-A map that grows in place would have to be reserved, and what is reserved counts like what is used where a
-process may have only so much address space. So what is added is mapped by itself, wherever there is room, and
-what lies in the file keeps its address. Who writes to the file lets nothing lie across the ends that it has
-had, so everybody finds each piece in one map, whenever they looked how long the file is.
+A map that grows in place would have to be reserved, and reserved address space counts like used one where a
+process has a limit. So each addition is mapped by itself, wherever there is room, and addresses do not
+change. The writer of the file lets no piece lie across a former end, so every process finds each piece in one
+map, whenever it has looked at the length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import weakref
 from bisect import bisect_right
 
-_FIXED = 0x10  # MAP_FIXED: in the place of what is mapped there
+_FIXED = 0x10  # MAP_FIXED: replaces an existing map
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -22,11 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Descriptor:
-    """A file descriptor that is closed with its last user.
-
-    Attributes:
-        number: What the system calls take.
-    """
+    """A file descriptor that is closed with its last user."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -34,15 +30,7 @@ class Descriptor:
 
 
 class MappedFile:
-    """A file of memory as this process has mapped it.
-
-    Args:
-        file: The file.
-        private: Whether what is written here is this process's own.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """A file of memory as this process has mapped it; privately, its writes are its own."""
 
     def __init__(self, file: Descriptor, private: bool = False) -> None:
         self._file = file
@@ -54,14 +42,7 @@ class MappedFile:
         self.extend(os.fstat(file.number).st_size)
 
     def extend(self, end: int) -> None:
-        """Maps what lies behind what is mapped.
-
-        Args:
-            end: Until where; the file may be shorter still.
-
-        Raises:
-            OSError: If the host does not allow it.
-        """
+        """Maps the file up to `end`, also beyond its length; raises an OSError if the host refuses."""
         nbytes = end - self._end
         # Of no file at first: a map of a file that Python makes keeps a descriptor of its own.
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
@@ -74,22 +55,14 @@ class MappedFile:
         self._end = end
 
     def at(self, begin: int) -> tuple[mmap.mmap, int]:
-        """Returns the map in which something lies, and where in it.
-
-        Raises:
-            RuntimeError: If the file has grown, and the host does not allow to map more of it.
-        """
+        """Returns the map of an offset, and the offset there; raises a RuntimeError if mapping fails."""
         if begin >= self._end:
             self._follow()
         index = bisect_right(self._begins, begin) - 1
         return self._maps[index], begin - self._begins[index]
 
     def address(self, begin: int) -> int:
-        """Returns where in this process something lies.
-
-        Raises:
-            RuntimeError: As `at` does.
-        """
+        """Returns the address of an offset in this process; raises as `at` does."""
         if begin >= self._end:
             self._follow()
         index = bisect_right(self._begins, begin) - 1
@@ -108,7 +81,7 @@ class MappedFile:
             ) from error
 
     def place(self, address: int) -> int | None:
-        """Returns what in the file lies at an address of this process; None if nothing does."""
+        """Returns the offset in the file of an address of this process; None if it lies elsewhere."""
         for begin, first, mapped in zip(self._begins, self._addresses, self._maps):
             if 0 <= address - first < len(mapped):
                 return begin + address - first
@@ -124,11 +97,7 @@ _libc.mmap.argtypes = [
 
 
 def _map_in_place(address: int, nbytes: int, sharing: int, descriptor: int, begin: int) -> None:
-    """Maps some of a file in the place of another map, which unmaps it when it ends.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """Maps a part of a file in the place of another map, which unmaps it when it ends; raises an OSError."""
     both = mmap.PROT_READ | mmap.PROT_WRITE
     if _libc.mmap(address, nbytes, both, sharing | _FIXED, descriptor, begin) == _FAILED:
         number = ctypes.get_errno()

@@ -1,13 +1,13 @@
-"""Memory that the ranks of one host share: one anonymous file per process, of which it hands out pieces.
+"""Memory that the ranks of one host share: one anonymous file per process, from which it takes pieces.
 
 Nothing here has a name in a file system, so nothing can be left behind, and the size of `/dev/shm` does not
 matter. A peer reaches the file through `/proc`, which the kernel grants to processes of the same user only.
-Pages that are there already are many times faster than fresh ones, so pieces are reused, lowest first. The
-file grows when none is free that is large enough (`_comm/shared_memory/mapped_file.py`).
+Touched pages are many times faster than fresh ones, so pieces are reused, lowest first. The file grows when
+no free piece is large enough (`_comm/shared_memory/mapped_file.py`).
 
-A file may be mapped twice. What a process writes to the one map all see; what it writes to the other is its
-own, on copies of the pages that the kernel makes. So ranks can compute with one copy of the parameters, and a
-module that writes to them changes nothing for the others.
+A file may be mapped twice. Writes to the one map are seen by all; writes to the private map are this
+process's own, on copies of the pages that the kernel makes. So ranks can compute with one copy of the
+parameters, and a module that writes to them changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ import torch
 
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor, MappedFile
+from fsdp_wrap._core import round_up
 
 HEADER = mmap.PAGESIZE
-"""Bytes before those of a buffer's piece, where its users leave word."""
+"""Bytes in front of each piece, in which its users note their use."""
 
 _KEPT = 1 << 30
-"""Up to so many bytes stay when nobody uses them; pages beyond go back to the host."""
+"""Bytes that stay when nobody uses them; pages beyond go back to the host."""
 
 _LEAST, _MOST = 16 << 20, 1 << 30
-"""Bytes with which a file begins, and by which it grows at most unless a piece is larger: it doubles."""
+"""First size in bytes, and the most by which a file grows unless a piece is larger: it doubles."""
 
 _WORD_BYTES = 16
 
 IsRead = Callable[[], bool]
-"""Whether all have read something in this memory that were to."""
+"""Whether all readers have read a piece."""
 
 _OF_FILE = 0x20  # in the highest byte of an entry of a page map: not a copy of the process's own
 _THERE = 0xC0  # likewise: in memory, or swapped out
 
 
 class Memory(MappedFile):
-    """A file of memory as this process has mapped it, in pieces of which a part may be leased."""
+    """A mapped file in pieces, of which a part may be leased."""
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns some of the memory as a 1-D tensor."""
+        """Returns a part of the memory as a 1-D tensor."""
         mapped, offset = self.at(begin)
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=offset)
 
     def words(self, begin: int, number: int) -> memoryview:
-        """Returns some of the memory as integers of 8 bytes, each of which is written at once."""
+        """Returns a part of the memory as integers of 8 bytes, each of which is written at once."""
         mapped, offset = self.at(begin)
         return memoryview(mapped)[offset : offset + 8 * number].cast("Q")
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
-        """Returns what follows the header of a piece."""
+        """Returns the storage behind the header of a piece."""
         mapped, begin = self.at(lease.begin + HEADER)
         view = memoryview(mapped)[begin : begin + nbytes]  # lives as long as the storage's memory
         weakref.finalize(view, _drop, lease).atexit = False
@@ -65,22 +66,15 @@ class Memory(MappedFile):
 
 
 class PrivateMap(Memory):
-    """Shows a file of memory as all have written it; what is written here is this process's own.
-
-    Args:
-        file: The file.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """A private map of a file: it shows the writes of all, and keeps this process's own to itself."""
 
     def __init__(self, file: Descriptor) -> None:
         super().__init__(file, private=True)
         self._pages = Descriptor(os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
 
     def leased(self, nbytes: int, lease: Lease) -> torch.UntypedStorage:
-        """Returns what follows the header of a piece, without what this process has written there before."""
-        begin, length = lease.begin + HEADER, _whole_pages(nbytes)
+        """Returns the storage behind the header of a piece, without this process's earlier writes."""
+        begin, length = lease.begin + HEADER, round_up(nbytes, mmap.PAGESIZE)
         page, pages = self.address(begin) // mmap.PAGESIZE, length // mmap.PAGESIZE
         entries = os.pread(self._pages.number, 8 * pages, 8 * page)
         if any(kind & _THERE and not kind & _OF_FILE for kind in set(entries[7::8])):
@@ -90,11 +84,8 @@ class PrivateMap(Memory):
 
 
 class Lease:
-    """The right to use a piece of memory, which ends with the last storage that lies there.
-
-    Args:
-        begin: Offset of the piece.
-        end: Called with it then, in the process that made this.
+    """The right to use a piece of memory; `end` is called with its offset after the last storage there has
+    gone.
     """
 
     def __init__(self, begin: int, end: Callable[[int], object]) -> None:
@@ -112,14 +103,9 @@ def _drop(lease: Lease) -> None:
 
 
 class SharedMemory(Memory):
-    """This process's memory, which peers can read.
+    """The memory of this process, which it shares.
 
-    Attributes:
-        private: Of the same file; None where the host does not allow that.
-        word: What the file begins with, so that a peer knows it has found the right one.
-
-    Raises:
-        OSError: If the host does not allow it, or this process may not have much address space.
+    Raises an OSError if the host does not allow it, or this process may not have much address space.
     """
 
     def __init__(self) -> None:
@@ -146,14 +132,10 @@ class SharedMemory(Memory):
         return self._file.number
 
     def take(self, nbytes: int) -> int:
-        """Returns the offset of a piece that nobody uses: the lowest that is large enough.
-
-        Raises:
-            RuntimeError: If there is none, and the host does not allow more.
-        """
+        """Returns the offset of the lowest free piece; raises a RuntimeError if the host allows no more."""
         if self._given_back:
             self._collect()
-        nbytes += -nbytes % mmap.PAGESIZE
+        nbytes = round_up(nbytes, mmap.PAGESIZE)
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
@@ -163,11 +145,7 @@ class SharedMemory(Memory):
         return self.take(nbytes)
 
     def _grow(self, nbytes: int) -> None:
-        """Makes the file longer, by enough for a piece of some size.
-
-        Raises:
-            RuntimeError: If the host does not allow it.
-        """
+        """Makes the file longer, by enough for a piece; raises a RuntimeError if the host refuses."""
         begin, end = self._size, self._size + max(nbytes, min(self._size, _MOST))
         try:
             self.extend(end)
@@ -183,7 +161,7 @@ class SharedMemory(Memory):
         self._free.append((begin, end))
 
     def note(self, begin: int, is_read: IsRead) -> None:
-        """Notes that others may read a piece, which is not reused before they have."""
+        """Keeps a piece from reuse until `is_read` returns True."""
         self._posted.setdefault(begin, []).append(is_read)
 
     def give_back(self, begin: int) -> None:
@@ -191,7 +169,7 @@ class SharedMemory(Memory):
         self._given_back.append(begin)
 
     def _collect(self) -> None:
-        """Frees what was given back and has been read since."""
+        """Frees pieces that were given back and have been read."""
         for _ in range(len(self._given_back)):
             begin = self._given_back.popleft()
             if all(is_read() for is_read in self._posted.get(begin, ())):
@@ -211,7 +189,7 @@ class SharedMemory(Memory):
         self._join(index - 1)
 
     def _join(self, index: int) -> None:
-        """Makes one of a free piece and the next if they are adjacent, in one map."""
+        """Joins a free piece and the next if they are adjacent, in one map."""
         if not 0 <= index < len(self._free) - 1:
             return
         (begin, middle), (other, end) = self._free[index : index + 2]
@@ -219,7 +197,7 @@ class SharedMemory(Memory):
             self._free[index : index + 2] = [(begin, end)]
 
     def lease(self, nbytes: int) -> Lease:
-        """Returns the right to use a piece, with its header, which is given back when that ends."""
+        """Leases a piece with its header."""
         return Lease(self.take(HEADER + nbytes), self._given_back.append)
 
     def find(self, tensor: torch.Tensor) -> int | None:
@@ -228,25 +206,17 @@ class SharedMemory(Memory):
         return begin if begin in self._taken else None
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Returns where a tensor begins that lies in this memory."""
+        """Returns the offset of a tensor in this memory."""
         begin = self.place(tensor.data_ptr())
         assert begin is not None
         return begin
 
 
 class PeerMemory(Memory):
-    """The memory of another process, to read, but for what it asks for and for words that acknowledge.
+    """The memory of another process: to read, and to write acknowledgements and requested parts.
 
-    Args:
-        process: Its id.
-        door: Descriptor of the file, in that process.
-        word: What the file begins with.
-
-    Attributes:
-        private: Of the same file, once that was asked for.
-
-    Raises:
-        OSError: If it cannot be reached.
+    `word` is the beginning of the file, which tells that it is the one meant. Raises an OSError if it cannot
+    be reached.
     """
 
     def __init__(self, process: int, door: int, word: bytes) -> None:
@@ -257,22 +227,18 @@ class PeerMemory(Memory):
         self.private: PrivateMap | None = None
 
     def map_privately(self) -> None:
-        """Maps the file privately as well.
-
-        Raises:
-            OSError: If the host does not allow it.
-        """
+        """Maps the file privately as well; raises an OSError if the host does not allow it."""
         if self.private is None:
             self.private = PrivateMap(self._file)
 
 
 class SharedBuffer(Buffer):
-    """A buffer that takes its memory from what this process shares, or holds what another one lends."""
+    """A buffer in this process's shared memory, or in memory that another process lends."""
 
     def __init__(self, numel: int, dtype: torch.dtype, memory: SharedMemory) -> None:
         super().__init__(numel, dtype, torch.device("cpu"))
         self._memory = memory
-        self._without: torch.UntypedStorage | None = None  # what the storage was exchanged for
+        self._without: torch.UntypedStorage | None = None  # the storage that swapped memory with ours
 
     @property
     def resizable(self) -> bool:
@@ -290,7 +256,7 @@ class SharedBuffer(Buffer):
         return self._memory.leased(self.nbytes, self._memory.lease(self.nbytes))
 
     def hold(self, memory: torch.UntypedStorage) -> None:
-        """Lies in other memory from now on."""
+        """Moves the buffer to other memory."""
         self._storage._swap_data_ptr_(memory)  # type: ignore[attr-defined]
         if self._without is None:
             self._without = memory
@@ -313,11 +279,7 @@ _own: dict[int, SharedMemory] = {}
 
 
 def own_memory() -> SharedMemory:
-    """Returns this process's memory.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """Returns this process's memory; raises an OSError if the host does not allow it."""
     process = os.getpid()
     if process not in _own:
         _own.clear()  # a parent's
@@ -326,12 +288,10 @@ def own_memory() -> SharedMemory:
 
 
 def _require_room(nbytes: int) -> None:
-    """Refuses to begin where a process may have only so much address space, and less than that is left of it.
+    """Raises an OSError where address space is limited, and less is left than the host has memory.
 
-    All that ranks share lies in the host's memory, so who may map as much as that does not lack any later.
-
-    Raises:
-        OSError: If it is so.
+    All that ranks share lies in the host's memory, so a process that may map as much as that lacks none
+    later.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
@@ -343,7 +303,3 @@ def _require_room(nbytes: int) -> None:
             f"of the {limit >> 20} MiB of address space that this process may have (ulimit -v) less is left "
             f"than the host has memory, which is {nbytes >> 20} MiB"
         )
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

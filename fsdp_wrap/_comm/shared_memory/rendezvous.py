@@ -1,4 +1,4 @@
-"""How the ranks of a group find out which of them share a host, and open a channel: all, or none.
+"""Ranks of a group find out which of them share a host, and open a channel: all, or none.
 
 Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
 takes no name that could be left behind, and is granted to processes of the same user only.
@@ -10,13 +10,13 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import Ranks, host_id
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
@@ -27,29 +27,17 @@ from fsdp_wrap._core.torch_private import default_store
 
 @dataclass(frozen=True)
 class _Address:
-    """Where peers find what a rank offers.
-
-    Attributes:
-        process: The rank's.
-        memory: Descriptor of its memory.
-        word: What that begins with.
-        board: Where in it the rank posts.
-        private: Whether the host lets it map memory privately.
-    """
+    """The process, memory and board that a rank offers."""
 
     process: int
-    memory: int
-    word: bytes
+    memory: int  # its descriptor
+    word: bytes  # the beginning of the memory
     board: int
-    private: bool
+    private: bool  # whether the host allows private maps
 
 
 def _offer(ranks: Ranks) -> _Address:
-    """Begins a board; returns where peers find it, and this rank's memory.
-
-    Raises:
-        OSError: If the host does not allow it.
-    """
+    """Begins a board, and returns its address; raises an OSError if the host does not allow it."""
     require_futex()
     memory = own_memory()
     begin = memory.take(Board.nbytes(ranks.size))
@@ -58,11 +46,7 @@ def _offer(ranks: Ranks) -> _Address:
 
 
 def _connect(ranks: Ranks, addresses: list[_Address]) -> Channel:
-    """Returns the channel to those at some addresses, given by rank.
-
-    Raises:
-        OSError: If one cannot be reached.
-    """
+    """Returns the channel to addresses, given by rank; raises an OSError if one cannot be reached."""
     lends = all(address.private for address in addresses)
     peers = {
         rank: _peer(there, ranks.size, lends and rank == LENDER)
@@ -90,14 +74,8 @@ _lives: weakref.WeakValueDictionary[tuple[int, bytes], Life] = weakref.WeakValue
 _PAUSE = 0.002  # seconds between looks into the store
 
 
-class Exchange(InFlight):
-    """Ranks tell each other something through the store, since their collectives may be counted or fail.
-
-    Args:
-        ranks: Of the group.
-        value: What this rank tells, which can be pickled.
-        watch: Tells which of them have ended.
-    """
+class StoreGather(InFlight):
+    """A gather of picklable values through the store, since collectives may be counted or fail."""
 
     def __init__(self, ranks: Ranks, value: Any, watch: Watch) -> None:
         super().__init__(watch)
@@ -118,19 +96,19 @@ class Exchange(InFlight):
         return True
 
     def _refuse_ended(self) -> None:
-        """Raises a RuntimeError if a rank has ended that has not told anything, and so will not."""
+        """Raises a RuntimeError if a rank has ended before it wrote its value."""
         silent = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
         for rank in filter(self._watch.has_ended, silent):
             if not self._store.check([self._keys[rank]]):  # nor has it just before its end
                 raise RuntimeError(f"rank {self._members[rank]} has ended")
 
     def values(self) -> list[Any]:
-        """Returns what each rank has told, by rank, once it was waited for."""
+        """Returns the values by rank, after the wait."""
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 
 def can_share() -> bool:
-    """Whether this process can share memory, and buffers exchange theirs for it."""
+    """Whether this process can share memory, and buffers can swap theirs for it."""
     try:
         require_futex()
         own_memory()
@@ -141,20 +119,20 @@ def can_share() -> bool:
 
 _REFUSALS = (AttributeError, OSError, ValueError)  # no such call here, refused, or too large a map
 
-TellAll = Callable[[Any], list[Any]]
-"""Tells all ranks a small picklable value; returns that of each, by rank."""
+GatherObjects = Callable[[Any], list[Any]]
+"""Gathers a small picklable value from all ranks, by rank."""
 
 
-def find_hosts(ranks: Ranks, tell_all: TellAll) -> list[Hashable] | None:
-    """Returns what only ranks have in common that can share memory, by rank.
+def find_hosts(ranks: Ranks, gather_objects: GatherObjects) -> list[str] | None:
+    """Returns the host of each rank, the same for ranks that can share memory.
 
-    None where one cannot tell, of which the first rank warns.
+    None where a rank cannot tell, of which the first rank warns.
     """
-    hosts = tell_all(_or_error(_host))
+    hosts = gather_objects(_or_error(_host))
     return None if _refused(hosts, ranks) else hosts
 
 
-def ranks_on_each(hosts: Sequence[Hashable]) -> int:
+def ranks_on_each(hosts: Sequence[str]) -> int:
     """Returns how many ranks run side by side on each host; 0 if not as many on all, or one alone."""
     each = hosts.count(hosts[0])
     firsts = hosts[::each]
@@ -162,30 +140,36 @@ def ranks_on_each(hosts: Sequence[Hashable]) -> int:
     return each if each > 1 and blocks == [*hosts] and len({*firsts}) == len(firsts) else 0
 
 
-def open_channel(ranks: Ranks, tell_all: TellAll) -> Channel | None:
+def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
     """Opens the channel of a group on one host; None, with a warning of the first rank, if it is not allowed.
 
-    Args:
-        ranks: Of the group.
-        tell_all: Between them; called twice, whatever comes out.
+    `gather_objects` is called twice, whatever comes out.
     """
-    addresses = tell_all(_or_error(lambda: _offer(ranks)))
+    addresses = gather_objects(_or_error(lambda: _offer(ranks)))
     channel = None if _refused(addresses, ranks) else _or_error(lambda: _connect(ranks, addresses))
-    return None if _refused(tell_all(channel if isinstance(channel, str) else None), ranks) else channel
+    return (
+        None
+        if _refused(gather_objects(channel if isinstance(channel, _Refusal) else None), ranks)
+        else channel
+    )
+
+
+class _Refusal(str):
+    """The text of an error by which a rank cannot share memory."""
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
-    """Returns what `make` does, or what went wrong, to tell the others."""
+    """Returns the result of `make`, or a `_Refusal` for the other ranks."""
     try:
         return make()
     except _REFUSALS as error:
-        return f"{type(error).__name__}: {error}"
+        return _Refusal(f"{type(error).__name__}: {error}")
 
 
 def _refused(answers: list[Any], ranks: Ranks) -> bool:
-    """Whether a rank has told of something that went wrong."""
+    """Whether a rank has reported an error, of which the first rank warns."""
     by_rank = zip(ranks.members, answers)
-    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, str)]
+    errors = [f"rank {rank}: {answer}" for rank, answer in by_rank if isinstance(answer, _Refusal)]
     if errors and ranks.rank == 0:
         warn_caller(
             f"the ranks of this host cannot share memory ({errors[0]}), so they communicate through the "
@@ -194,9 +178,6 @@ def _refused(answers: list[Any], ranks: Ranks) -> bool:
     return bool(errors)
 
 
-def _host() -> tuple[str, int, int]:
-    """Identifies the running system, and on it the space of process ids and the network."""
+def _host() -> str:
     require_futex()
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
+    return host_id()

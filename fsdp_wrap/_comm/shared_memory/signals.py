@@ -1,7 +1,7 @@
-"""How ranks of one host wait for each other: numbers in shared memory, and the kernel's futex.
+"""Waits between ranks of one host: numbers in shared memory, and the kernel's futex.
 
-A rank posts by counting up. Who waits looks for a moment, lets others run, and then sleeps until it is woken,
-for a bounded time, since a rank that has ended wakes nobody.
+A rank posts by counting up. A waiting rank looks for a moment, lets others run, and then sleeps until it is
+woken, for a bounded time, since a rank that has ended wakes nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor
 
 _FUTEX = 202  # of x86-64: others do not promise to show writes in their order
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
-_LOOKING = 100e-6  # seconds: about what it takes to wake up
+_LOOKING = 100e-6  # seconds: about the time to wake up
 _ASLEEP = 0.05  # seconds until the next look whether a rank has ended
 
 
@@ -24,7 +24,7 @@ class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_system_call = ctypes.CDLL(None)["syscall"]  # a function of our own, whose types nobody else changes
+_system_call = ctypes.CDLL(None)["syscall"]  # our own function object: nobody else changes its types
 _system_call.argtypes = [
     *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
     *(ctypes.POINTER(_Time), ctypes.c_void_p, ctypes.c_int),
@@ -38,14 +38,7 @@ def require_futex() -> None:
 
 
 class Life:
-    """Tells whether a process runs.
-
-    Args:
-        process: Its id.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Tells whether a process runs; raises an OSError if there is none of this id."""
 
     def __init__(self, process: int) -> None:
         self._descriptor = Descriptor(os.pidfd_open(process))
@@ -64,18 +57,10 @@ def wake(address: int) -> None:
 
 
 def wait_until(words: memoryview, address: int, least: int, life: Life, begin: float, limit: float) -> bool:
-    """Waits until a number is high enough; returns whether it came so far.
+    """Waits until the first of `words` is at least `least`; returns whether it came so far.
 
-    Args:
-        words: Begin with the number.
-        address: Of the number.
-        least: What is waited for.
-        life: Of the process that counts.
-        begin: When this rank began to wait, for this and for others, by `time.perf_counter`.
-        limit: Seconds to wait at most since then.
-
-    Raises:
-        RuntimeError: If that process has ended.
+    `begin` is when this rank began to wait, for this and for others, by `time.perf_counter`; `limit` is in
+    seconds from then. Raises a RuntimeError if the process that counts has ended.
     """
     while time.perf_counter() - begin < _LOOKING:
         if words[0] >= least:
@@ -86,7 +71,7 @@ def wait_until(words: memoryview, address: int, least: int, life: Life, begin: f
         if left <= 0:
             return False
         ended = life.ended
-        if ended and words[0] < least:  # what it did before counts
+        if ended and words[0] < least:  # it may have posted before it ended
             raise RuntimeError("has ended")
         _sleep(address, now, min(left, _ASLEEP))
     return True

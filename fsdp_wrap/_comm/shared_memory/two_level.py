@@ -1,7 +1,7 @@
 """The communicator of several hosts with several ranks each: a link between hosts carries nothing twice.
 
-A rank exchanges with its counterparts only, those that have its number on the other hosts. Within each host
-what came is then passed on, or what is to go summed beforehand, through shared memory.
+A rank exchanges only with its counterparts, the ranks of its number on the other hosts. Within each host,
+shared memory passes on what came, or sums what is to go.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 class TwoLevelCommunicator(ExchangeCommunicator):
     """Gathers and reduces in two steps, of which the second is issued when a result is waited for.
 
-    Args:
-        ranks: The group, over gloo, with the ranks of each host side by side.
-        device: The CPU.
-        least: From how many bytes on what does not go in two steps is exchanged.
-        gathers: Passes on among the ranks of this host, as many as there are on the others.
-        sums: Sums among them; another one, since the two are not issued in one order.
+    The ranks of each host lie side by side. `gathers` and `sums` are two communicators within the host, since
+    their collectives are not issued in one order.
     """
 
     def __init__(
@@ -86,16 +82,11 @@ class TwoLevelCommunicator(ExchangeCommunicator):
 
 
 class _InTurn:
-    """A collective of which the first of two steps was issued.
+    """A collective whose first of two steps was issued.
 
-    Second steps are issued in the order of the first, on all ranks alike, whatever they wait for: who waits
-    for one issues those of all before it. So of ranks that wait for different ones, that which waits for the
-    first of them has what it needs.
-
-    Args:
-        unfinished: Collectives whose second steps were not issued, of which this is the last.
-        first: The first step.
-        issue: Issues the second, once the first was waited for.
+    Second steps are issued in the order of the first, on all ranks alike, whatever they wait for: to wait for
+    one, a rank issues those of all before it. So of ranks that wait for different ones, the one that waits
+    for the earliest has what it needs. `issue` issues the second step, once the first was waited for.
     """
 
     def __init__(self, unfinished: deque[_InTurn], first: Pending, issue: Callable[[], Pending]) -> None:

@@ -1,7 +1,7 @@
-"""How a rank notices that collectives do not complete, and tells what the ranks did.
+"""Detection of collectives that do not complete, and reports of the positions of ranks.
 
-Lives here: the watch over what the host waits for, the monitor of what it does not wait for, and the
-bulletin on which ranks of several hosts tell each other where they stand.
+Lives here: the watch over collectives that the host waits for, the monitor of those that it does not wait
+for, and the bulletin by which ranks of several hosts exchange their positions.
 May import: `_core`, and of `_comm` groups, positions and the device.
-Must never know: what travels, and by which communicator.
+Must never know: the data that travel, and the communicator.
 """

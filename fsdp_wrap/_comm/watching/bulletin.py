@@ -1,6 +1,6 @@
-"""Where ranks that share no memory tell each other what they issued last, once one of them is stuck.
+"""Positions that ranks on different hosts write to the store once one of them is stuck.
 
-In the store, and only then: as long as all goes well nobody reads or writes there.
+As long as all goes well nobody reads or writes there.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ _MOST_NAMED = 8  # ranks
 
 
 class Bulletin:
-    """That of one group.
-
-    Args:
-        positions: Where the ranks of its host stand.
-    """
+    """The bulletin of one group."""
 
     def __init__(self, positions: GroupPositions) -> None:
         self._positions = weakref.ref(positions)
         store: Any = positions.agreement.store
-        try:  # whoever else waits at the store holds its connection
+        try:  # another thread that waits at the store holds its connection
             self._store = store if store is None else store.clone()
         except (AttributeError, RuntimeError):  # it has but one
             self._store = store
@@ -33,32 +29,24 @@ class Bulletin:
 
     @property
     def asked(self) -> bool:
-        """Whether a rank asks the others to pin up where they stand."""
+        """Whether a rank asks the others to pin up their positions."""
         return self._do(lambda store: store.check([f"{self._name}/asked"])) or False
 
     def ask(self) -> None:
-        """Asks the others to pin up where they stand; who waits for nothing does so within a minute."""
+        """Asks the others to pin up their positions; an idle rank does so within a minute."""
         self._do(lambda store: store.set(f"{self._name}/asked", "1"))
 
     def pin_up(self, state: str) -> None:
-        """Tells where this rank stands.
-
-        Args:
-            state: What it does.
-        """
+        """Writes this rank's state and latest collectives."""
         positions = self._positions()
         if positions is not None:
-            told = json.dumps({"state": state, "history": positions.history()})
-            self._do(lambda store: store.set(f"{self._name}/{positions.member}", told))
+            written = json.dumps({"state": state, "history": positions.history()})
+            self._do(lambda store: store.set(f"{self._name}/{positions.member}", written))
 
     def look(self, ranks: Iterable[int]) -> str:
-        """Returns what some ranks have told, on lines of their own.
+        """Formats the positions of some ranks of the job, on lines of their own.
 
-        Args:
-            ranks: Of the job.
-
-        Raises:
-            RuntimeError: If one has issued another collective in the place of one of this rank's.
+        Raises a RuntimeError if one has issued another collective in the place of one of this rank's.
         """
         positions = self._positions()
         if positions is None:
@@ -66,32 +54,28 @@ class Bulletin:
         own = {number: (digest, text) for number, digest, text in positions.history()}
         lines, silent = [], []
         for rank in ranks:
-            told = self._told(rank)
-            if told is None:
+            found = self._read(rank)
+            if found is None:
                 silent.append(f"rank {rank}")
                 continue
-            history = told["history"]
+            history = found["history"]
             for number, digest, text in history:
                 if own.get(number, (digest,))[0] != digest:
                     raise positions.mixed_up(
                         f"rank {positions.member} {own[number][1]} while rank {rank} {text}, as collective "
                         f"number {number} of the group"
                     )
-            last = (
-                f"; last collective, number {history[-1][0]} of the group: {history[-1][2]}"
-                if history
-                else ""
-            )
-            lines.append(f"  rank {rank} (another host): {told['state']}{last}")
+            last = "; last collective, number {0} of the group: {2}".format(*history[-1]) if history else ""
+            lines.append(f"  rank {rank} (another host): {found['state']}{last}")
         if silent:
             rest = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
             lines.append(f"  no word yet of {', '.join(silent[:_MOST_NAMED])}{rest}")
         return "".join(f"\n{line}" for line in lines)
 
-    def _told(self, rank: int) -> dict[str, Any] | None:
+    def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._name}/{rank}"
-        told = self._do(lambda store: store.get(key) if store.check([key]) else None)
-        return None if told is None else dict(json.loads(told))
+        found = self._do(lambda store: store.get(key) if store.check([key]) else None)
+        return None if found is None else dict(json.loads(found))
 
     def _do(self, action: Any) -> Any:
         if self._store is None:
@@ -107,7 +91,7 @@ _bulletins: weakref.WeakKeyDictionary[GroupPositions, Bulletin] = weakref.WeakKe
 
 
 def bulletin_of(positions: GroupPositions) -> Bulletin:
-    """Returns that of a group, the same to all who ask."""
+    """Returns the bulletin of a group, the same to all callers."""
     if positions not in _bulletins:
         _bulletins[positions] = Bulletin(positions)
     return _bulletins[positions]

@@ -1,11 +1,11 @@
 """Watches, from a thread of its own, collectives for which the host does not wait.
 
 On an accelerator waiting is an order to a stream, so nobody notices there that a collective does not
-complete. Each lane notes the event behind what it has issued. A thread asks the oldest ones, about once a
-second. It does nothing that synchronises. While nothing is pending it sleeps, and it ends with the groups.
+complete. Each lane notes the event behind its work. A thread queries the oldest events about once a second,
+and never synchronises. While nothing is pending it sleeps, and it ends with the groups.
 
-What it finds is told before the process group's own watchdog ends the process: in a warning or in the log,
-and by an error at the next collective, if the program gets there.
+It reports before the process group's own watchdog ends the process: in a warning or in the log, and by an
+error at the next collective, if the program gets there.
 """
 
 from __future__ import annotations
@@ -27,26 +27,16 @@ from fsdp_wrap._core import warn_caller
 
 _log = logging.getLogger(__name__)
 
-_PACE = 1.0  # seconds between two looks at what is pending
+_PACE = 1.0  # seconds between two looks at pending work
 _REST = 60.0  # of a thread with nothing pending, until it looks whether other ranks ask for this one
-_FIRST_LOOK, _FIRST_PART = (
-    5.0,
-    0.05,
-)  # when to look at the ranks of the host: seconds, at most this part of the limit
+# When to look at the ranks of the host: seconds, at most this part of the limit.
+_FIRST_LOOK, _FIRST_PART = 5.0, 0.05
 _ASK, _ASK_PART = 30.0, 0.1  # when to ask those of other hosts, likewise
 _ASK_PACE, _ASK_PACE_PER_RANK = 5.0, 0.02  # seconds until they are asked again
 
 
 class _Issued(NamedTuple):
-    """Something that a lane has issued.
-
-    Attributes:
-        event: Completes with it.
-        since: When it was issued, by the monotonic clock.
-        lane: Where it runs, such as "gather".
-        watch: Of the group.
-        entry: What this rank had noted last in the group.
-    """
+    """Work of a lane, with its event, its time of issue, and this rank's last entry in the group then."""
 
     event: Any
     since: float
@@ -56,25 +46,21 @@ class _Issued(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """Whether it has completed, or has failed, which is not our business."""
+        """Whether it has completed, or has failed, which others report."""
         try:
             return bool(self.event.query())
         except RuntimeError:
             return True
 
     def __str__(self) -> str:
-        number, what = GroupPositions.told(self.entry)
+        number, what = GroupPositions.parse_latest(self.entry)
         if not number:
             return f"on the {self.lane} lane, before any unit's"
         return f"on the {self.lane} lane; number {number} of the group, this rank {what}, or what followed"
 
 
 class Monitor:
-    """Watches what the lanes of one accelerator have issued.
-
-    Args:
-        accelerator: It.
-    """
+    """Watches the lanes of one accelerator."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
@@ -84,9 +70,9 @@ class Monitor:
 
     def _reset(self) -> None:
         self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
-        self._pending: dict[str, deque[_Issued]] = {}  # by lane, whose order is that of completion
+        self._pending: dict[str, deque[_Issued]] = {}  # by lane, in the order of completion
         self._watched: dict[GroupPositions, Watch] = {}
-        self._told: dict[GroupPositions, tuple[float, int]] = {}  # by the time of issue: how grave it was
+        self._reported: dict[GroupPositions, tuple[float, int]] = {}  # time of issue and gravity
         self._asked_at = 0.0
         self._rests = True
         self._wakes: SimpleQueue[None] = SimpleQueue()  # may be written while garbage is collected
@@ -99,13 +85,7 @@ class Monitor:
         self._reset()
 
     def note(self, event: Any, lane: str, watch: Watch) -> None:
-        """Watches an event.
-
-        Args:
-            event: It.
-            lane: The purpose of the lane that has recorded it.
-            watch: Of the group that communicates.
-        """
+        """Watches an event that a lane has recorded for a group's work."""
         self._noted.append(_Issued(event, time.monotonic(), lane, watch, watch.positions.latest()))
         if self._rests:
             self._wake()
@@ -127,7 +107,7 @@ class Monitor:
             del accelerator
         while not self._ends():
             self._rests = not any(self._pending.values())
-            if self._rests and self._noted:  # looked at after saying so: who notes looks the other way round
+            if self._rests and self._noted:  # `note` appends first, and reads `_rests` then
                 self._rests = False
             try:
                 self._wakes.get(timeout=_REST if self._rests else _PACE)
@@ -136,14 +116,14 @@ class Monitor:
                     self._answer()
             try:
                 self._look()
-            except Exception:  # whatever it is, it is not what stops training
+            except Exception:  # no error here stops training
                 _log.exception("cannot look after collectives")
 
     def _ends(self) -> bool:
-        """Whether nothing is left to watch, and never will be by this thread."""
+        """Whether this thread has nothing left to watch, and never will."""
         for positions in [each for each, watch in self._watched.items() if not watch.lives]:
             del self._watched[positions]
-            self._told.pop(positions, None)
+            self._reported.pop(positions, None)
         with self._lock:
             self._rests = True  # said before looking, as in `_run`
             ends = not (self._watched or self._noted or any(self._pending.values()))
@@ -152,7 +132,7 @@ class Monitor:
         return ends
 
     def _look(self) -> None:
-        """Takes over what was noted, drops what is done, and sees to the oldest of what is not."""
+        """Takes over new events, drops completed ones, and sees to the oldest of the rest."""
         while self._noted:
             issued = self._noted.popleft()
             self._pending.setdefault(issued.lane, deque()).append(issued)
@@ -162,20 +142,20 @@ class Monitor:
         for lane in self._pending.values():
             _drop_done(lane)
         oldest = [lane[0] for lane in self._pending.values() if lane]
-        for positions, (since, _) in list(self._told.items()):
+        for positions, (since, _) in list(self._reported.items()):
             if all(each.since > since for each in oldest):  # it has completed after all
-                del self._told[positions]
+                del self._reported[positions]
                 positions.verdict = None
         if oldest:
             self._see_to(min(oldest, key=lambda each: each.since))
 
     def _see_to(self, issued: _Issued) -> None:
-        """Does about the oldest collective what its age asks for."""
+        """Compares, asks, warns or gives up, depending on the age of the oldest collective."""
         watch, waited = issued.watch, time.monotonic() - issued.since
         limit = watch.limit()
         if waited < min(_FIRST_LOOK, _FIRST_PART * limit):
             return
-        number, _ = GroupPositions.told(issued.entry)
+        number, _ = GroupPositions.parse_latest(issued.entry)
         try:
             watch.positions.compare_all()
             watch.require_living(number)
@@ -189,18 +169,15 @@ class Monitor:
             self._tell(issued, 1, f"{watch.report(waited, str(issued))}{others}")
 
     def _tell(self, issued: _Issued, gravity: int, text: str) -> None:
-        """Tells the user: once that it is late, once that it will not complete.
+        """Reports once that a collective is late, and once that it will not complete.
 
-        Args:
-            issued: What.
-            gravity: 1 if it may still complete, 2 if not: then the next collective raises.
-            text: What is the matter.
+        `gravity` is 1 if it may still complete, 2 if not: then the next collective raises.
         """
         positions = issued.watch.positions
-        since, before = self._told.get(positions, (0.0, 0))
+        since, before = self._reported.get(positions, (0.0, 0))
         if since == issued.since and before >= gravity:
             return
-        self._told[positions] = issued.since, gravity
+        self._reported[positions] = issued.since, gravity
         text += flight_records()
         if gravity == 2:
             positions.verdict = text
@@ -212,10 +189,9 @@ class Monitor:
             _log.warning(text)
 
     def _ask(self, watch: Watch, waited: float) -> str:
-        """Tells ranks of other hosts where this one stands, and what they have told.
+        """Pins up this rank's position for other hosts, and returns theirs.
 
-        Raises:
-            RuntimeError: If one has issued another collective in the place of one of ours.
+        Raises a RuntimeError if one has issued another collective in the place of one of ours.
         """
         elsewhere = watch.positions.elsewhere
         if not elsewhere:
@@ -228,7 +204,7 @@ class Monitor:
         return bulletin.look(elsewhere)
 
     def _answer(self) -> None:
-        """Tells where this rank stands if another one has asked."""
+        """Pins up this rank's position if another rank has asked."""
         if any(bulletin.asked for bulletin in self._bulletins()):
             self._pin_up("waits for nothing")
 
@@ -242,7 +218,7 @@ class Monitor:
 
 
 def _drop_done(lane: deque[_Issued]) -> None:
-    """Drops what has completed, all of which comes before what has not: so few events are asked."""
+    """Drops completed work, all of which precedes the rest: bisection queries few events."""
     first, end = 0, len(lane)
     while first < end:
         middle = (first + end) // 2 if first else 0  # mostly the first is not done, or all are

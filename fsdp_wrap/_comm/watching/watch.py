@@ -1,6 +1,6 @@
-"""Waits for collectives, and tells of ranks that do not come.
+"""Waits for collectives, and reports ranks that do not come.
 
-Where the host waits (gloo), what takes long is reported once, and what cannot complete, or does not shortly
+Where the host waits (gloo), a long wait is reported once, and one that is in vain, or lasts until shortly
 before the group's time limit, ends in an error. Where it does not (NCCL), waiting is an order to a stream,
 and `_comm/watching/monitor.py` looks from a thread of its own.
 """
@@ -29,7 +29,7 @@ from fsdp_wrap._core.torch_private import all_groups, dump_flight_records
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
 _FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
 _LATER_LOOKS = 1.0
-_LAST_LOOK = 0.01  # what rounds to no milliseconds would be no limit
+_LAST_LOOK = 0.01  # rounded to no milliseconds it would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
 _TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
@@ -38,13 +38,7 @@ _BURIAL = 0.2  # seconds from the end of a killed process's connections to that 
 
 
 class Watch:
-    """Looks after the ranks of a group while its collectives run.
-
-    Args:
-        group: The process group.
-        device: Where the buffers live that travel.
-        positions: Where the ranks stand.
-    """
+    """Looks after the ranks of a group while its collectives run."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, positions: GroupPositions) -> None:
         self._group = weakref.ref(group)
@@ -54,7 +48,7 @@ class Watch:
 
     @property
     def lives(self) -> bool:
-        """Whether the group was not destroyed, as far as the thread that asks can know."""
+        """Whether the group was not destroyed, as far as the calling thread can know."""
         group, groups = self._group(), all_groups()
         return group is not None and (group in groups or id(groups) != self._registry)
 
@@ -65,19 +59,18 @@ class Watch:
             weakref.finalize(group, wakes.put, None).atexit = False
 
     def failure(self, error: RuntimeError) -> RuntimeError:
-        """Returns what to raise for a failed collective.
+        """Returns the error for a failed collective.
 
-        Raises:
-            RuntimeError: If a peer had issued another one, which is why it failed.
+        Raises a RuntimeError if a peer had issued another one, which is why it failed.
         """
         time.sleep(_BURIAL)
         self.positions.compare_all()
-        told = [f"rank {rank} has ended" for rank in self._ended()]
-        text = ": ".join([*(each for each in told if each not in str(error)), str(error)])
+        ended = [f"rank {rank} has ended" for rank in self._ended()]
+        text = ": ".join([*(each for each in ended if each not in str(error)), str(error)])
         return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
 
     def _ended(self) -> list[int]:
-        """Returns the ranks of the group that have ended, as the default group counts them."""
+        """Returns the global ranks of the group's members that have ended."""
         group = self._group()
         if group is None:
             return []
@@ -102,51 +95,22 @@ class Watch:
         """Returns the ranks of the group that are known to have died."""
         return self.positions.dead_before(sys.maxsize)
 
-    def look(self, number: int, waited: float) -> float:
-        """Looks at the ranks; returns the seconds left.
-
-        Args:
-            number: Of the collective that is waited for.
-            waited: Seconds since it was issued.
-
-        Raises:
-            RuntimeError: If it cannot complete, or no time is left.
-        """
-        self.positions.compare_all()
-        self.require_living(number)
-        left = self.time_left(waited)
-        if left <= 0:
-            raise RuntimeError(self.report(waited))
-        return left
-
     def require_living(self, number: int) -> None:
-        """Raises a RuntimeError if a rank has died without whom a collective cannot complete."""
+        """Raises a RuntimeError if a rank died before it came to a collective."""
         for rank in self.positions.dead_before(number):
             raise RuntimeError(f"a collective cannot complete without rank {rank}\n{self.positions.table()}")
 
     def time_left(self, waited: float) -> float:
-        """Returns for how many seconds more a collective is to be waited for, given for how many it was."""
+        """Returns the seconds left to wait for a collective after a wait of some seconds."""
         limit = self.limit()
         return limit - min(_MARGIN * limit, _LONGEST_MARGIN) - waited
 
     def is_late(self, waited: float) -> bool:
-        """Whether a collective takes unusually long, given how many seconds it was waited for."""
+        """Whether a collective takes unusually long, after a wait of some seconds."""
         return waited > min(_PATIENCE * self.limit(), _LONGEST_PATIENCE)
 
-    def warn_if_late(self, waited: float) -> bool:
-        """Warns if a collective takes unusually long; returns whether it does."""
-        late = self.is_late(waited)
-        if late:
-            warn_caller(self.report(waited))
-        return late
-
     def report(self, waited: float, what: str = "") -> str:
-        """Tells of a collective that takes long.
-
-        Args:
-            waited: Seconds since it was issued.
-            what: Which one, if known.
-        """
+        """Describes a collective that takes long, after a wait of some seconds, with all positions."""
         named = f" ({what})" if what else ""
         return (
             f"a collective issued {waited:.1f} s ago has not completed{named}; the group's time limit is "
@@ -154,17 +118,13 @@ class Watch:
         )
 
     def limit(self) -> float:
-        """Returns how many seconds a collective of the group may take."""
+        """Returns the time limit of the group's collectives in seconds."""
         return time_limit(self._group(), self._device).total_seconds()
 
 
 @contextmanager
 def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Names the ranks that have died, where that is why what is done inside fails.
-
-    Args:
-        group: Of the ranks that communicate; None for the default group.
-    """
+    """Adds the ranks that have died to errors of communication inside; None for the default group."""
     try:
         yield
     except RuntimeError as error:
@@ -180,32 +140,23 @@ def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class InFlight(ABC):
-    """Something of a group's that was issued just now.
-
-    Args:
-        watch: Looks at the ranks once a wait takes long.
-        works: What the process group has returned for it.
-    """
+    """Something of a group's that was issued just now."""
 
     def __init__(self, watch: Watch, works: Sequence[Any] = ()) -> None:
         self._watch, self._works = watch, works
         self._number = watch.positions.issued
         self._begin = time.monotonic()
         self._ended, self._warned = False, False
-        self._failure: str | None = None  # not the error, which would hold the frames of who waited
+        self._failure: str | None = None  # not the error, which would hold the frames of its waiter
 
     @abstractmethod
     def _wait_for(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether it has ended. Called until it has, or has failed."""
+        """Waits some seconds at most; returns whether it has ended. Called until it has, or has failed."""
 
     def wait(self, pause: float = _FIRST_LOOK) -> None:
-        """Waits until it has ended.
+        """Waits until it has ended, with a first look at the ranks after `pause` seconds.
 
-        Args:
-            pause: Seconds until the first look at the ranks.
-
-        Raises:
-            RuntimeError: If it has failed, or does not end, or a peer has issued something else.
+        Raises a RuntimeError if it has failed, or does not end, or a peer has issued something else.
         """
         while not self._ended:
             if self._failure is not None:
@@ -214,7 +165,7 @@ class InFlight(ABC):
                 self._ended = self._wait_for(pause)
             except RuntimeError as error:
                 self._failure = str(error)
-                failure = self._watch.failure(error)  # or raises what peers did
+                failure = self._watch.failure(error)  # or raises: peers issued something else
                 self._failure = str(failure)
                 raise failure from error
             if not self._ended:
@@ -222,19 +173,21 @@ class InFlight(ABC):
                 pause = max(min(pause, self._look()), _LAST_LOOK)
 
     def _look(self) -> float:
-        """Looks at the ranks and warns once; returns the seconds left.
-
-        Raises:
-            RuntimeError: If the wait is in vain.
-        """
-        waited = time.monotonic() - self._begin
-        left = self._watch.look(self._number, waited)
-        self._warned = self._warned or self._watch.warn_if_late(waited)
+        """Looks at the ranks and warns once; returns the seconds left, or raises a RuntimeError."""
+        watch, waited = self._watch, time.monotonic() - self._begin
+        watch.positions.compare_all()
+        watch.require_living(self._number)
+        left = watch.time_left(waited)
+        if left <= 0:
+            raise RuntimeError(watch.report(waited))
+        if not self._warned and watch.is_late(waited):
+            warn_caller(watch.report(waited))
+            self._warned = True
         return left
 
 
 class Works(InFlight):
-    """What the process group does."""
+    """Works of the process group."""
 
     def wait(self, pause: float = _LAST_LOOK) -> None:
         try:
@@ -251,12 +204,12 @@ class Works(InFlight):
             except RuntimeError:
                 if not work.is_completed():  # it goes on: only the waiting has ended
                     return False
-                work.wait()  # tells what ended it: perhaps success, just after the waiting
+                work.wait()  # raises its error, or has succeeded just after the limit
         return True
 
 
 class WorksWithoutLimit(InFlight):
-    """What is waited for once all peers have come: nothing could end a wait for one that does not."""
+    """Works to wait for once all peers have come: nothing could end a wait for a missing one."""
 
     def _wait_for(self, seconds: float) -> bool:
         begin = time.monotonic()
@@ -264,14 +217,14 @@ class WorksWithoutLimit(InFlight):
             waited = time.monotonic() - begin
             if waited > seconds:
                 return False
-            time.sleep(min(waited / 8, 0.001))  # late by a small part of what the wait takes anyway
+            time.sleep(min(waited / 8, 0.001))  # late by a small part of the whole wait
         for work in self._works:
             work.wait()
         return True
 
 
 def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the connection to a rank is closed, of which gloo tells when something is sent."""
+    """Whether the connection to a rank is closed: then gloo refuses to send."""
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # none sends from there
@@ -287,7 +240,8 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def flight_records() -> str:
-    """Tells on lines of their own what torch's flight recorder has not seen complete; "" if that is nothing.
+    """Describes what torch's flight recorder has not seen complete, on lines of its own; "" if that is
+    nothing.
 
     The recorder runs where torch is told so, mostly by TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE.
     """

@@ -1,25 +1,6 @@
 """Optimizers as users give them: how often they step, and what they compute with.
 
-Lives here: what is asked when an optimizer steps, and the trial that tells whether it is elementwise.
+Lives here: the hooks on steps, and the trial that finds out whether an optimizer is elementwise.
 May import: `_core`.
-Must never know: how parameters are sharded; whoever shards them says which ones are pieces.
+Must never know: how parameters are sharded; the caller tells which ones are pieces.
 """
-
-from fsdp_wrap._core.optimizers.optimizer_steps import (
-    Piece,
-    note_elsewhere,
-    note_pieces,
-    reason_against_pieces,
-    refuse_in_steps,
-    refuse_in_steps_at_times,
-    steps_taken,
-    warn_of_lost_decay,
-    watch_steps,
-)
-from fsdp_wrap._core.optimizers.probe import (
-    Group,
-    by_rows,
-    computes_with_wholes,
-    knows_its_shards,
-    note_knows_shards,
-)

@@ -1,6 +1,7 @@
-"""What is to be known of optimizers' steps: how many there were, and with which parameters none may be.
+"""Hooks on optimizer steps: they count steps, and refuse some parameters.
 
-Their kernels do not always move version counters: so steps are counted, and those of fused kernels noted.
+Kernels of optimizers do not always move version counters: so steps are counted, and those of fused kernels
+noted.
 """
 
 from __future__ import annotations
@@ -20,21 +21,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
-from fsdp_wrap._core.optimizers.probe import Group, computes_with_wholes, flattened, in_pieces, joined
+from fsdp_wrap._core.optimizers.probe import TrialGroup, computes_with_wholes, flattened, in_pieces, joined
 
-_ASKED = "_fsdp_asked_in_steps"  # an attribute, since it is asked for at each step of each parameter
+_ASKED = "_fsdp_asked_in_steps"  # an attribute is fast to look up, for each parameter at each step
 
 _steps = 0
-_refused = WeakIdKeyDictionary()  # for a parameter: what tells why
-_pieces = WeakIdKeyDictionary()  # for a parameter: its `Piece`
+_refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
+_pieces = WeakIdKeyDictionary()  # by parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
-_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps tell by themselves what they write
-_refused_at_times = WeakIdKeyDictionary()  # for a parameter: what tells whether, and why
+_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # they move version counters themselves
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """What of an optimizer was looked at: parameters, and lists of them with their lengths, by their ids."""
+    """Parameters of an optimizer that were tried, and lists of them with their lengths, by id."""
 
     params: set[int]
     lists: set[tuple[int, int]]
@@ -47,21 +47,21 @@ def steps_taken() -> int:
 
 @functools.cache
 def watch_steps() -> None:
-    """Lets steps be counted and refused, and those of fused kernels be seen as writing to parameters."""
+    """Registers the hooks: steps are counted and refused, and fused kernels move version counters."""
     register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_post_hook(_note)
 
 
 def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Leaves it to an optimizer to move the version counters of what its steps write to."""
+    """Leaves it to an optimizer to move the version counters of the tensors that it writes to."""
     _noted_elsewhere.add(optimizer)
 
 
-def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) -> None:
-    """Lets optimizers that hold these parameters raise when they step, before anything changes.
+def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None]]]) -> None:
+    """Lets optimizers that hold these parameters raise before they step.
 
-    Args:
-        params: Each with what tells why: the end of a sentence about the optimizer.
+    Each comes with a function that returns the end of a sentence about the optimizer, or None where it may
+    step now.
     """
     for param, reason in params:
         param.__dict__[_ASKED] = True
@@ -69,15 +69,12 @@ def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str]]]) ->
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a parameter of an optimizer is of the model's parameters, flattened.
+class OptimizerPiece:
+    """A parameter of an optimizer that is a flat piece of one or several of the model's parameters.
 
-    Attributes:
-        name: Tells that of the first for which it stands.
-        dims: How many dimensions those have that it stands for, in order.
-        cut: Whether other ranks have the rest of it; else it is all there, but flat.
-        reason: Tells why optimizers that compute with whole parameters cannot step with it: the end of a
-            sentence about the optimizer.
+    `name` returns the name of the first of them, `dims` are their numbers of dimensions. `cut` tells whether
+    other ranks have the rest; else it is whole, but flat. `reason` returns the end of a sentence about an
+    optimizer that computes with whole parameters, and so cannot step.
     """
 
     name: Callable[[], str]
@@ -86,44 +83,27 @@ class Piece:
     reason: Callable[[], str]
 
 
-def note_pieces(pieces: Iterable[tuple[nn.Parameter, Piece]]) -> None:
+def note_pieces(pieces: Iterable[tuple[nn.Parameter, OptimizerPiece]]) -> None:
     """Lets optimizers that hold these raise, before their first step, if they compute with wholes."""
     for param, piece in pieces:
         _pieces[param] = piece
-
-
-def refuse_in_steps_at_times(param: nn.Parameter, reason: Callable[[], str | None]) -> None:
-    """Lets optimizers that hold a parameter raise before they step, as long as there is a reason.
-
-    Args:
-        param: The parameter.
-        reason: Returns what tells why: the end of a sentence about the optimizer; None where it may step.
-    """
-    param.__dict__[_ASKED] = True
-    _refused_at_times[param] = reason
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _try_once(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if _ASKED not in param.__dict__:
-                continue
-            if param in _refused:  # others have copied the attribute
-                raise RuntimeError(f"this {type(optimizer).__name__} {_refused[param]()}")
-            told = _refused_at_times[param]() if param in _refused_at_times else None
-            if told is not None:
-                raise RuntimeError(f"this {type(optimizer).__name__} {told}")
+            if _ASKED in param.__dict__ and param in _refused:  # others have copied the attribute
+                reason = _refused[param]()
+                if reason is not None:
+                    raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
 
 
 def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
-    """Tells why an optimizer cannot step with pieces that it has, as it computes with whole parameters.
+    """Returns why an optimizer cannot step with its pieces, as the end of a sentence; None if it can.
 
     Each parameter is looked at once, with all that are in its group then. A trial disturbs the generators and
     filters of warnings of the process while it runs: call this where nothing runs beside it.
-
-    Returns:
-        The end of a sentence about the optimizer; None if it can step.
     """
     tried = _tried.setdefault(optimizer, _Tried(set(), set()))
     for group in optimizer.param_groups:
@@ -152,10 +132,10 @@ def _try_once(optimizer: torch.optim.Optimizer) -> None:
 def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
     """Warns if groups look as if they were made by `p.ndim >= 2` of pieces, which are flat.
 
-    Then what has weight decay has no piece of a matrix, and all pieces are among what has none.
+    Then no group with weight decay has a piece of a matrix, and groups without it have all pieces.
     """
     decayed: list[nn.Parameter] = []
-    spared: list[Piece] = []
+    spared: list[OptimizerPiece] = []
     for group in optimizer.param_groups:
         if group.get("weight_decay"):
             decayed.extend(group["params"])
@@ -174,11 +154,13 @@ def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _sees_wholes(optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[Piece]) -> bool:
+def _sees_wholes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[OptimizerPiece]
+) -> bool:
     options = {name: value for name, value in group.items() if name != "params"}
     dims = frozenset(chain.from_iterable(piece.dims for piece in pieces))
     several = any(len(piece.dims) > 1 for piece in pieces)
-    seen = Group(options, dims, several, group["params"][0].device)
+    seen = TrialGroup(options, dims, several, group["params"][0].device)
     if any(piece.cut for piece in pieces):
         return computes_with_wholes(optimizer, seen, in_pieces)
     return computes_with_wholes(optimizer, seen, joined if several else flattened)

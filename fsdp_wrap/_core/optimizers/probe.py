@@ -1,8 +1,8 @@
-"""A trial of optimizers: whether each element is updated by itself, found out by some steps on small tensors.
+"""A trial of an optimizer on small tensors: whether it updates each element by itself.
 
-An optimizer like the given one steps whole tensors, and others like it step the pieces, each by itself, as
-ranks do. Where the pieces become something else, or keep state that is not cut as they are, the optimizer
-computes with whole parameters.
+An optimizer of the same class steps whole tensors, and others step the pieces, each by itself, as ranks do.
+Where the pieces become something else, or keep state that is not cut as they are, the optimizer computes
+with whole parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -23,24 +24,24 @@ from torch import nn
 from fsdp_wrap._core.torch_private import pytree
 
 _SHAPE = (6, 4, 2, 2, 2)
-"""Of a tensor of so many dimensions, its beginning."""
+"""Shape of the tensors; one of fewer dimensions takes the beginning."""
 
 _STEPS, _LR, _NEAR = 10, 0.05, 1e-3
 
 Tensors = list[torch.Tensor]
 Cut = Callable[[Sequence[torch.Tensor]], list[Tensors]]
-"""Takes whole tensors; returns what each rank has of them."""
+"""Takes whole tensors; returns the part of each rank."""
 
 _know_shards: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def note_knows_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Notes that an optimizer, though it computes with whole parameters, is made for pieces of them."""
+    """Exempts an optimizer, which computes with whole parameters but is made for pieces of them."""
     _know_shards.add(optimizer)
 
 
 def knows_its_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether that was noted."""
+    """Whether an optimizer is exempt."""
     return optimizer in _know_shards
 
 
@@ -67,14 +68,11 @@ def joined(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrialGroup:
     """A parameter group of an optimizer, as the trial sees it.
 
-    Attributes:
-        options: What it has beside its parameters.
-        dims: How many dimensions the whole parameters have of which it has pieces.
-        several: Whether one tensor stands for several parameters.
-        device: Where the parameters are.
+    `dims` are the numbers of dimensions of the whole parameters; `several` tells whether one tensor holds
+    several of them.
     """
 
     options: Mapping[str, Any]
@@ -84,25 +82,20 @@ class Group:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of the tensors on which it is tried."""
+        """Shapes of the tensors of the trial."""
         shapes = [_SHAPE[: max(dim, 1)] for dim in sorted(self.dims, reverse=True)]
         return shapes * 2 if self.several else shapes
 
 
-def computes_with_wholes(optimizer: torch.optim.Optimizer, group: Group, cut: Cut) -> bool:
-    """Whether pieces of parameters would train otherwise than the whole ones; nothing of the user's changes.
+def computes_with_wholes(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut) -> bool:
+    """Whether pieces of parameters, as `cut` makes them, would train otherwise than the whole ones.
 
-    Args:
-        optimizer: Others are made of its class, with its defaults.
-        group: One of its groups.
-        cut: What ranks have of whole parameters.
-
-    Returns:
-        False also where that cannot be found out: no other can be made or stepped, or it draws numbers.
+    Nothing of the user's changes: other optimizers are made of the class, with its defaults. False also
+    where it cannot be found out: no other can be made or stepped, or it draws random numbers.
     """
     if optimizer in _know_shards or not group.dims:
         return False
-    for dtype in (torch.float64, torch.float32):  # of the latter are those that know only that
+    for dtype in (torch.float64, torch.float32):  # some know only the latter
         try:
             with torch.no_grad(), warnings.catch_warnings(), _undisturbed(group.device):
                 warnings.simplefilter("ignore")
@@ -112,14 +105,14 @@ def computes_with_wholes(optimizer: torch.optim.Optimizer, group: Group, cut: Cu
     return False
 
 
-def _differs(optimizer: torch.optim.Optimizer, group: Group, cut: Cut, dtype: torch.dtype) -> bool:
-    course = _Course(group, dtype)
-    whole = _Run(optimizer, group, course, _uncut)
-    pieces = _Run(optimizer, group, course, cut)
+def _differs(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut, dtype: torch.dtype) -> bool:
+    data = _TrialData(group, dtype)
+    whole = _TrialRun(optimizer, group, data, _uncut)
+    pieces = _TrialRun(optimizer, group, data, cut)
     if whole.state != pieces.state or (cut is by_rows and not whole.elementwise):
         return True
     torch.manual_seed(1)
-    draws_numbers = not whole.is_near(_Run(optimizer, group, course, _uncut))
+    draws_numbers = not whole.is_near(_TrialRun(optimizer, group, data, _uncut))
     return not draws_numbers and not whole.is_near(pieces)
 
 
@@ -136,10 +129,10 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Course:
+class _TrialData:
     """Values and gradients of whole tensors, which differ much from one element to another."""
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, group: TrialGroup, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(mean: float = 0.0) -> Tensors:
@@ -153,92 +146,78 @@ class _Course:
         self.places = [torch.arange(at, at + v.numel()).view_as(v) for at, v in zip(ends, self.values)]
 
 
-class _Run:
-    """What optimizers, one for each rank, make of tensors.
+class _TrialRun:
+    """Steps of optimizers, one for each rank, on parts of tensors.
 
-    Attributes:
-        updates: By how much the elements of each whole tensor have changed.
-        state: By the names of state, how many elements it has on all ranks; 0 for mere numbers.
-        elementwise: Whether each tensor of it is a number or of its parameter's shape.
+    `updates` are the changes of each whole tensor. `state` counts for each name of state the elements
+    on all ranks; 0 for mere numbers. `elementwise` tells whether each tensor of state is a number or of its
+    parameter's shape.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Group, course: _Course, cut: Cut) -> None:
-        values, slopes = cut(course.values), cut(course.slopes)
-        offsets = [*zip(*(cut(each) for each in course.offsets))]
-        ranks = [_Rank(optimizer, group, *each) for each in zip(values, slopes, offsets)]
-        order = torch.cat([each.reshape(-1) for of_rank in cut(course.places) for each in of_rank])
-        updates = torch.cat([rank.updates() for rank in ranks]).cpu().double()[order.argsort()]
-        self.updates = torch.split(updates, [each.numel() for each in course.values])
-        kept = [each for rank in ranks for each in rank.kept()]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: TrialGroup, data: _TrialData, cut: Cut
+    ) -> None:
+        offsets = zip(*map(cut, data.offsets))
+        ranks = [_train(optimizer, group, *each) for each in zip(cut(data.values), cut(data.slopes), offsets)]
+        order = torch.cat([each.reshape(-1) for of_rank in cut(data.places) for each in of_rank])
+        updates = torch.cat([changes for changes, _ in ranks]).cpu().double()[order.argsort()]
+        self.updates = torch.split(updates, [each.numel() for each in data.values])
+        kept = [each for _, of_rank in ranks for each in of_rank]
         self.elementwise = all(size.numel() <= 1 or size == shape for shape, _, size in kept)
         sizes: dict[str, list[int]] = {}
         for _, name, size in kept:
             sizes.setdefault(name, []).append(size.numel())
         self.state = {name: sum(each) if max(each) > 1 else 0 for name, each in sizes.items()}
 
-    def is_near(self, other: _Run) -> bool:
+    def is_near(self, other: _TrialRun) -> bool:
         """Whether the updates of each tensor in another run are the same."""
         pairs = zip(self.updates, other.updates)
         return all((one - same).abs().max() <= _NEAR * one.abs().max() for one, same in pairs)
 
 
-class _Rank:
-    """An optimizer like another, and its steps on some tensors.
+def _train(
+    optimizer: torch.optim.Optimizer,
+    group: TrialGroup,
+    values: Tensors,
+    slopes: Tensors,
+    offsets: Sequence[Tensors],
+) -> tuple[torch.Tensor, list[tuple[torch.Size, str, torch.Size]]]:
+    """Steps an optimizer like another one, with the gradient `slope * param + offset`.
 
-    Args:
-        optimizer: The other.
-        group: A group of it.
-        values: What the tensors are at first.
-        slopes: How their gradients change with them.
-        offsets: For each step what is added to that.
+    Returns the changes of all elements, 1-D, and for each tensor of state (parameter shape, name, shape).
     """
+    params = [nn.Parameter(value.clone()) for value in values]
+    made = _made_like(optimizer, group, params)
+    step = inspect.unwrap(type(made).step)  # without hooks, which look at real parameters
+    closure = inspect.signature(step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    for each in offsets:
+        loss = partial(_loss, params, slopes, each)
+        loss()
+        step(made, *([loss] if needs_closure else []))
+    changes = [(param.detach() - value).reshape(-1) for param, value in zip(params, values)]
+    kept = [
+        (param.shape, name, leaf.shape)
+        for param in params
+        for name, value in made.state.get(param, {}).items()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return torch.cat(changes), kept
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: Group,
-        values: Tensors,
-        slopes: Tensors,
-        offsets: Sequence[Tensors],
-    ) -> None:
-        self._values, self._slopes = values, slopes
-        self._params = [nn.Parameter(value.clone()) for value in values]
-        self._optimizer = _made_like(optimizer, group, self._params)
-        step = inspect.unwrap(type(self._optimizer).step)  # without hooks, which look at real parameters
-        closure = inspect.signature(step).parameters.get("closure")
-        needs_closure = closure is not None and closure.default is closure.empty
-        for each in offsets:
 
-            def loss(offset: Tensors = each) -> torch.Tensor:
-                return self._loss(offset)
-
-            loss()
-            step(self._optimizer, *([loss] if needs_closure else []))
-
-    @torch.no_grad()
-    def _loss(self, offsets: Tensors) -> torch.Tensor:
-        """Sets the gradients of a sum over all elements, and returns that."""
-        total = torch.zeros(())
-        for param, slope, offset in zip(self._params, self._slopes, offsets):
-            param.grad = slope * param + offset
-            total = total + (slope * param * param / 2 + offset * param).sum().cpu()
-        return total
-
-    def updates(self) -> torch.Tensor:
-        """Returns by how much the elements have changed, 1-D."""
-        pairs = zip(self._params, self._values)
-        return torch.cat([(param.detach() - value).reshape(-1) for param, value in pairs])
-
-    def kept(self) -> Iterator[tuple[torch.Size, str, torch.Size]]:
-        """Yields the shape of a parameter, and name and shape of a tensor in its state."""
-        for param in self._params:
-            for name, value in self._optimizer.state.get(param, {}).items():
-                leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-                yield from ((param.shape, name, leaf.shape) for leaf in leaves)
+@torch.no_grad()
+def _loss(params: Sequence[nn.Parameter], slopes: Tensors, offsets: Tensors) -> torch.Tensor:
+    """Sets the gradients of a sum over all elements, and returns that."""
+    total = torch.zeros(())
+    for param, slope, offset in zip(params, slopes, offsets):
+        param.grad = slope * param + offset
+        total = total + (slope * param * param / 2 + offset * param).sum().cpu()
+    return total
 
 
 def _made_like(
-    optimizer: torch.optim.Optimizer, group: Group, params: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer, group: TrialGroup, params: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     kind = type(optimizer)
     known = {**vars(optimizer), **optimizer.defaults}

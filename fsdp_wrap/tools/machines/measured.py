@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import statistics
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm import Communicator, all_gather_object, make_communicator, neighbours, ranks_in
+from fsdp_wrap._comm import Communicator, all_gather_object, host_id, make_communicator, neighbours, ranks_in
 from fsdp_wrap.tools.planning import Machine
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -143,7 +142,7 @@ def _links(
         count = torch.accelerator.device_count() if device.type != "cpu" else 1
         return copies, ethernet, max(1, count), "a process alone: links assumed"
     ranks = ranks_in(group)
-    hosts = all_gather_object(socket.gethostname(), group)
+    hosts = all_gather_object(host_id(), group)
     whole = measure_link(make_communicator(ranks, device), seconds)
     each = Counter(hosts).most_common(1)[0][1]
     if each == ranks.size:

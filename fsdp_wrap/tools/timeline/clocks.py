@@ -10,12 +10,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
+from fsdp_wrap._comm import host_id
+
 _ROUNDS = 16
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 PATIENCE = timedelta(seconds=60)
 """For ranks that have yet to begin to record."""
 
@@ -48,8 +48,7 @@ class Clock(NamedTuple):
 
 def this_host() -> str:
     """Names this host and its start, so that a clock that began with it is known by the name."""
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    return f"{socket.gethostname()} {boot}".strip()
+    return f"{socket.gethostname()} {host_id()}"
 
 
 def align(

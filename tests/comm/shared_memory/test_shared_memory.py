@@ -143,7 +143,7 @@ def test_other_collectives(rank, world_size):
 
 @ranks(2)
 def test_waits_in_any_order_and_never(rank, world_size):
-    """What is issued completes in whatever order ranks wait, on full pipes as well; memory comes back."""
+    """Collectives complete in whatever order ranks wait, on full pipes as well; memory comes back."""
     communicator = sharing()
     memory = communicator._channel.memory
     levels = []
@@ -295,7 +295,7 @@ def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, 
 
 @ranks(2)
 def test_without_private_maps_each_rank_has_a_copy(rank, world_size):
-    """Where one rank's host does not let it map memory so, all still share it otherwise."""
+    """If one rank cannot map memory privately, all still share it without that."""
     refused = mock.patch.object(_shared_memory, "PrivateMap", side_effect=OSError("no such map"))
     fresh = mock.patch.dict(_shared_memory._own, clear=True)
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
@@ -310,7 +310,7 @@ def test_without_private_maps_each_rank_has_a_copy(rank, world_size):
 @lends
 @ranks(2)
 def test_a_gather_that_was_begun_anew_is_refused(rank, world_size):
-    """Who has written to the piece that was announced first cannot compute with the second."""
+    """A rank that has written to the piece announced first cannot compute with the second."""
     communicator = sharing()
     buffer = SharedBuffer(20_000, torch.float32, own_memory())
     buffer.free()
@@ -464,7 +464,7 @@ def test_a_wait_that_was_interrupted_does_not_take_something_else(rank, world_si
 @lends
 @ranks(2)
 def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
-    """What a fork frees, allocates and gives up is not its parent's."""
+    """Memory that a fork frees, allocates and gives up is not its parent's."""
     gc.collect()
     communicator = sharing()
     communicator.all_gather_object(0)

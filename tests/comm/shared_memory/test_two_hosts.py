@@ -129,7 +129,7 @@ def test_gathers_and_sums(hosts, tmp_path):
 
 
 def waits_in_other_orders(rank):
-    """What is issued alike completes alike, whatever a rank waits for first."""
+    """Collectives issued in one order complete, whatever a rank waits for first."""
     ours = two_levels()
     for numel in (4, 30_000):
         issued = []
@@ -205,7 +205,7 @@ def batch(step, rank):
 
 
 def expected_losses():
-    """Those of a plain model that sees the batches of all ranks, by step and rank."""
+    """Losses of a plain model that sees the batches of all ranks, by step and rank."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
