@@ -1,4 +1,4 @@
-"""What checkpoints cost: time, traffic and memory.
+"""Costs of checkpoints: time, traffic and memory.
 
     python -m benchmarks.checkpoint --impl fsdp1,fsdp2,fsdp_wrap,fsdp_wrap_flat --cases gpt,small
 

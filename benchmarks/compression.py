@@ -1,4 +1,4 @@
-"""What compressed gathers and reductions cost a training in loss, and save in bytes and time.
+"""Compressed gathers and reductions: their cost in loss, and the bytes and time that they save.
 
 python -m benchmarks.compression --cases small,gpt
 

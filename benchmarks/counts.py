@@ -29,7 +29,7 @@ from fsdp_wrap import compat
 UNITS, WIDTH, LENGTH, BATCH = 4, 64, 16, 2
 MICROBATCHES = 4
 THEIRS = {"fsdp_wrap": "fsdp1", "fully_shard": "fsdp2", "fully_shard_keep": "fsdp2_keep"}
-"""What each of ours stands beside."""
+"""Torch's counterpart of each of our implementations."""
 PLAIN_GLOO = {"FSDP_WRAP_SHARED_MEMORY": "0", "FSDP_WRAP_GLOO": "plain"}
 """Ours then calls the collectives of a process group, and nothing of its own, as over any other backend."""
 
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Callable[[str], Step], tuple[str, ...]]] = {
     "float8": (_float8, _FUNCTIONS),
     "pipeline": (_pipeline, ("fully_shard", "fully_shard_keep")),
 }
-"""What makes a step, and which of ours can take it."""
+"""A maker of a step by case, and the implementations of ours that can take it."""
 NEEDS = {"float8": "torchao"}
 
 

@@ -11,14 +11,14 @@ from benchmarks.implementations import IN_PLACE, ON_SHARDS, OURS, SHARED
 
 @dataclass(frozen=True)
 class Goal:
-    """No implementation of ours may have more than `limit` in a column.
+    """An upper limit on one figure of our implementations.
 
     Attributes:
-        name: Of the goal.
-        about: What the figure is.
-        limit: Most that it may be.
+        name: Name of the goal.
+        about: The figure in words.
+        limit: The largest value that meets the goal.
         place: Question, table and column of the figure.
-        over: The rows that the figure is divided by, where it is no ratio yet; of several, the least.
+        over: Rows to divide the figure by, where it is no ratio yet; the least of several counts.
         medians: The column of the same ratio of medians, shown beside it.
         rows: The implementations.
     """
@@ -31,7 +31,7 @@ class Goal:
     rows: tuple[str, ...] = OURS
 
     def figure(self, results: Mapping[str, Figures], row: str) -> float | None:
-        """What was measured for one implementation, if it was."""
+        """Returns the figure of one implementation, if it was measured."""
         question, title, column = self.place
         table = results.get(question, {}).get(title, {})
         found = table.get(row, {}).get(column)
@@ -301,12 +301,7 @@ GOALS += [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a goal.
-
-    Attributes:
-        goal: It.
-        found: The figure of each implementation that took part.
-    """
+    """A goal with the figure of each implementation that took part."""
 
     goal: Goal
     found: Mapping[str, float]

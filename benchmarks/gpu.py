@@ -56,17 +56,17 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Scale:
-    """Where to measure, and how large the models are: in numbers, which travel to other processes.
+    """A device and the sizes of its models, in numbers, which can be sent to other processes.
 
     Attributes:
-        device: Where they are trained.
-        memory: Arguments of `transformer`, as are the others; for memory.
-        small: Of many small units.
-        wide: Of few wide ones.
-        huge: Of what lies in host memory.
-        traced: Of what is profiled.
-        probe: Width of the matrices by which the speed of the machine is measured.
-        rounds: Of the wide and the small one.
+        device: Where the models are trained.
+        memory: Arguments of `transformer`, as are the next ones; for memory.
+        small: For many small units.
+        wide: For few wide units.
+        huge: For offload to host memory.
+        traced: For profiles.
+        probe: Width of the matrices that measure the speed of the machine.
+        rounds: Rounds of the wide and the small model.
     """
 
     device: str
@@ -302,10 +302,10 @@ def _seconds(action: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def measure_overlap(name: str, case: Case, device: str, offload: bool) -> dict[str, float]:
-    """Called on the only rank: what share of gathers and reductions lies beside computation, of a step.
+    """Returns the share of a step's collectives that lies beside computation; called on the only rank.
 
-    What is offloaded is copied from the host and to it; otherwise parameters travel in bf16 by the process
-    group, as between several ranks.
+    Offloaded parameters are copied from the host and to it. Otherwise parameters travel in bf16 by the
+    process group, as between several ranks.
     """
     place = torch.device(device)
     where = placed(case, place)
@@ -359,12 +359,7 @@ def _streams(place: torch.device) -> dict[str, Any]:
 
 
 class _Asking:
-    """Asks at one scale. What fails is told, and does not keep the others from being measured.
-
-    Args:
-        scale: The sizes.
-        settings: What to measure.
-    """
+    """Asks at one scale; prints failures, and measures the rest."""
 
     def __init__(self, scale: Scale, settings: Settings) -> None:
         self.scale, self.settings = scale, settings

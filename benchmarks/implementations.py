@@ -1,4 +1,4 @@
-"""What is compared, and one model of each in training; each is one entry in `IMPLEMENTATIONS`."""
+"""The implementations to compare, each an entry in `IMPLEMENTATIONS`, and one model of each in training."""
 
 from __future__ import annotations
 

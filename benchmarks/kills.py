@@ -26,7 +26,7 @@ from benchmarks.victims import Event, table
 KINDS = (*host_kills.KINDS, receiver_kills.RECEIVER, group_kills.GROUP)
 OF_A_RUN = 10
 APART = 0.01
-"""Of the loss: what a run may end with beside one that nobody disturbed."""
+"""The share of the loss by which a run may differ from an undisturbed one."""
 
 IN_MEMORY = Path("/dev/shm")
 

@@ -15,7 +15,7 @@ ADAPTER_RANK = 5
 
 
 class Block(nn.Module):
-    """What is wrapped: in every case a unit of its own."""
+    """A transformer block: in every case a unit of its own."""
 
 
 class TransformerBlock(Block):
@@ -174,7 +174,7 @@ class Case:
     refused_by: tuple[str, ...] = ()
 
     def taken_by(self, names: list[str]) -> list[str]:
-        """Those of the implementations that take this model."""
+        """Returns the implementations that take this model."""
         return [name for name in names if name not in self.refused_by]
 
 

@@ -69,7 +69,7 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
 
 
 def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> str:
-    """What the figures come to: the range over the models for each front-end, and how many goals are met."""
+    """Summarises the figures: the range over the models for each front-end, and how many goals are met."""
     lines = []
     for what, ratios in (("A step takes", ratios_of_times), ("A host's peak memory is", ratios_of_memory)):
         by_bar = [[values[bar.label] for values in ratios(answers).values()] for bar in BARS]

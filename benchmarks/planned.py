@@ -150,7 +150,7 @@ MODELS = ("gpt", "small", "mlp", "lora")
 
 
 def setup(case: Case, way: Way) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
-    """What is planned, and what is run."""
+    """Makes a model, its optimizer and a step, for the plan and for the run."""
     torch.manual_seed(0)
     model = over(False, way.shard, case.model())
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])

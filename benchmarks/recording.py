@@ -1,4 +1,4 @@
-"""What it costs to record a timeline: steps with and without a recording take turns in the same processes.
+"""Cost of recording a timeline: steps with and without a recording take turns in the same processes.
 
 python -m benchmarks.recording
 """

@@ -68,7 +68,7 @@ def _times(title: str, settings: Settings) -> dict[str, list[float]]:
 
 
 def usual(title: str) -> list[str]:
-    """Who takes part in a table if nobody is asked for."""
+    """Returns the implementations in a table if nobody asks for others."""
     if title not in ON_FOUR:
         return [name for name in USUAL if name != "fsdp_wrap_flat" or title not in LONG]
     refused = CASES[ON_FOUR[title]].refused_by

@@ -96,7 +96,7 @@ class Competitor:
         self.optimizer.step()
 
     def collectives(self) -> int:
-        """Those of a step; a unit of several dtypes that travels alone counts once."""
+        """Counts the collectives of a step; a unit of several dtypes that travels alone counts once."""
         with record_events() as events:
             self.step()
         kinds = (EventKind.UNSHARD, EventKind.REDUCE)

@@ -67,12 +67,7 @@ def with_lora(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Read:
-    """What is read of which model.
-
-    Attributes:
-        case: The model.
-        options: Of `weight_source`.
-    """
+    """A model, and the options of its `weight_source`."""
 
     case: Case
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -57,7 +57,7 @@ def read_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_on(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """Of windows that torch's random numbers choose."""
+    """Returns the loss on windows that torch's random numbers choose."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 3 examples/resume_elsewhere.py runs/moved --steps 40 --export runs/exported
 
 The second run loads what the first one has saved: model, optimizer and learning rate. All ranks together see
-96 samples a step, so the losses are those of a run that nobody has interrupted. What is exported is a folder
-of safetensors, which a plain model loads.
+96 samples a step, so the losses are those of a run that nobody has interrupted. The export is a folder of
+safetensors, which a plain model loads.
 
 The second one prints:
 

@@ -198,7 +198,7 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
 
 
 def planned(options: Options, world: World) -> tuple[FSDP, torch.optim.Optimizer, Callable[[], object]]:
-    """What `fsdp_wrap.plan` runs: this very run, on text without values."""
+    """Makes model, optimizer and step for `fsdp_wrap.plan`: this very run, on text without values."""
     run = Run(options, Unread(), world, options.share(world.rank, world.size))
     return run.model, run.optimizer, lambda: run.train_step(1)
 

@@ -1,4 +1,4 @@
-"""What tests of `fully_shard` share."""
+"""Helpers for tests of `fully_shard`."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
     Args:
         front: The front-end.
         module: It changes in place.
-        auto_wrap_policy: As the wrapper takes it.
-        options: The wrapper's; `fully_shard` gets those that say the same. Unlike it, the wrapper reshards
-            the root after forward with FULL_SHARD, and so does `fully_shard` if that is given.
+        auto_wrap_policy: A policy of the wrapper.
+        options: The wrapper's; translated for `fully_shard`. Unlike that, the wrapper reshards the root after
+            forward with FULL_SHARD, and so does `fully_shard` if that is given.
     """
     if front != "composable":
         return FSDP(module, auto_wrap_policy=auto_wrap_policy, use_orig_params=front == "orig", **options)

@@ -137,7 +137,7 @@ class Side:
     Args:
         model: Sharded in any way, or plain.
         functions: Ours, or torch's.
-        options: Of these functions.
+        options: Options of these functions.
     """
 
     def __init__(self, model: nn.Module, functions: Any = our_functions, **options: Any) -> None:

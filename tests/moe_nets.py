@@ -112,7 +112,7 @@ def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def meshes(replicas: bool = False) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Those over which all else is sharded, over which one expert is, and over which experts are spread."""
+    """Returns the meshes over which all else is sharded, one expert is sharded, and experts are spread."""
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     if replicas:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp")), experts["edp"], experts["ep"]

@@ -1,4 +1,4 @@
-"""What is saved and goes on elsewhere: a model that every wrapper takes, trained on any number of ranks."""
+"""Training that is saved and goes on elsewhere: a model for every wrapper, on any number of ranks."""
 
 from __future__ import annotations
 

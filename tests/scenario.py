@@ -216,7 +216,7 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
 
 
 def _parts(model: Model, wrapping: str) -> list[Any]:
-    """What to call `fully_shard` with, in turn."""
+    """Returns the modules for `fully_shard`, in the order of the calls."""
     leaves = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     every = [module for module in reversed(list(model.modules())) if not isinstance(module, nn.ModuleList)]
     return {
@@ -307,7 +307,7 @@ def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> N
 
 @dataclass(frozen=True)
 class Reference:
-    """What a plain model does that sees the batches of all ranks.
+    """Training of a plain model that sees the batches of all ranks.
 
     Attributes:
         initial: The model before training.
@@ -358,15 +358,15 @@ def check(
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """Trains as the scenario says, compares with the plain model, and returns what it has trained.
+    """Trains as the scenario says, compares with the plain model, and returns the trained model.
 
     Args:
         scenario: The options.
         rank: This process's.
         world_size: How many there are.
-        expected: What the plain model has done, if that is known.
-        aside: In which all is compared.
-        device: Where it is trained; by default the CPU.
+        expected: The plain model's training, if it is known.
+        aside: A context for the comparisons.
+        device: Where it is trained; the CPU by default.
     """
     expected = expected or reference(scenario, world_size, device)
     with aside():

@@ -1,4 +1,4 @@
-"""What a user's program does on an accelerator, one thing in each: for the simulation, and to be mutated."""
+"""A user's programs on an accelerator, each about one thing: for the simulation, and to be mutated."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class _FailingGather(_Gather):
 
 
 def _collective_raises(rank: int, device: Simulation) -> object:
-    """What it has begun still writes when its buffers go."""
+    """Its collective still writes when its buffers go."""
     model = wrapped("composable")
     model[1].set_custom_all_gather(_FailingGather())
     with suppress(ArithmeticError):
@@ -379,7 +379,7 @@ def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> 
 
 
 def _group_with_a_stream(rank: int, device: Simulation) -> object:
-    """As where a process group runs collectives on a stream of its own, and its works order them."""
+    """Process groups that run collectives on a stream of their own, ordered by works."""
     device.group_has_stream = True
     return _states(rank, device, "orig", offload=False)
 
@@ -406,7 +406,7 @@ def offloads(
     """Trains with shards on the host, and something else.
 
     Args:
-        doing: What else.
+        doing: The other thing.
         offload: Whether they are on the host.
         states: Gets the state dict in the end, by rank.
         options: The wrapper's.

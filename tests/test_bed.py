@@ -319,7 +319,7 @@ class Combination:
 
 
 def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combination]:
-    """What is left of all combinations of three parameters, and of one whose values are marked by hand."""
+    """Samples all combinations of three parameters, and of one whose values are marked by hand."""
     items = [Combination(*values) for values in itertools.product(range(10), repeat=3)]
     items += [Combination(n, marks=["left_over"]) for n in range(1000)]
     with mock.patch("bed.sampling.THOROUGH", thorough):

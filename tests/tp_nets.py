@@ -143,7 +143,7 @@ def place_in(data: DeviceMesh) -> int:
 
 
 def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
-    """What this rank's copy computes with."""
+    """Returns the batch of this rank's copy."""
     return tokens[place_in(data)]
 
 

@@ -26,7 +26,7 @@ _LEAVE_LIMIT = 10.0
 _STACK_LIMIT = 20.0
 _OUTPUT_TAIL = 6000
 _MOST_THREADS = 150
-"""Those of gloo groups that something still holds wake up every 10 ms, and slow all tests that follow."""
+"""Threads of a rank beyond which the crew is renewed: those of gloo wake up every 10 ms, and slow tests."""
 
 
 def warm_up() -> None:
@@ -86,7 +86,7 @@ class _Member:
         return Outcome(kind="died", pid=self.pid, headline=how, exitcode=code, output=self._output())
 
     def interrupt(self, what: str) -> Outcome:
-        """What a rank that did not answer is doing."""
+        """Returns the stack of a rank that did not answer."""
         if not self.process.is_alive():
             return self.died()
         stack = self._stack()

@@ -13,7 +13,7 @@ from bed.report import RankFailure
 
 _Test = Callable[..., None]
 Backend = str | Callable[[Mapping[str, Any]], str] | None
-"""Of the default process group: a name, what chooses one by a test's parameters, or None for no group."""
+"""Backend of the default process group: a name, a function of a test's parameters, or None for no group."""
 
 
 def ranks(

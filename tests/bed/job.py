@@ -1,4 +1,4 @@
-"""What travels between pytest and the ranks: a job there, an outcome back."""
+"""Messages between pytest and the ranks: a job there, an outcome back."""
 
 import importlib
 import importlib.machinery
@@ -57,12 +57,12 @@ class Outcome:
     output: str = ""
     """The end of what the rank wrote to stdout and stderr during this job."""
     exitcode: int | None = None
-    """Of a process that died: as in ``subprocess``, negative for a signal."""
+    """Exit code of a process that died: as in ``subprocess``, negative for a signal."""
     payload: bytes | None = None
 
     @property
     def value(self) -> Any:
-        """What the function returned."""
+        """The function's result."""
         return None if self.payload is None else pickle.loads(self.payload)
 
 

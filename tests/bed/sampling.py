@@ -49,10 +49,10 @@ def draw() -> str:
 
 
 def sample(items: list[pytest.Item], given: Sequence[str]) -> list[pytest.Item]:
-    """Marks left-over combinations as slow; takes those out that were not drawn, and returns them.
+    """Marks left-over combinations as slow; takes out and returns those that were not drawn.
 
     Args:
-        items: What was collected.
+        items: The collected tests.
         given: Arguments of the command line. A combination whose id is one of them is in the fast tier.
     """
     names = {argument.partition("::")[2] for argument in given}

@@ -123,7 +123,7 @@ def _prepare(job: Job, rank: int) -> None:
 class _EndingGroups:
     """Lets process groups end beside the next job: gloo's threads look every 10 ms whether they should.
 
-    That is 20 ms a group in which nothing is computed.
+    Else each group would cost 20 ms in which nothing is computed.
     """
 
     def __init__(self) -> None:
