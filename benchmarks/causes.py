@@ -79,7 +79,7 @@ class Profiled:
             self.step()
 
     def step(self, profiles: Mapping[str, cProfile.Profile] | None = None) -> None:
-        """One forward and backward, in profiles by phase if there are any."""
+        """Runs one forward and backward, in profiles by phase if there are any."""
         if self._not_reducing is None:
             self._pass_through(profiles)
             return
@@ -173,7 +173,7 @@ def calls_by_cause(name: str, due: bool) -> Table:
 
 
 def by_cause(name: str, due: bool) -> Table:
-    """Calls and microseconds by cause; what torch's own functions take is in the noise of the model's."""
+    """Returns calls and microseconds by cause; torch's own functions are in the noise of the model's."""
     calls = calls_by_cause(name, due)
     spent = per_unit_and_leaf(lambda units, params: Profiled(name, units, params, due).microseconds())
     del spent[TORCH]

@@ -97,7 +97,7 @@ def ask_alone(question: Question) -> None:
 
 
 def parser_of(question: Question) -> argparse.ArgumentParser:
-    """A parser of what every script takes."""
+    """Returns a parser of the options that every script takes."""
     parser = argparse.ArgumentParser(description=f"{question.title}. {question.about}")
     names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--impl", type=names, default=(), metavar="A,B", help="implementations")
@@ -136,7 +136,7 @@ def answer(question: Question, settings: Settings) -> dict[str, Any]:
 
 
 def as_markdown(table: Table) -> str:
-    """A table with aligned columns; what was not measured stays empty."""
+    """Returns a table with aligned columns; cells without a measurement stay empty."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines = [
         ["", *columns],
@@ -176,7 +176,7 @@ def preload() -> None:
 
 
 def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Call `work(*arguments)` in `ranks` new processes over gloo, one thread each; returns rank 0's result.
+    """Calls `work(*arguments)` in `ranks` new processes over gloo, one thread each; returns rank 0's result.
 
     The result must be JSON. An error in one rank ends the others and is raised here.
     """
@@ -184,14 +184,14 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
 
 def run_fake(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Call `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
+    """Calls `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
     return run_group(work, 1, "fake", ranks, arguments)
 
 
 def run_group(
     work: Callable[..., Any], processes: int, backend: str, ranks: int, arguments: tuple[Any, ...]
 ) -> Any:
-    """Call `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
+    """Calls `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         torch_multiprocessing.start_processes(
             _rank, (work, backend, ranks, folder, arguments), processes, start_method="forkserver"

@@ -74,7 +74,7 @@ def of_groups(options: argparse.Namespace, count: int, chosen: random.Random) ->
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
     names = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--events", type=int, default=50, help="kills in all")

@@ -120,7 +120,7 @@ class Looks:
 
 
 def received() -> int:
-    """Bytes that this process has received over its TCP connections, as far as they are open. Linux only."""
+    """Counts the bytes that this process has received over its open TCP connections. Linux only."""
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own descriptor, and what is no TCP connection
@@ -137,7 +137,7 @@ def _received_by(descriptor: int) -> int:
 
 
 def _told(file: str, key: str) -> int:
-    """Bytes that a file of the kernel tells."""
+    """Reads a number of bytes from a file of the kernel."""
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     assert found, f"this system does not tell {key}"
     return 1024 * int(found[1])

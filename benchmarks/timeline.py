@@ -45,7 +45,7 @@ class Timeline:
         return _length(self.spans.get(purpose, ()))
 
     def beside(self, purpose: str) -> float:
-        """The share of a stream's work during which the GPU computed as well; 0 if there was none."""
+        """Returns the share of a stream's work during which the GPU computed as well; 0 if there was none."""
         own, compute = self.spans.get(purpose, ()), self.spans.get(COMPUTE, ())
         return _length(_common(own, compute)) / _length(own) if own else 0.0
 
@@ -135,7 +135,7 @@ def _holds(span: Span, moment: float) -> bool:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """In order, with those that overlap made one."""
+    """Sorts intervals, and joins those that overlap."""
     result: list[Span] = []
     for start, stop in sorted(spans):
         if result and start <= result[-1][1]:

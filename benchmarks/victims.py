@@ -80,7 +80,7 @@ class Host:
         os.sched_setaffinity(0, self.cores)
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that run now."""
+        """Returns the process ids of the ranks that run now."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):

@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to learn from, and the last twentieth of them to be judged by."""
+    """Reads bytes to learn from, and the last twentieth of them for evaluation."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     return text[: -len(text) // 20], text[-len(text) // 20 :]

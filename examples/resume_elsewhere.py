@@ -35,7 +35,7 @@ def make_net() -> nn.Module:
 
 
 def batch_of(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the samples of a step: points of the plane, and the values of a function there."""
+    """Returns this rank's samples of a step: points of the plane, and the values of a function there."""
     points = torch.rand(SAMPLES, 2, generator=torch.Generator().manual_seed(step))[rank::ranks]
     return points, torch.sin(6 * points[:, :1]) * points[:, 1:]
 

@@ -74,18 +74,18 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def mean_backward(loss_of_rank: Callable[[int], Any]) -> None:
-    """The backward of a plain model's loss, averaged over the batches of all ranks."""
+    """Runs the backward of a plain model's loss, averaged over the batches of all ranks."""
     size = dist.get_world_size()
     (sum(map(loss_of_rank, range(size))) / size).backward()
 
 
 def large_batch_backward(plain: nn.Module, steps: Iterable[int]) -> None:
-    """The same of all batches of tokens of some steps, for a transformer."""
+    """Runs the same for all batches of tokens of some steps, for a transformer."""
     mean_backward(lambda rank: sum(loss_of_tokens(plain, tokens(rank, step)) for step in steps))
 
 
 def assert_close_grads(model: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
-    """Full gradients are a plain model's, and zeros where that has none."""
+    """Asserts that full gradients are a plain model's, and zeros where that has none."""
     expected = {name: value.to_dense() for name, value in full_grads(plain).items()}
     _assert_near(full_grads(model), expected, rtol=rtol, atol=atol)
 

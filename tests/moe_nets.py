@@ -104,7 +104,7 @@ def distribute(model: Net, mesh: DeviceMesh) -> Net:
 
 
 def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
-    """The same for one layer."""
+    """Does the same for one layer."""
     for name in ("up", "down"):
         whole = getattr(block, name)
         part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]), whole.requires_grad)
@@ -140,7 +140,7 @@ def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:
 
 
 def batches(seed: int) -> torch.Tensor:
-    """Tokens for each rank."""
+    """Returns tokens for each rank."""
     return torch.randint(VOCABULARY, (RANKS, 2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 

@@ -114,7 +114,7 @@ def pairwise(
 def draw(
     space: Mapping[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
 ) -> Scenario:
-    """A random scenario, some options given."""
+    """Draws a scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
 
 
@@ -123,7 +123,7 @@ def _pairs(scenario: Scenario) -> set[frozenset[tuple[str, Any]]]:
 
 
 def name_of(scenario: Scenario) -> str:
-    """A short test id."""
+    """Returns a short test id."""
     return "-".join(str(value) for value in scenario.values())
 
 
@@ -279,7 +279,7 @@ class _Batches:
 
 
 def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, str]]:
-    """(number of the batch, as what of `accumulating` it runs) of one step."""
+    """Yields `(number of the batch, letter of accumulating)` of one step."""
     for index, letter in enumerate(scenario["accumulation"]):
         yield 100 * step + index, letter
 
@@ -289,7 +289,7 @@ def _fail(*_: Any) -> None:
 
 
 def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> None:
-    """One forward and backward in which a module raises on every rank."""
+    """Runs one forward and backward in which a module raises on every rank."""
 
     def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:

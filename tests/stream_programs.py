@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 def net(checkpoints: bool = False) -> nn.Sequential:
-    """Three units and a root that has parameters of its own; ranks that are threads make the same."""
+    """Makes three units and a root with parameters of its own; ranks that are threads make the same."""
     return nn.Sequential(*(Layer(number, checkpoints) for number in range(3)), Layer(7, False).up)
 
 
@@ -82,7 +82,7 @@ def by_calls(**options: Any) -> Any:
 
 
 def products_beside(actions: Sequence[Any], chosen: Iterable[Any]) -> list[int]:
-    """For each of some actions of a device, how many matrix products may run beside it."""
+    """Counts, for each of some actions of a device, the matrix products that may run beside it."""
     products = [each for each in actions if each.what in ("aten::mm", "aten::addmm")]
     return [
         sum(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)

@@ -71,7 +71,7 @@ class CannotTravel(TypeError):
 
 
 def address(fn: Callable[..., Any]) -> dict[str, str]:
-    """Where a rank finds ``fn``: the fields module, path and name of its job."""
+    """Returns where a rank finds ``fn``: the fields module, path and name of its job."""
     name = getattr(fn, "__qualname__", "")
     if not inspect.isfunction(fn) or not name.isidentifier():
         raise CannotTravel(
@@ -81,7 +81,7 @@ def address(fn: Callable[..., Any]) -> dict[str, str]:
 
 
 def pack(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a job's arguments; the error for one that cannot travel names it."""
+    """Pickles a job's arguments; the error names one that cannot be pickled."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
     except Exception as failure:
@@ -102,7 +102,7 @@ def _picklable(value: Any) -> bool:
 
 
 def resolve(job: Job) -> Callable[..., Any]:
-    """The job's function, in the rank; of a test with ``@ranks`` that is the body."""
+    """Returns the job's function, in the rank; of a test with ``@ranks`` the body."""
     function: Callable[..., Any] = getattr(_load(job.module, job.path), job.name)
     return getattr(function, "rank_body", function)
 

@@ -64,7 +64,7 @@ class Patience:
 
 
 def _seconds_taken(processes: Iterable[int]) -> dict[_Thread, float]:
-    """The processor's time of each thread, where the system tells."""
+    """Returns the processor's time of each thread, where the system tells."""
     taken = {}
     for process in processes:
         for file in Path(f"/proc/{process}/task").glob("*/schedstat"):

@@ -36,7 +36,7 @@ _NAMES = {
 
 @contextmanager
 def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
-    """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
+    """Counts this rank's collectives by their names in ``torch.distributed``, whoever issues them.
 
     Collectives of a backward count if it runs inside the context. Without ``objects``, collectives inside
     torch's object collectives do not count.

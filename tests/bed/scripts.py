@@ -41,7 +41,7 @@ class Done(NamedTuple):
 
 
 def here(**variables: str) -> dict[str, str]:
-    """This process's environment with the checkout in front of what Python imports from."""
+    """Returns this process's environment with the checkout in front of Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **variables}
 
@@ -109,7 +109,7 @@ def python(
 
 
 def on_ranks(ranks: int, *arguments: object) -> tuple[object, ...]:
-    """The words after Python that start a script in so many processes of torchrun."""
+    """Returns the words after Python that start a script in so many processes of torchrun."""
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments)
 
 

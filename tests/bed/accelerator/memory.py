@@ -114,7 +114,7 @@ class Access:
 
 
 def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
-    """The bytes of its storage in which a tensor lies, in order."""
+    """Returns the bytes of its storage in which a tensor lies, in order."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -115,7 +115,7 @@ class Simulation(Accelerator):
 
     @classmethod
     def here(cls) -> Simulation | None:
-        """The one of the thread that asks, if it is in use."""
+        """Returns the simulation of the calling thread, if it is in use."""
         found: Simulation | None = getattr(cls._of_thread, "simulation", None)
         return found
 
@@ -401,7 +401,7 @@ class Simulation(Accelerator):
     # where
 
     def _where(self) -> str:
-        """The unit and the phase that the program is in, by the frames of the package."""
+        """Returns the unit and the phase that the program is in, by the frames of the package."""
         frame: FrameType | None = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
