@@ -91,7 +91,7 @@ def measure_fake(case: str, names: list[str]) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """Returns two tables a case: resident memory over gloo, and tensors on a fake group (lora: these)."""
+    """Returns two tables a case: resident memory over gloo (not for lora), and tensors on a fake group."""
     names = settings.implementations([*DEFAULTS, IN_PLACE, *SHARED.values()])
     # What shares memory keeps segments for the next to use: each has processes of its own.
     alone = [[name] for name in names if name in SHARED.values()]
