@@ -42,7 +42,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def questions() -> list[Question]:
-    """The questions of all scripts that are there."""
+    """Returns the questions of all scripts that are there."""
     names = (f"benchmarks.{name}" for name in SCRIPTS)
     modules = (importlib.import_module(name) for name in names if importlib.util.find_spec(name))
     return [module.QUESTION for module in modules]

@@ -45,7 +45,7 @@ def _context(model: FullyShardedDataParallel, way: str) -> AbstractContextManage
 
 
 def measure() -> Table:
-    """Called on every rank: a row for each way."""
+    """Returns a row for each way; called on every rank."""
     return {way: _of(way) for way in WAYS}
 
 
@@ -82,7 +82,7 @@ def _of(way: str) -> dict[str, float]:
 
 
 def _live_bytes() -> int:
-    """Bytes of the tensors that are there, once gloo's threads have let go of what has travelled."""
+    """Returns the bytes of live tensors, once gloo's threads have let go of sent ones."""
     dist.barrier()
     time.sleep(0.2)
     gc.collect()
@@ -92,7 +92,7 @@ def _live_bytes() -> int:
 
 
 def ask(settings: Settings) -> Figures:
-    """One table."""
+    """Returns one table."""
     return {case: run_ranks(measure, RANKS) for case in settings.cases_of([CASE])}
 
 

@@ -1,8 +1,8 @@
-"""What a unit costs the host by cause: calls of Python functions, and microseconds.
+"""Costs of a unit to the host by cause: calls of Python functions, and microseconds.
 
 The model's step is profiled, forward and backward apart, on a group that sends nothing. A function belongs to
-the cause of its file, and what it calls of C++ with it. Costs of a unit are the difference of two models, of
-which one has more units; costs of a leaf that of two whose units have more parameters.
+the cause of its file, together with the C++ that it calls. The costs of a unit are the difference of two
+models, of which one has more units; the costs of a leaf, of two whose units have more parameters.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Profiled:
     """One implementation's model, whose steps are profiled.
 
     Args:
-        name: Of the implementation.
+        name: The implementation's name.
         units: How many blocks it has.
         params: How many parameters each has.
         reduces: Whether backward reduces; if not, gradients accumulate.
@@ -78,7 +78,7 @@ class Profiled:
             self.step()
 
     def step(self, profiles: Mapping[str, cProfile.Profile] | None = None) -> None:
-        """One forward and backward, in profiles by phase if there are any."""
+        """Runs one forward and backward, in profiles by phase if there are any."""
         if self._not_reducing is None:
             self._pass_through(profiles)
             return
@@ -157,10 +157,10 @@ def per_unit_and_leaf(measure: Callable[[int, int], Costs]) -> Table:
 
 
 def calls_by_cause(name: str, due: bool) -> Table:
-    """Calls of Python functions that a unit and a leaf of an implementation take, beyond the plain model's.
+    """Returns calls of Python functions for one more unit and leaf, beyond the plain model's.
 
     Args:
-        name: Of the implementation.
+        name: The implementation's name.
         due: Whether units gather and reduce; if not, it must be one that keeps its parameters.
     """
     ours = per_unit_and_leaf(lambda units, params: Profiled(name, units, params, due).calls())
@@ -172,7 +172,7 @@ def calls_by_cause(name: str, due: bool) -> Table:
 
 
 def by_cause(name: str, due: bool) -> Table:
-    """Calls and microseconds by cause; what torch's own functions take is in the noise of the model's."""
+    """Returns calls and microseconds by cause; torch's own functions are in the noise of the model's."""
     calls = calls_by_cause(name, due)
     spent = per_unit_and_leaf(lambda units, params: Profiled(name, units, params, due).microseconds())
     del spent[TORCH]

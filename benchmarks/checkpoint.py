@@ -1,4 +1,4 @@
-"""What checkpoints cost: time, traffic and memory.
+"""Costs of checkpoints: time, traffic and memory.
 
     python -m benchmarks.checkpoint --impl fsdp1,fsdp2,fsdp_wrap,fsdp_wrap_flat --cases gpt,small
 
@@ -153,7 +153,7 @@ def _stack() -> Iterator[Any]:
 
 
 def measure(case_name: str, names: list[str], rounds: int, folder: str) -> dict[str, Any]:
-    """Called on every rank: seconds by operation and competitor, and the first rank's bytes by competitor."""
+    """Returns seconds by operation and competitor, and bytes by competitor; called on every rank."""
     case = CASES[case_name]
     competitors = {name: COMPETITORS[name](case) for name in names}
     for competitor in competitors.values():
@@ -178,7 +178,7 @@ def measure(case_name: str, names: list[str], rounds: int, folder: str) -> dict[
 
 
 def _counts(competitor: Checkpoints, save: Callable[[], None]) -> dict[str, float]:
-    """Megabytes."""
+    """Returns megabytes."""
     with Travelling() as travelling:
         save()
     kept: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ def _counts(competitor: Checkpoints, save: Callable[[], None]) -> dict[str, floa
 
 
 def ask(settings: Settings) -> Figures:
-    """Three tables of times and one of bytes a case."""
+    """Returns three tables of times and one of bytes a case."""
     names = settings.implementations([*COMPETITORS] if settings.impl else USUAL)
     figures: Figures = {}
     for case in settings.cases_of([*CASES], usual=["gpt"]):

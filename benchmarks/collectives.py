@@ -39,7 +39,7 @@ Start = Callable[[], Any]
 
 
 def _gloo(full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
-    """By operation: what starts gloo's own on a tensor and this rank's part of another; returns a work."""
+    """Returns by operation a function that starts gloo's own on a tensor and this rank's part of another."""
     return {
         "all-gather": lambda: dist.all_gather_into_tensor(full, part, async_op=True),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, full, async_op=True),
@@ -49,7 +49,7 @@ def _gloo(full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
 
 
 def _ours(way: str, full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
-    """The same by a communicator, whose broadcast blocks, on a buffer that it has allocated."""
+    """Returns the same for a communicator, whose broadcast blocks, on a buffer that it has allocated."""
     by = _communicator(way)
     gathered, buffer = (by.buffer(full.numel(), full.dtype) for _ in range(2))
     own = by.own_part(gathered.data)
@@ -77,7 +77,7 @@ def _communicator(way: str) -> Any:
 
 
 def starts(size: int) -> dict[str, dict[str, Start]]:
-    """By operation and way: what starts it on full tensors of so many bytes."""
+    """Returns by operation and way a function that starts it on full tensors of so many bytes."""
     ranks = dist.get_world_size()
     full = torch.empty(size // 4 // ranks * ranks).zero_()  # of zeros, so that sums stay finite
     part, copy = torch.empty(full.numel() // ranks).zero_(), torch.empty_like(full)
@@ -109,7 +109,7 @@ class Timed:
 
 
 def measure(size: int, rounds: int) -> dict[str, Table]:
-    """Called on every rank: by operation, the figures of each way."""
+    """Returns the figures of each way by operation; called on every rank."""
     return {what: _figures(what, size, rounds, ways) for what, ways in starts(size).items()}
 
 
@@ -127,7 +127,7 @@ def _figures(what: str, size: int, rounds: int, ways: Mapping[str, Start]) -> Ta
 
 
 def measure_barrier(rounds: int) -> Table:
-    """Called on every rank: gloo's barrier, and reductions of one number."""
+    """Measures gloo's barrier, and reductions of one number; called on every rank."""
     number = torch.zeros(1)
     ways: dict[str, Start] = {"gloo": lambda: dist.barrier(async_op=True)}
     ways |= {way: partial(_communicator(way).all_reduce, [number]) for way in WAYS if way != MESSAGES}
@@ -140,7 +140,7 @@ def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def ask(settings: Settings) -> Figures:
-    """For each operation and figure a table by way and size."""
+    """Returns a table by way and size for each operation and figure."""
     found: dict[str, dict[str, Table]] = {}
     for case in settings.cases_of([*SIZES], usual=[*SIZES][1:]):
         rounds = settings.rounds or max(5, min(60, 100 * MB // SIZES[case]))
@@ -158,7 +158,7 @@ def ask(settings: Settings) -> Figures:
 
 
 def _by_size(tables: Mapping[str, Table], figure: str) -> Table:
-    """One figure of one operation, from its tables by size."""
+    """Returns one figure of one operation, from its tables by size."""
     ways = next(iter(tables.values()))
     return {
         way: {size: table[way][figure] for size, table in tables.items() if figure in table[way]}

@@ -1,4 +1,4 @@
-"""What compressed gathers and reductions cost a training in loss, and save in bytes and time.
+"""Compressed gathers and reductions: their cost in loss, and the bytes and time that they save.
 
 python -m benchmarks.compression --cases small,gpt
 
@@ -103,7 +103,7 @@ class Training:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """With the weights as they are saved; the same windows on all ranks."""
+        """Returns the loss of the weights as they are saved, on the same windows on all ranks."""
         compress(self._model)
         index = torch.arange(HELD_OUT_WINDOWS)
         inputs, targets = self._corpus.held_out_windows(index, HELD_OUT_WINDOWS, self._case.context)
@@ -111,7 +111,7 @@ class Training:
 
 
 def measure(case_name: str, steps: int | None) -> dict[str, Any]:
-    """Called on every rank: of each way the losses over the ranks, seconds and bytes, held-out loss."""
+    """Returns losses over the ranks, seconds, bytes and held-out loss of each way; called on every rank."""
     case = CASES[case_name]
     corpus = Corpus.load(None, case.context)
     trainings = {way: Training(case, way, corpus) for way in WAYS}
@@ -131,7 +131,7 @@ def measure(case_name: str, steps: int | None) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> Table:
-    """Bytes, time and losses of each way."""
+    """Returns bytes, time and losses of each way."""
     base = found["fp32"]
     return {
         way: {
@@ -147,7 +147,7 @@ def summary(found: dict[str, Any]) -> Table:
 
 
 def curves(found: dict[str, Any]) -> Table:
-    """Mean losses of equal stretches of the training."""
+    """Returns mean losses of equal stretches of the training."""
     length = max(1, len(found["fp32"]["losses"]) // POINTS)
     starts = range(0, length * POINTS, length)
     return {
@@ -157,7 +157,7 @@ def curves(found: dict[str, Any]) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """Two tables a case; only the first case if nothing else is asked for."""
+    """Returns two tables a case; only the first case if nothing else is asked for."""
     figures = {}
     for name in settings.cases_of([*CASES], usual=["small"]):
         steps = max(settings.rounds or CASES[name].steps, WARMUP + POINTS)

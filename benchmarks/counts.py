@@ -29,7 +29,7 @@ from fsdp_wrap import compat
 UNITS, WIDTH, LENGTH, BATCH = 4, 64, 16, 2
 MICROBATCHES = 4
 THEIRS = {"fsdp_wrap": "fsdp1", "fully_shard": "fsdp2", "fully_shard_keep": "fsdp2_keep"}
-"""What each of ours stands beside."""
+"""Torch's counterpart of each of our implementations."""
 PLAIN_GLOO = {"FSDP_WRAP_SHARED_MEMORY": "0", "FSDP_WRAP_GLOO": "plain"}
 """Ours then calls the collectives of a process group, and nothing of its own, as over any other backend."""
 
@@ -50,14 +50,14 @@ def _training(model: nn.Module, x: torch.Tensor) -> Step:
 
 
 def _tensor_parallel(name: str) -> Step:
-    """Blocks of a transformer that are cut over two ranks, and sharded over the other dimension."""
+    """Makes a step of transformer blocks, cut over two ranks and sharded over the other dimension."""
     mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize(_units(lambda: SplitTransformerBlock(WIDTH, 4)), mesh["tp"])
     return _training(OVER_MESHES[name](model, mesh["dp"]), torch.randn(BATCH, LENGTH, WIDTH))
 
 
 def _experts(name: str) -> Step:
-    """Layers whose experts are spread over two ranks, and sharded over the ranks that share them."""
+    """Makes a step of layers whose experts are spread over two ranks, and sharded over their ranks."""
     mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("edp", "ep"))
     model = _units(lambda: ExpertsBlock(WIDTH, RANKS))
     experts = {_spread(block, each, mesh["ep"]) for block in model.children() for each in ("up", "down")}
@@ -88,7 +88,7 @@ def _by_function(name: str, model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _float8(name: str) -> Step:
-    """Linear layers whose weights torchao gathers as float8."""
+    """Makes a step of linear layers whose weights torchao gathers as float8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
@@ -99,7 +99,7 @@ def _float8(name: str) -> Step:
 
 
 def _pipeline(name: str) -> Step:
-    """One stage of a pipeline of two ranks, by torch's 1F1B; its schedule knows ours by `compat`."""
+    """Makes a step of one of two pipeline stages, by torch's 1F1B; its schedule knows ours by `compat`."""
     from torch.distributed import pipelining
 
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("pp", "dp"))
@@ -124,12 +124,12 @@ CASES: dict[str, tuple[Callable[[str], Step], tuple[str, ...]]] = {
     "float8": (_float8, _FUNCTIONS),
     "pipeline": (_pipeline, ("fully_shard", "fully_shard_keep")),
 }
-"""What makes a step, and which of ours can take it."""
+"""A maker of a step by case, and the implementations of ours that can take it."""
 NEEDS = {"float8": "torchao"}
 
 
 def measure(case: str) -> Table:
-    """Called on every rank: the third step of each implementation."""
+    """Counts collectives in the third step of each implementation; called on every rank."""
     make, ours = CASES[case]
     return {name: _counted(case, make, name) for own in ours for name in (THEIRS[own], own)}
 
@@ -154,7 +154,7 @@ def _counted(case: str, make: Callable[[str], Step], name: str) -> dict[str, flo
 
 
 def ask(settings: Settings) -> Figures:
-    """A table a case; those whose package is not there are left out."""
+    """Returns a table a case; cases whose package is missing are left out."""
     there = [case for case in CASES if importlib.util.find_spec(NEEDS.get(case, "torch"))]
     if not hasattr(torch_common, "ShardPlacementResult"):  # before torch 2.12
         there.remove("experts")
@@ -163,7 +163,7 @@ def ask(settings: Settings) -> Figures:
 
 
 def _with_zeros(table: Table) -> Table:
-    """In the order of the kinds; what one has not issued and another has is 0."""
+    """Sorts the columns, and adds zeros for kinds that only other implementations issue."""
     columns = sorted({column for row in table.values() for column in row})
     return {name: {column: row.get(column, 0) for column in columns} for name, row in table.items()}
 

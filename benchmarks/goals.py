@@ -11,14 +11,14 @@ from benchmarks.implementations import IN_PLACE, ON_SHARDS, OURS, SHARED
 
 @dataclass(frozen=True)
 class Goal:
-    """No implementation of ours may have more than `limit` in a column.
+    """An upper limit on one figure of our implementations.
 
     Attributes:
-        name: Of the goal.
-        about: What the figure is.
-        limit: Most that it may be.
+        name: Name of the goal.
+        about: The figure in words.
+        limit: The largest value that meets the goal.
         place: Question, table and column of the figure.
-        over: The rows that the figure is divided by, where it is no ratio yet; of several, the least.
+        over: Rows to divide the figure by, where it is no ratio yet; the least of several counts.
         medians: The column of the same ratio of medians, shown beside it.
         rows: The implementations.
     """
@@ -31,7 +31,7 @@ class Goal:
     rows: tuple[str, ...] = OURS
 
     def figure(self, results: Mapping[str, Figures], row: str) -> float | None:
-        """What was measured for one implementation, if it was."""
+        """Returns the figure of one implementation, if it was measured."""
         question, title, column = self.place
         table = results.get(question, {}).get(title, {})
         found = table.get(row, {}).get(column)
@@ -47,13 +47,13 @@ class Goal:
         return max(measured) <= self.limit if measured else None
 
     def medians(self, results: Mapping[str, Figures], row: str) -> float | None:
-        """The same by the ratio of the medians, where the figure is a paired one."""
+        """Returns the ratio of the medians, where the figure is a paired one."""
         question, title, column = self.place
         return results.get(question, {}).get(title, {}).get(row, {}).get(f"medians {column}")
 
 
 def _steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> list[Goal]:
-    """A goal over gloo for each case."""
+    """Returns a goal over gloo for each case."""
     return [
         Goal(name, f"step of {case}, {about}", limit, ("step", case, f"/ {base}"))
         for case, limit in limits.items()
@@ -61,7 +61,7 @@ def _steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> lis
 
 
 def _shared_steps(name: str, about: str, base: str, limits: Mapping[str, float]) -> list[Goal]:
-    """A goal through shared memory for each case at either number of ranks."""
+    """Returns a goal through shared memory for each case at either number of ranks."""
     rows = tuple(SHARED.values())
     return [
         Goal(
@@ -77,7 +77,7 @@ def _shared_steps(name: str, about: str, base: str, limits: Mapping[str, float])
 
 
 def _mesh_steps(limit: float) -> list[Goal]:
-    """A goal for each case on a mesh of two dimensions: each front-end beside torch's own."""
+    """Returns a goal for each case on a mesh of two dimensions: each front-end beside torch's own."""
     return [
         Goal(
             "P11",
@@ -301,12 +301,7 @@ GOALS += [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a goal.
-
-    Attributes:
-        goal: It.
-        found: The figure of each implementation that took part.
-    """
+    """A goal with the figure of each implementation that took part."""
 
     goal: Goal
     found: Mapping[str, float]
@@ -349,7 +344,7 @@ _MET = {True: "yes", False: "no", None: "not measured"}
 
 
 def judged(results: Mapping[str, Figures]) -> str:
-    """The goals as a table: our figures beside each, marked where they miss it."""
+    """Returns the goals as a table: our figures beside each, marked where they miss it."""
     lines = [f"| goal | | at most | {' | '.join(OURS)} | met |", f"|---|---|---:|{'---:|' * len(OURS)}---|"]
     for goal in GOALS:
         found = {row: goal.figure(results, row) for row in goal.rows}

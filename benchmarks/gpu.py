@@ -56,17 +56,17 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Scale:
-    """Where to measure, and how large the models are: in numbers, which travel to other processes.
+    """A device and the sizes of its models, in numbers, which can be sent to other processes.
 
     Attributes:
-        device: Where they are trained.
-        memory: Arguments of `transformer`, as are the others; for memory.
-        small: Of many small units.
-        wide: Of few wide ones.
-        huge: Of what lies in host memory.
-        traced: Of what is profiled.
-        probe: Width of the matrices by which the speed of the machine is measured.
-        rounds: Of the wide and the small one.
+        device: Where the models are trained.
+        memory: Arguments of `transformer`, as are the next ones; for memory.
+        small: For many small units.
+        wide: For few wide units.
+        huge: For offload to host memory.
+        traced: For profiles.
+        probe: Width of the matrices that measure the speed of the machine.
+        rounds: Rounds of the wide and the small model.
     """
 
     device: str
@@ -79,7 +79,7 @@ class Scale:
     rounds: int
 
     def at(self, name: str) -> Case:
-        """The case of a name."""
+        """Returns the case of a name."""
         blocks, width, heads, length, vocabulary, batch = getattr(self, name)
         return replace(transformer(blocks, width, heads, length, vocabulary, batch), rounds=self.rounds)
 
@@ -89,7 +89,7 @@ DRY = Scale("cpu", _TINY, _TINY, _TINY, _TINY, _TINY, probe=64, rounds=2)
 
 
 def scale_for(device_bytes: int, host_bytes: int) -> Scale:
-    """The sizes that fit into what is free on a GPU and on its host."""
+    """Returns the sizes that fit into the free memory of a GPU and of its host."""
     # A block of width 4096 has 201 million parameters. In bf16 with gradients and AdamW it takes 1.6 GB, in
     # each of five competitors; in host memory 16 bytes a parameter, more where pinned memory is rounded up.
     wide = max(1, min(4, int(0.7 * device_bytes / (5 * 1.9 * GB))))
@@ -107,12 +107,12 @@ def scale_for(device_bytes: int, host_bytes: int) -> Scale:
 
 
 def host_memory() -> int:
-    """Bytes that are free in host memory."""
+    """Returns bytes that are free in host memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def placed(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> Case:
-    """The case with its model and batch on a device."""
+    """Returns the case with its model and batch on a device."""
     return replace(
         case,
         model=lambda: case.model().to(device, dtype),
@@ -172,7 +172,7 @@ def _load_kernels(place: torch.device) -> None:
 def measure_speed(
     case: Case, names: list[str], device: str, dtype: str, rounds: int | None
 ) -> dict[str, list[float]]:
-    """Called on the only rank: seconds of a step; it ends with the loss on the host, so all has run."""
+    """Measures a step on the only rank; it ends with the loss on the host, so all has run."""
     where = placed(case, torch.device(device), getattr(torch, dtype))
     competitors = {name: Trained(name, where, fused=True) for name in (PLAIN, *names)}
     return interleave({name: each.step for name, each in competitors.items()}, rounds or case.rounds, 5)
@@ -218,7 +218,7 @@ OFFLOADED: dict[str, Callable[[nn.Module], nn.Module]] = {
 def measure_offload(
     name: str, case: Case, device: str, rounds: int | None, probe: int = 1 << 13
 ) -> dict[str, Any]:
-    """Called on the only rank: seconds of each step with all parameters in host memory, and the least."""
+    """Measures each step with all parameters in host memory, and the least time; called on the only rank."""
     torch.set_num_threads(os.cpu_count() or 1)
     model = OFFLOADED[name](filled(case))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -237,7 +237,7 @@ def measure_offload(
 
 
 def filled(case: Case) -> nn.Module:
-    """A case's model in host memory, with values that took little time to draw."""
+    """Returns a case's model in host memory, with values that took little time to draw."""
     model = sizes(case).to_empty(device="cpu")
     pattern = 0.02 * torch.randn(1 << 16)
     for param in model.parameters():
@@ -248,7 +248,7 @@ def filled(case: Case) -> nn.Module:
 
 
 def parameters(case: Case) -> int:
-    """How many parameters the model of a case has."""
+    """Counts the parameters of a case's model."""
     return sum(param.numel() for param in sizes(case).parameters())
 
 
@@ -302,10 +302,10 @@ def _seconds(action: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def measure_overlap(name: str, case: Case, device: str, offload: bool) -> dict[str, float]:
-    """Called on the only rank: what share of gathers and reductions lies beside computation, of a step.
+    """Returns the share of a step's collectives that lies beside computation; called on the only rank.
 
-    What is offloaded is copied from the host and to it; otherwise parameters travel in bf16 by the process
-    group, as between several ranks.
+    Offloaded parameters are copied from the host and to it. Otherwise parameters travel in bf16 by the
+    process group, as between several ranks.
     """
     place = torch.device(device)
     where = placed(case, place)
@@ -347,7 +347,7 @@ def _mixed(name: str, model: nn.Module) -> nn.Module:
 
 
 def _streams(place: torch.device) -> dict[str, Any]:
-    """The streams of a device by purpose: on which the caller computes, and those of our own."""
+    """Returns the streams of a device by purpose: the caller's, and ours."""
     if place.type != "cuda":
         return {COMPUTE: None}
     accelerator = accelerator_of(torch.device("cuda", torch.cuda.current_device()))
@@ -359,12 +359,7 @@ def _streams(place: torch.device) -> dict[str, Any]:
 
 
 class _Asking:
-    """Asks at one scale. What fails is told, and does not keep the others from being measured.
-
-    Args:
-        scale: The sizes.
-        settings: What to measure.
-    """
+    """Asks at one scale; prints failures, and measures the rest."""
 
     def __init__(self, scale: Scale, settings: Settings) -> None:
         self.scale, self.settings = scale, settings
@@ -387,7 +382,7 @@ class _Asking:
         return {name: row for name, row in found.items() if row is not None}
 
     def memory(self) -> Figures:
-        """A table for each number of ranks; every implementation in a process of its own."""
+        """Returns a table for each number of ranks; every implementation in a process of its own."""
         names = self.settings.implementations([name for name in USUAL if name in IMPLEMENTATIONS])
         return {
             title: self._rows(title, names, partial(self._memory_of, ranks))
@@ -399,14 +394,14 @@ class _Asking:
         return run_fake(_memory, ranks, self.scale, name)
 
     def speed(self, title: str, case: str, dtype: str) -> Figures:
-        """One table; all implementations in one process, which take turns."""
+        """Returns one table; all implementations in one process, which take turns."""
         names = self.settings.implementations([name for name in USUAL if name in IMPLEMENTATIONS])
         arguments = (self.scale, case, names, dtype, self.settings.rounds)
         times = self._attempt(title, lambda: self._alone(_speed, arguments=arguments))
         return {title: compare(times, {PLAIN: (PLAIN,), "fsdp2": ("fsdp2",)})} if times else {}
 
     def offload(self) -> Figures:
-        """One table of competitors that were visited in turn."""
+        """Returns one table of competitors that were visited in turn."""
         names = self.settings.implementations([*OFFLOADED])
         visits = []
         for name in (*names, *reversed(names)):
@@ -416,7 +411,7 @@ class _Asking:
         return {"offload": in_turn(visits, parameters(self.scale.at("huge")))} if visits else {}
 
     def overlap(self) -> Figures:
-        """A table of our own by the process group, and one with all in host memory."""
+        """Returns a table of our own by the process group, and one with all in host memory."""
         names = self.settings.implementations(OURS)
         return {
             title: self._rows(title, names, partial(self._overlap_of, offload))
@@ -427,7 +422,7 @@ class _Asking:
         return self._alone(_overlap, arguments=(self.scale, name, offload))
 
     def all(self) -> Figures:
-        """All that is asked for."""
+        """Asks all questions that were chosen."""
         ways: dict[str, Callable[[], Figures]] = {
             "memory": self.memory,
             "small": lambda: self.speed("48 small units", "small", "float32"),

@@ -1,8 +1,8 @@
-"""Kills replica groups of a training run at seeded moments, and tells what that cost.
+"""Kills replica groups of a training run at seeded moments, and measures the loss of time.
 
 Runs two groups of `examples/replicas.py` by torchft (extra `elastic`). A group that is killed is started
-again at once, and the next kill waits until it is back. What counts is the group that lived: how many steps
-it took again, and the seconds between its steps. `benchmarks.kills` is the command.
+again at once, and the next kill waits until it is back. Counted are the steps that the surviving group took
+again, and the seconds between its steps. `benchmarks.kills` is the command.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def lighthouse(join_ms: int = 500, heartbeat_ms: int = 2000) -> Iterator[str]:
 
 
 class Group:
-    """The ranks of a replica group, and what the first of them prints.
+    """The ranks of a replica group, and the output of the first one.
 
     Args:
-        command: Of each rank.
+        command: The command of each rank.
         size: How many ranks there are.
-        log: Where what they print goes.
-        cores: Those that they share.
+        log: The file for their output.
+        cores: The cores that they share.
     """
 
     def __init__(self, command: Sequence[str], size: int, log: Path, cores: Sequence[int]) -> None:
@@ -146,9 +146,9 @@ def wait_for(group: Group, number: int, least_groups: int, after: int = 0) -> di
     """Waits for a step; returns its line, None if the run ended before.
 
     Args:
-        group: Which tells it.
-        number: Of the step, at least.
-        least_groups: How many groups took it, at least.
+        group: The group that prints it.
+        number: The least number of the step.
+        least_groups: The least number of groups that took it.
         after: Lines before this one do not count.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What benchmarks share: questions, rank processes, competitors that take turns, ratios, the machine."""
+"""Parts that benchmarks share: questions, rank processes, competitors in turns, ratios, the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Table = dict[str, dict[str, float]]
 Figures = dict[str, Table]
 """Tables by title."""
 BASELINES = {"ddp": ("ddp",), "fsdp1": ("fsdp1", "fsdp1_flat"), "fsdp2": ("fsdp2",)}
-"""What times are set against; of several, the fastest."""
+"""The implementations that times are set against; of several, the fastest."""
 
 
 # --- questions ----------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ BASELINES = {"ddp": ("ddp",), "fsdp1": ("fsdp1", "fsdp1_flat"), "fsdp2": ("fsdp2
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, and how long; where nothing is said, the question's own choice."""
+    """The wishes of the command line; the question decides about empty fields."""
 
     impl: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
@@ -45,11 +45,11 @@ class Settings:
     rounds: int | None = None
 
     def implementations(self, known: Sequence[str]) -> list[str]:
-        """Those of the known implementations that are asked for."""
+        """Returns the known implementations that are asked for."""
         return [name for name in known if name in (self.impl or known)]
 
     def cases_of(self, known: Sequence[str], usual: Sequence[str] = ()) -> list[str]:
-        """Those of the known cases that are asked for; without a wish, the usual ones."""
+        """Returns the known cases that are asked for; the usual ones by default."""
         return [name for name in known if name in (self.cases or usual or known)]
 
 
@@ -58,9 +58,9 @@ class Question:
     """Something to measure, and how its answer is shown.
 
     Attributes:
-        name: As on the command line.
+        name: Its name on the command line.
         title: Heading.
-        about: What the figures are.
+        about: The meaning of the figures.
         ask: Measures.
         chart: The column that the picture shows.
         cases: Names that `--cases` may have.
@@ -91,13 +91,13 @@ class Question:
 
 
 def ask_alone(question: Question) -> None:
-    """What a script does: asks one question as the command line says, and prints the tables."""
+    """Runs a script: asks one question as the command line says, and prints the tables."""
     parser = parser_of(question)
     ask_parsed(question, parser, vars(parser.parse_args()))
 
 
 def parser_of(question: Question) -> argparse.ArgumentParser:
-    """A parser of what every script takes."""
+    """Returns a parser of the options that every script takes."""
     parser = argparse.ArgumentParser(description=f"{question.title}. {question.about}")
     names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--impl", type=names, default=(), metavar="A,B", help="implementations")
@@ -136,7 +136,7 @@ def answer(question: Question, settings: Settings) -> dict[str, Any]:
 
 
 def as_markdown(table: Table) -> str:
-    """A table with aligned columns; what was not measured stays empty."""
+    """Returns a table with aligned columns; cells without a measurement stay empty."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines = [
         ["", *columns],
@@ -176,7 +176,7 @@ def preload() -> None:
 
 
 def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Call `work(*arguments)` in `ranks` new processes over gloo, one thread each; returns rank 0's result.
+    """Calls `work(*arguments)` in `ranks` new processes over gloo, one thread each; returns rank 0's result.
 
     The result must be JSON. An error in one rank ends the others and is raised here.
     """
@@ -184,14 +184,14 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
 
 def run_fake(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Call `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
+    """Calls `work(*arguments)` in one new process, on a group of `ranks` that sends nothing."""
     return run_group(work, 1, "fake", ranks, arguments)
 
 
 def run_group(
     work: Callable[..., Any], processes: int, backend: str, ranks: int, arguments: tuple[Any, ...]
 ) -> Any:
-    """Call `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
+    """Calls `work(*arguments)` in new processes, the first ranks of a group; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         torch_multiprocessing.start_processes(
             _rank, (work, backend, ranks, folder, arguments), processes, start_method="forkserver"
@@ -284,7 +284,7 @@ def _slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Describes the machine and the versions, on which the figures depend besides the code."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -21,7 +21,7 @@ BASELINES = {"fsdp1_flat": ("fsdp1_flat",), "fsdp1": ("fsdp1",), "fsdp2": ("fsdp
 
 
 def measure(parameters: int, names: list[str], rounds: int | None) -> dict[str, list[float]]:
-    """Called on a fake group: seconds per unit and step beyond those of the plain model."""
+    """Returns seconds per unit and step beyond those of the plain model; called on a fake group."""
     case = stacked(BLOCKS, parameters)
     competitors = {name: Trained(name, case, fused=True) for name in (PLAIN, *names)}
     turns = {name: each.pass_through for name, each in competitors.items()}
@@ -31,7 +31,7 @@ def measure(parameters: int, names: list[str], rounds: int | None) -> dict[str, 
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each number of parameters in a unit, and one of what a further parameter costs."""
+    """Returns a table for each number of parameters in a unit, and one of the cost of a further parameter."""
     usual = [name for name in DEFAULTS if name in SHARDING]
     names = settings.implementations(SHARDING if settings.impl else usual)
     figures = {
@@ -52,7 +52,7 @@ def ask(settings: Settings) -> Figures:
 
 
 def _by_cause() -> Figures:
-    """A table for each way to wrap, with all that a step does, and where nothing is due."""
+    """Returns a table for each way to wrap: of whole steps, and of steps in which nothing is due."""
     figures = {}
     for name in CAUSED_BY:
         figures[f"{BY_CAUSE}: {name}"] = run_fake(by_cause, RANKS, name, True)

@@ -1,8 +1,8 @@
-"""Kills ranks, agents and hosts of a training run at seeded moments, and tells what that cost.
+"""Kills ranks, agents and hosts of a training run at seeded moments, and measures the loss of time.
 
 Runs `examples/elastic.py` under torchrun's elastic agent, one agent for each host that this machine plays; a
-host has a folder in memory of its own, and loses it with its processes. What is killed is a trainer rank, an
-agent alone, a host (agent, ranks and memory), or all hosts at once, so that only the disk is left. What went
+host has a folder in memory of its own, and loses it with its processes. Killed are a trainer rank, an agent
+alone, a host (agent, ranks and memory), or all hosts at once, so that only the disk is left. The killed part
 comes back at once, a host with empty memory. `benchmarks.kills` is the command.
 """
 
@@ -70,10 +70,10 @@ def launcher(store: dist.TCPStore, hosts: int, ranks: int, last_call: int = 60) 
     """Returns the command of an agent, up to the script.
 
     Args:
-        store: Where agents meet; it outlives them.
-        hosts: How many there are at most.
-        ranks: Of each.
-        last_call: Seconds for which those that have met wait for others.
+        store: The address where agents meet; it outlives them.
+        hosts: How many hosts there are at most.
+        ranks: Ranks per host.
+        last_call: Seconds for which present agents wait for others.
     """
     flags = (
         f"--nnodes 1:{hosts} --nproc-per-node {ranks} --max-restarts 1000 --monitor-interval 0.1 "
@@ -90,10 +90,10 @@ def run_on(
     """Starts a run on several hosts, which end with the context.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
         memory: The folder of the hosts' memories.
         disk: The folder that all hosts share.
-        step_seconds: What a step takes beside the computation.
+        step_seconds: Seconds that a step takes beside the computation.
         keeps: Whether steps are kept in memory and on disk, as is needed where anything is killed.
     """
     seldom = options.steps
@@ -123,12 +123,12 @@ def run_on(
 def disturbed(run: Run, steps: int, kinds: Sequence[str], chosen: random.Random) -> tuple[list[Event], float]:
     """Follows a run and kills; returns the events and the loss of the last step.
 
-    If the steps come to their end before the kinds do, the rest is not killed.
+    If the steps come to their end before the kinds do, the other kinds are left out.
 
     Args:
-        run: It has been started.
-        steps: How many it takes.
-        kinds: What is killed, in this order.
+        run: The started run.
+        steps: How many steps it takes.
+        kinds: Kinds of kills, in this order.
         chosen: Draws steps, hosts and ranks.
     """
     events: list[Event] = []

@@ -24,7 +24,7 @@ ELEMENT = {torch.float32: 28, torch.bfloat16: 20}
 
 
 def _medians(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each, which take turns."""
+    """Returns the median seconds of each function; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
@@ -36,7 +36,7 @@ def _medians(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def measure_step(case: str, threads: int, rounds: int) -> Table:
-    """Steps of one large parameter, and the fastest that as many bytes are read and written."""
+    """Measures steps of one large parameter, and the fastest reading and writing of as many bytes."""
     torch.set_num_threads(threads)
     numel = SIZES[case]
     a, b, out = (torch.rand(numel) for _ in range(3))
@@ -62,7 +62,7 @@ def measure_step(case: str, threads: int, rounds: int) -> Table:
 
 
 def measure_beside(tiny: bool, rounds: int) -> Table:
-    """Called on every rank: a backward and a step, one after the other and beside each other."""
+    """Measures a backward and a step, in turn and beside each other; called on every rank."""
     case = TINY if tiny else MLP
     make = IMPLEMENTATIONS["fsdp_wrap"]
 
@@ -89,7 +89,7 @@ def measure_beside(tiny: bool, rounds: int) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for one thread and one for two, and one of a step beside a backward."""
+    """Returns a table for one thread and one for two, and one of a step beside a backward."""
     figures: Figures = {}
     for case in settings.cases_of([*SIZES], usual=["32M"]):
         for threads in (1, 2):

@@ -1,4 +1,4 @@
-"""What is compared, and one model of each in training; each is one entry in `IMPLEMENTATIONS`."""
+"""The implementations to compare, each an entry in `IMPLEMENTATIONS`, and one model of each in training."""
 
 from __future__ import annotations
 
@@ -149,15 +149,15 @@ class Trained:
         self.loss = float("nan")
 
     def _made(self, implementation: str, module: nn.Module) -> nn.Module:
-        """The module as the implementation trains it."""
+        """Returns the module as the implementation trains it."""
         return {**IMPLEMENTATIONS, PLAIN: lambda module: module}[implementation](module)
 
     def _part(self) -> int:
-        """Which part of the data this rank trains with."""
+        """Returns the part of the data that this rank trains with."""
         return dist.get_rank()
 
     def step(self) -> None:
-        """zero_grad, forward, backward, AdamW."""
+        """Runs zero_grad, forward, backward and AdamW."""
         self.optimizer.zero_grad()
         loss = self.forward()
         loss.backward()
@@ -165,12 +165,12 @@ class Trained:
         self.loss = loss.item()
 
     def forward(self) -> torch.Tensor:
-        """One forward; returns the loss."""
+        """Runs one forward; returns the loss."""
         loss: torch.Tensor = self.model(self._batch)
         return loss
 
     def pass_through(self) -> None:
-        """A step without the optimizer's part."""
+        """Runs a step without the optimizer's part."""
         self.optimizer.zero_grad()
         self.forward().backward()
 
@@ -213,5 +213,5 @@ class DeepSpeedTrained(Trained):
 
 
 def trained(implementation: str, case: Case) -> Trained:
-    """An implementation's model in training, whatever it takes to train it."""
+    """Returns an implementation's model in training, whatever it takes to train it."""
     return DeepSpeedTrained(case) if implementation in DEEPSPEED else Trained(implementation, case)

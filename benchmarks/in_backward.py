@@ -28,7 +28,7 @@ class InBackward(Trained):
 
 
 def measure_fake(case: str) -> Table:
-    """Called on a fake group: the phases of each implementation by its tensors, with and without."""
+    """Returns the phases of each implementation by its tensors, with and without; called on a fake group."""
     chosen = SHORT_CASES[case]
     found = {name: phases_of(partial(Trained, name, chosen), chosen) for name in (BASE, *IN_BACKWARD)}
     for name, steps in IN_BACKWARD.items():
@@ -38,7 +38,7 @@ def measure_fake(case: str) -> Table:
 
 
 def measure_losses(case: str) -> Table:
-    """Called on every rank: the largest difference of a loss from that of a step after the backward."""
+    """Returns the largest difference of a loss from that of a later step; called on every rank."""
     found = {}
     for name, steps in IN_BACKWARD.items():
         each, usual = InBackward(name, SHORT_CASES[case]), Trained(name, SHORT_CASES[case])
@@ -52,7 +52,7 @@ def measure_losses(case: str) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """Two tables a case: tensors on a fake group, and losses over gloo."""
+    """Returns two tables a case: tensors on a fake group, and losses over gloo."""
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp"]):
         if case != "lora":

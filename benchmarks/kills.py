@@ -26,7 +26,7 @@ from benchmarks.victims import Event, table
 KINDS = (*host_kills.KINDS, receiver_kills.RECEIVER, group_kills.GROUP)
 OF_A_RUN = 10
 APART = 0.01
-"""Of the loss: what a run may end with beside one that nobody disturbed."""
+"""The share of the loss by which a run may differ from an undisturbed one."""
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -74,7 +74,7 @@ def of_groups(options: argparse.Namespace, count: int, chosen: random.Random) ->
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
     names = lambda text: tuple(text.split(","))  # noqa: E731
     parser.add_argument("--events", type=int, default=50, help="kills in all")

@@ -25,7 +25,7 @@ WALL, CPU = "us", "CPU us"
 
 
 def measure(size: int, rounds: int) -> dict[str, Table]:
-    """Called on every rank: by operation, the figures of each way."""
+    """Returns the figures of each way by operation; called on every rank."""
     by_operation = starts(size)
     by_operation[BARRIER] = starts(4 * dist.get_world_size())["all-reduce"]
     by_operation[BARRIER]["gloo"] = lambda: dist.barrier(async_op=True)
@@ -61,7 +61,7 @@ def _turn(start: Callable[[], object]) -> tuple[float, float]:
 
 
 def ask(settings: Settings) -> Figures:
-    """For each operation and number of ranks a table by way and size."""
+    """Returns a table by way and size for each operation and number of ranks."""
     figures: Figures = {}
     for case in settings.cases_of(CASES, usual=[case for case in CASES if "tiny" not in case]):
         size, ranks = ON_MORE.get(case, (case, settings.ranks))

@@ -18,7 +18,7 @@ Meter = Callable[[Callable[[], object]], Lap]
 
 
 def phases(name: str, case: Case, meter: Meter = tensors) -> dict[str, float]:
-    """Called on every rank: megabytes at rest, and peaks above the sharded state in blocks."""
+    """Returns megabytes at rest, and peaks above the sharded state in blocks; called on every rank."""
     return _phases(lambda: Trained(name, case), largest_block(case), meter)
 
 
@@ -48,12 +48,12 @@ def _phases(make: Callable[[], Trained], block: int, meter: Meter) -> dict[str, 
 
 
 def phases_of(make: Callable[[], Trained], case: Case) -> dict[str, float]:
-    """The same of what is made otherwise, by its tensors."""
+    """Returns the same for a model that is made otherwise, by its tensors."""
     return _phases(make, largest_block(case), tensors)
 
 
 def resident_phases(name: str, case: Case) -> dict[str, float]:
-    """Called on every rank: the same as the kernel sees it, and megabytes of all ranks together."""
+    """Returns the same in the kernel's account, and megabytes of all ranks together; called on every rank."""
     host: list[Lap] = []
 
     def meter(action: Callable[[], object]) -> Lap:
@@ -65,12 +65,12 @@ def resident_phases(name: str, case: Case) -> dict[str, float]:
 
 
 def _peak(rest: Lap, forward: Lap, backward: Lap) -> int:
-    """Most bytes at any time in a step."""
+    """Returns the most bytes at any time in a step."""
     return rest.kept + max(forward.peak, forward.kept + backward.peak)
 
 
 def sharded_state(each: Trained) -> int:
-    """Bytes of this rank's parameters and optimizer state."""
+    """Counts the bytes of this rank's parameters and optimizer state."""
     state = [value for entry in each.optimizer.state.values() for value in entry.values()]
     local = [getattr(value, "_local_tensor", value) for value in (*each.model.parameters(), *state)]
     storages = (value.untyped_storage() for value in local)
@@ -78,7 +78,7 @@ def sharded_state(each: Trained) -> int:
 
 
 def measure(case: str, names: list[str]) -> Table:
-    """Called on every rank: the phases of each implementation in the kernel's account."""
+    """Returns the phases of each implementation in the kernel's account; called on every rank."""
     names = SHORT_CASES[case].taken_by(names)
     for name in names:
         resident_phases(name, TINY)  # the first use of anything loads code
@@ -86,12 +86,12 @@ def measure(case: str, names: list[str]) -> Table:
 
 
 def measure_fake(case: str, names: list[str]) -> Table:
-    """Called on a fake group: the phases of each implementation by its tensors."""
+    """Returns the phases of each implementation by its tensors; called on a fake group."""
     return {name: phases(name, SHORT_CASES[case]) for name in SHORT_CASES[case].taken_by(names)}
 
 
 def ask(settings: Settings) -> Figures:
-    """Two tables a case: resident memory over gloo, and tensors on a fake group; of lora the latter only."""
+    """Returns two tables a case: resident memory over gloo (not for lora), and tensors on a fake group."""
     names = settings.implementations([*DEFAULTS, IN_PLACE, *SHARED.values()])
     # What shares memory keeps segments for the next to use: each has processes of its own.
     alone = [[name] for name in names if name in SHARED.values()]

@@ -52,7 +52,7 @@ OVER_MESHES: dict[str, Make] = {
     **{name: partial(over, False, make) for name, make in _OURS.items()},
     **{f"{name}_shared": partial(over, True, make) for name, make in _OURS.items()},
 }
-"""What shards a module over a mesh, or over its last dimension where it has two."""
+"""Functions that shard a module over a mesh, or over its last dimension where it has two."""
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -34,10 +34,10 @@ class Lap:
 
 
 def tensors(action: Callable[[], object]) -> Lap:
-    """What tensors took that this thread made: exact, but blind to other threads and to what is no tensor.
+    """Measures the tensors that this thread made: exact, but blind to other threads and to other memory.
 
-    On a CPU backward runs in the thread that calls it; collectives allocate little elsewhere, and `resident`
-    sees that.
+    On a CPU backward runs in the calling thread. Collectives allocate little elsewhere, and `resident` sees
+    that.
     """
     gc.collect()  # what others left is not freed meanwhile
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -50,10 +50,10 @@ def tensors(action: Callable[[], object]) -> Lap:
 
 
 def resident(action: Callable[[], object]) -> Lap:
-    """What the whole process took, in the kernel's account: all threads, and what is no tensor. Linux only.
+    """Measures the whole process in the kernel's account: all threads, and memory of any kind. Linux only.
 
-    From the first call on, the C library gets what is larger than a page or two from the system and gives it
-    back when it is freed, so pages that are resident are pages in use. Good to a few hundred kilobytes.
+    From the first call on, the C library gets allocations of more than a page or two from the system, and
+    gives them back when they are freed. So resident pages are pages in use, to a few hundred kilobytes.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 1 << 14)
@@ -67,13 +67,13 @@ def resident(action: Callable[[], object]) -> Lap:
 
 
 def resident_on_host(action: Callable[[], object], watched: bool = True) -> Lap:
-    """What all ranks took together, pages that they share counted once; called on every rank of one host.
+    """Measures all ranks together, shared pages counted once; called on every rank of one host.
 
     The peak is the most that was seen in looks about every 10 ms, which only the first rank takes; the others
     return zeros. Linux only.
 
     Args:
-        action: What to measure.
+        action: The action to measure.
         watched: Whether to look while it runs, which slows it down, or only before and after.
     """
     processes = [0] * dist.get_world_size()
@@ -120,7 +120,7 @@ class Looks:
 
 
 def received() -> int:
-    """Bytes that this process has received over its TCP connections, as far as they are open. Linux only."""
+    """Counts the bytes that this process has received over its open TCP connections. Linux only."""
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own descriptor, and what is no TCP connection
@@ -137,7 +137,7 @@ def _received_by(descriptor: int) -> int:
 
 
 def _told(file: str, key: str) -> int:
-    """Bytes that a file of the kernel tells."""
+    """Reads a number of bytes from a file of the kernel."""
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     assert found, f"this system does not tell {key}"
     return 1024 * int(found[1])

@@ -15,7 +15,7 @@ ADAPTER_RANK = 5
 
 
 class Block(nn.Module):
-    """What is wrapped: in every case a unit of its own."""
+    """A transformer block: in every case a unit of its own."""
 
 
 class TransformerBlock(Block):
@@ -174,7 +174,7 @@ class Case:
     refused_by: tuple[str, ...] = ()
 
     def taken_by(self, names: list[str]) -> list[str]:
-        """Those of the implementations that take this model."""
+        """Returns the implementations that take this model."""
         return [name for name in names if name not in self.refused_by]
 
 
@@ -187,7 +187,7 @@ def transformer(
     batch: int,
     block: Callable[[int, int], Block] = TransformerBlock,
 ) -> Case:
-    """A transformer that trains all its parameters."""
+    """Makes a transformer that trains all its parameters."""
     return Case(
         f"{blocks} blocks, width {width}, {length} tokens, batch {batch}",
         rounds=9 if width > 64 else 20,
@@ -197,7 +197,7 @@ def transformer(
 
 
 def lora(length: int, batch: int) -> Case:
-    """A transformer of which about 1 % trains: frozen and trainable parameters in every unit."""
+    """Makes a transformer of which about 1 % trains: frozen and trainable parameters in every unit."""
     return Case(
         f"8 frozen blocks with 1 % of adapters, width 512, {length} tokens, batch {batch}",
         rounds=9,
@@ -208,7 +208,7 @@ def lora(length: int, batch: int) -> Case:
 
 
 def stacked(blocks: int, parameters: int) -> Case:
-    """Nothing but overhead."""
+    """Makes a model of nothing but overhead."""
     return Case(
         f"{blocks} blocks of {parameters} parameters of 8 x 8 or 8",
         rounds=40,
@@ -253,12 +253,12 @@ SHORT_CASES = {
 
 
 def sizes(case: Case) -> nn.Module:
-    """A case's model without its values: on the meta device."""
+    """Makes a case's model without its values: on the meta device."""
     with torch.device("meta"):
         return case.model()
 
 
 def largest_block(case: Case) -> int:
-    """Bytes of the parameters of a case's largest block."""
+    """Counts the bytes of the parameters of a case's largest block."""
     blocks = (module for module in sizes(case).modules() if isinstance(module, Block))
     return max(sum(param.nbytes for param in block.parameters()) for block in blocks)

@@ -28,7 +28,7 @@ BASELINES = {THEIRS: (THEIRS,)}
 
 
 def ratio(rows: int, columns: int) -> float:
-    """By what the learning rate is multiplied, as `adjust_lr_fn="match_rms_adamw"`."""
+    """Returns the factor of the learning rate, as `adjust_lr_fn="match_rms_adamw"`."""
     return 0.2 * max(rows, columns) ** 0.5
 
 
@@ -87,7 +87,7 @@ def _matrices(model: torch.nn.Module) -> list[str]:
 
 
 def measure(case: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Called on every rank: seconds of the optimizers' steps, bytes and floating-point operations."""
+    """Returns seconds of the optimizers' steps, bytes and floating-point operations; called on every rank."""
     competitors = {name: WithMuon(name, CASES[case]) for name in names}
     steps: dict[str, Callable[[], object]] = {}
     for name, each in competitors.items():
@@ -126,7 +126,7 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each case and number of ranks."""
+    """Returns a table for each case and number of ranks."""
     figures: Figures = {}
     for title in settings.cases_of([*TITLES], ["medium", "medium on 4 ranks"]):
         name, ranks = TITLES[title]

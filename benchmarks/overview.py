@@ -38,7 +38,7 @@ BARS = (
 
 
 def ratios_of_times(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each model and bar the time of a step as a part of torch's; of several forms the fastest counts."""
+    """Returns the time of a step relative to torch's, by model and bar; the fastest form counts."""
     tables = answers.get("step", {}).get("figures", {})
     return {
         model: {bar.label: tables[model][bar.row][f"/ {bar.beside}"] for bar in BARS}
@@ -48,7 +48,7 @@ def ratios_of_times(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each model and bar the peak of a host's resident memory as a part of torch's; the least counts."""
+    """Returns the host's peak memory relative to torch's, by model and bar; the least counts."""
     tables = answers.get("memory", {}).get("figures", {})
     found = {}
     for model in MODELS:

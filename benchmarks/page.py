@@ -69,7 +69,7 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
 
 
 def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> str:
-    """What the figures come to: the range over the models for each front-end, and how many goals are met."""
+    """Summarises the figures: the range over the models for each front-end, and how many goals are met."""
     lines = []
     for what, ratios in (("A step takes", ratios_of_times), ("A host's peak memory is", ratios_of_memory)):
         by_bar = [[values[bar.label] for values in ratios(answers).values()] for bar in BARS]
@@ -83,12 +83,12 @@ def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> s
 
 
 def folded(title: str, content: str) -> str:
-    """A part of the page that opens when a reader clicks on its title."""
+    """Returns a part of the page that opens when a reader clicks on its title."""
     return f'<details markdown="1"><summary>{title}</summary>\n\n{content}\n</details>\n'
 
 
 def durations(answers: Mapping[str, Any]) -> str:
-    """A table of what each question took, and all of them."""
+    """Returns a table of the time that each question took, and all together."""
     seconds = {name: answer["seconds"] for name, answer in answers.items()}
     seconds["all"] = sum(seconds.values())
     return as_markdown({name: {"s": value} for name, value in seconds.items()})
@@ -112,7 +112,7 @@ def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str
 
 
 def _measured(answer: Mapping[str, Any]) -> str:
-    """When and where figures were measured."""
+    """Says when and where figures were measured."""
     machine = answer["machine"]
     return (
         f"{answer['date']}: torch {machine['torch']}, Python {machine['python']}, {machine['cores']} cores "

@@ -150,7 +150,7 @@ MODELS = ("gpt", "small", "mlp", "lora")
 
 
 def setup(case: Case, way: Way) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
-    """What is planned, and what is run."""
+    """Makes a model, its optimizer and a step, for the plan and for the run."""
     torch.manual_seed(0)
     model = over(False, way.shard, case.model())
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
@@ -164,7 +164,7 @@ def setup(case: Case, way: Way) -> tuple[nn.Module, torch.optim.Optimizer, Calla
 
 
 def measure(case: str, ways: list[str]) -> dict[str, dict[str, int]]:
-    """Called on every rank: bytes at rest, at the peak, and received in a step, of each way."""
+    """Returns bytes at rest, at the peak, and received in a step, of each way; called on every rank."""
     return {way: measure_one(case, way) for way in ways}
 
 
@@ -182,7 +182,7 @@ def letting_go() -> Iterator[None]:
 
 
 def measure_one(case: str, way: str) -> dict[str, int]:
-    """Called on every rank: the same of one way."""
+    """Returns the same of one way; called on every rank."""
     held: list[Any] = []
 
     def build() -> None:
@@ -201,7 +201,7 @@ def measure_one(case: str, way: str) -> dict[str, int]:
 
 
 def received(travelling: Travelling, ranks: int) -> int:
-    """Bytes that a rank has received, of those that were counted."""
+    """Returns the bytes that a rank has received, of those that were counted."""
     nbytes = travelling.nbytes
     rings = nbytes["gathers"] + nbytes["reduce-scatters"] + 2 * nbytes["all-reduces"]
     return rings * (ranks - 1) // ranks + nbytes["messages"] // 2  # of which half is sent
@@ -223,12 +223,12 @@ def compare(case: str, ways: list[str], ranks: int) -> dict[str, dict[str, int]]
 
 
 def off(row: dict[str, int], what: str) -> float:
-    """How much of what was measured a plan is off."""
+    """Returns the relative error of a plan."""
     return row[f"planned {what}"] / row[what] - 1
 
 
 def as_table(rows: dict[str, dict[str, int]]) -> str:
-    """Planned and measured side by side."""
+    """Returns a table with planned and measured figures side by side."""
     lines = ["| model, way, ranks | rest MB | off | peak MB | off | received MB | off |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for name, row in rows.items():
@@ -238,7 +238,7 @@ def as_table(rows: dict[str, dict[str, int]]) -> str:
 
 
 def written_page(rows: dict[str, dict[str, int]]) -> str:
-    """The page with the table of these rows."""
+    """Returns the page with the table of these rows."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n{as_table(rows)}\n{end}{after}"

@@ -116,7 +116,7 @@ class Trainer:
         return not over
 
     def _connected(self, channel: Channel | None) -> None:
-        """All ranks gather all weights for a receiver that has come."""
+        """Lets all ranks gather all weights for a receiver that has come."""
         self._engine = WeightSender(channel)
         self._engine.send(self._source)
         if self._link is not None:
@@ -126,7 +126,7 @@ class Trainer:
                 print(f"{len(self.events)} receivers were killed", file=sys.stderr, flush=True)
 
     def _lost(self, error: PeerLost) -> None:
-        """The receiver is gone. The first rank starts another one."""
+        """Starts another receiver, on the first rank, when one is gone."""
         self._engine = None
         if self._link is None:
             return
@@ -150,7 +150,7 @@ class Trainer:
 
 
 def train(count: int, seed: int) -> dict[str, Any]:
-    """Called on every rank: the events, the number of steps, the loss, and whether the bits are equal."""
+    """Returns events, number of steps, loss, and whether the bits are equal; called on every rank."""
     chosen = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         link = Link(Path(folder), chosen) if dist.get_rank() == 0 else None
@@ -172,7 +172,7 @@ def train(count: int, seed: int) -> dict[str, Any]:
 
 
 def train_alone(steps: int) -> float:
-    """Called on every rank: the loss of the last step of a run without a receiver."""
+    """Returns the loss of the last step of a run without a receiver; called on every rank."""
     trained = Trained("fsdp_wrap", CASES["small"])
     for _ in range(steps):
         trained.step()

@@ -1,4 +1,4 @@
-"""What it costs to record a timeline: steps with and without a recording take turns in the same processes.
+"""Cost of recording a timeline: steps with and without a recording take turns in the same processes.
 
 python -m benchmarks.recording
 """
@@ -39,7 +39,7 @@ OFF, AGAIN, ON = "not recorded", "not recorded, again", "recorded"
 
 
 def measure(implementation: str, case: str, rounds: int) -> Table:
-    """Called on every rank: a row for each way to take a step; the second one shows what is chance."""
+    """Returns a row for each way to take a step; the second one shows the noise. Called on every rank."""
     torch.set_num_threads(1)
     subject = trained(implementation, CASES[case])
     recorder = Recorder(named_units(subject.model, "timeline"), [*subject.model.parameters()], None)
@@ -74,7 +74,7 @@ def _recorded(subject: Trained, recorder: Recorder) -> None:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each model and way to travel."""
+    """Returns a table for each model and way to travel."""
     found: Figures = {}
     for title in settings.cases_of(ALL_TITLES, usual=TITLES):
         case, _, way = title.partition(" ")

@@ -26,19 +26,19 @@ FAKE = {f"fake group of {ranks:,}": ranks for ranks in FAKE_RANKS}
 
 
 def measure(blocks: int, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Called on every rank: seconds of a step, by implementation."""
+    """Returns seconds of a step, by implementation; called on every rank."""
     return step.measure(transformer(blocks, 64, 4, 16, 256, batch=2), names, rounds)
 
 
 def measure_fake(names: list[str], rounds: int | None) -> Table:
-    """Called on a fake group: host time per unit, and memory."""
+    """Returns host time per unit, and memory; called on a fake group."""
     times = compare(host.measure(12, names, rounds or 20), host.BASELINES, ("us", 1e6))
     case = transformer(FEW, 64, 4, 16, 256, batch=2)
     return {name: {"us": times[name]["us"], **phases(name, case)} for name in names}
 
 
 def ask(settings: Settings) -> Figures:
-    """A table a size, and one of what the largest size costs relative to the smallest."""
+    """Returns a table a size, and one of the costs of the largest size relative to the smallest."""
     names = settings.implementations(DEFAULTS if settings.impl else USUAL)
     sharding = settings.implementations(DEFAULTS[1:] if settings.impl else USUAL_FAKE)
     figures = {}

@@ -26,7 +26,7 @@ KINDS = [PLAIN, "AdamW8bit", "AdamWFp8", "AdamW4bit"]
 
 
 def _text() -> torch.Tensor:
-    """Bytes to learn from, the same with every run of one Python."""
+    """Returns bytes to learn from, the same with every run of one Python."""
     source = "".join(inspect.getsource(module) for module in (argparse, inspect, textwrap))
     return torch.tensor([*source.encode()])
 
@@ -37,7 +37,7 @@ def _optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def train(kind: str, case: str, steps: int) -> dict[str, Any]:
-    """Called on every rank: losses of all steps, and bytes of this rank's state and parameters."""
+    """Returns losses of all steps, and bytes of this rank's state and parameters; called on every rank."""
     torch.manual_seed(0)
     policy = ModuleWrapPolicy({Block})
     model = FSDP(
@@ -75,7 +75,7 @@ def _nbytes(value: Any) -> int:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table of a model; none without torchao."""
+    """Returns a table of a model; none without torchao."""
     if importlib.util.find_spec("torchao") is None:
         return {}
     figures: Figures = {}

@@ -25,7 +25,7 @@ ALL_CASES = [*CASES, *ON_FOUR, *ON_MESHES]
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Called on every rank: seconds per step of each implementation."""
+    """Returns seconds per step of each implementation; called on every rank."""
     return _raced({name: trained(name, case) for name in case.taken_by(names)}, rounds)
 
 
@@ -52,7 +52,7 @@ def _check_same_work(losses: dict[str, float]) -> None:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table a case: at the ranks asked for, on 4, and on meshes."""
+    """Returns a table a case: at the ranks asked for, on 4, and on meshes."""
     titles = settings.cases_of(ALL_CASES, usual=[case for case in ALL_CASES if "tiny" not in case])
     return {title: compare(_times(title, settings)) for title in titles}
 
@@ -68,7 +68,7 @@ def _times(title: str, settings: Settings) -> dict[str, list[float]]:
 
 
 def usual(title: str) -> list[str]:
-    """Who takes part in a table if nobody is asked for."""
+    """Returns the implementations in a table if nobody asks for others."""
     if title not in ON_FOUR:
         return [name for name in USUAL if name != "fsdp_wrap_flat" or title not in LONG]
     refused = CASES[ON_FOUR[title]].refused_by

@@ -1,8 +1,8 @@
-"""What a GPU did when, on which stream: read from a trace of `torch.profiler`.
+"""Activity of a GPU by stream, read from a trace of `torch.profiler`.
 
 A trace tells streams by numbers of its own. So before the steps something small is launched on each stream,
-within an annotation that names it (`named_streams`). Steps are annotated as well (`STEP`): what was launched
-within one, by whichever thread, belongs to it.
+within an annotation that names it (`named_streams`). Steps are annotated as well (`STEP`): a launch within
+one, by whichever thread, belongs to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP, STREAM, COMPUTE = "step", "stream of ", "compute"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _WAITS = ("StreamSynchronize", "EventSynchronize", "DeviceSynchronize", "CtxSynchronize")
-"""What calls are named that let the host wait; copies that block call the first."""
+"""Names of calls that make the host wait; copies that block call the first."""
 
 Span = tuple[float, float]
 """Start and end, microseconds."""
@@ -30,10 +30,10 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was launched within the steps.
+    """Launches within the steps.
 
     Attributes:
-        spans: By the purpose of a stream, when the GPU worked there: in order, overlaps joined.
+        spans: Intervals of work on the GPU by the purpose of a stream: in order, overlaps joined.
         waits: How often the host waited for the GPU in each step.
     """
 
@@ -45,7 +45,7 @@ class Timeline:
         return _length(self.spans.get(purpose, ()))
 
     def beside(self, purpose: str) -> float:
-        """The share of a stream's work during which the GPU computed as well; 0 if there was none."""
+        """Returns the share of a stream's work during which the GPU computed as well; 0 if there was none."""
         own, compute = self.spans.get(purpose, ()), self.spans.get(COMPUTE, ())
         return _length(_common(own, compute)) / _length(own) if own else 0.0
 
@@ -135,7 +135,7 @@ def _holds(span: Span, moment: float) -> bool:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """In order, with those that overlap made one."""
+    """Sorts intervals, and joins those that overlap."""
     result: list[Span] = []
     for start, stop in sorted(spans):
         if result and start <= result[-1][1]:
@@ -146,7 +146,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What lies in both, each in order and without overlaps."""
+    """Returns the intersection of two lists of intervals, each in order and without overlaps."""
     result, at = [], 0
     for start, stop in some:
         while at < len(others) and others[at][1] <= start:

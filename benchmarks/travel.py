@@ -90,13 +90,13 @@ class Competitor:
         self.optimizer = torch.optim.AdamW(trainable, fused=True)
 
     def step(self) -> None:
-        """zero_grad, forward, backward, AdamW."""
+        """Runs zero_grad, forward, backward and AdamW."""
         self.optimizer.zero_grad()
         self.model(self.batch).backward()
         self.optimizer.step()
 
     def collectives(self) -> int:
-        """Those of a step; a unit of several dtypes that travels alone counts once."""
+        """Counts the collectives of a step; a unit of several dtypes that travels alone counts once."""
         with record_events() as events:
             self.step()
         kinds = (EventKind.UNSHARD, EventKind.REDUCE)
@@ -104,7 +104,7 @@ class Competitor:
 
 
 def measure(case: str, rounds: int) -> Table:
-    """Called on every rank."""
+    """Measures each way; called on every rank."""
     rows: Table = {}
     for way, shared_memory in (("gloo", False), ("memory", True)):
         for front in FRONTS:
@@ -124,7 +124,7 @@ def measure(case: str, rounds: int) -> Table:
 
 
 def measure_fake(case: str, rounds: int) -> Table:
-    """Called on a fake group: host time of a step, and its peak of memory."""
+    """Returns host time of a step, and its peak of memory; called on a fake group."""
     rows: Table = {}
     for front in FRONTS:
         pair = {
@@ -144,7 +144,7 @@ def measure_fake(case: str, rounds: int) -> Table:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each case, and one for each case and number of ranks that send nothing."""
+    """Returns a table for each case, and one for each case and number of ranks that send nothing."""
     figures: Figures = {}
     for case in settings.cases_of([*MODELS], usual=["small", "200 units", "64 adapters"]):
         figures[case] = run_ranks(measure, settings.ranks, case, settings.rounds or 15)

@@ -51,7 +51,7 @@ GROUPS = {"gloo": run_ranks, "fake group": run_fake}
 
 
 def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Called on every rank: seconds of clipping and of the optimizer, by implementation."""
+    """Returns seconds of clipping and of the optimizer, by implementation; called on every rank."""
     case = stacked(BLOCKS, PARAMETERS)
     competitors = {name: _trained(name, case) for name in names}
     for each in competitors.values():
@@ -62,7 +62,7 @@ def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table of clipping and one of the optimizer, for either group."""
+    """Returns a table of clipping and one of the optimizer, for either group."""
     figures: Figures = {}
     for group in settings.cases_of([*GROUPS]):
         ranks, known = (settings.ranks, TRAINED) if group == "gloo" else (FAKE_RANKS, [*SHARDING, ON_SHARDS])

@@ -1,4 +1,4 @@
-"""What is killed, and what comes of it: processes of a host, events, and their table."""
+"""Processes of a host to kill, the events that follow, and their table."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ before, and ranks that start anew find the addresses of those that are gone."""
 
 @dataclass(frozen=True)
 class Event:
-    """One kill and what came of it.
+    """One kill and its consequences.
 
     Attributes:
-        kind: What was killed.
+        kind: The kind of kill.
         step: The last step before training stopped.
         resumed: The step from which it went on.
         seconds: From the end of the one step to the end of the next one.
-        ranks: How many took that one.
-        away: Seconds until what was killed took part again, where the others went on without it.
+        ranks: How many ranks took that one.
+        away: Seconds until the killed part took part again, where the others went on without it.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Host:
         os.sched_setaffinity(0, self.cores)
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that run now."""
+        """Returns the process ids of the ranks that run now."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
@@ -145,7 +145,7 @@ def table(events: Sequence[Event], goals: Mapping[str, int]) -> list[str]:
     """Returns the lines of a table in markdown: a row for each kind.
 
     Args:
-        events: Of all kinds.
+        events: Events of all kinds.
         goals: How many steps each kind may cost.
     """
     lines = [

@@ -52,7 +52,7 @@ class LoraLinear(nn.Module):
 
 
 def with_lora(case: Case) -> Case:
-    """The same with an adapter on every linear layer of its blocks."""
+    """Returns the case with an adapter on every linear layer of its blocks."""
 
     def model() -> nn.Module:
         made = case.model()
@@ -67,12 +67,7 @@ def with_lora(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Read:
-    """What is read of which model.
-
-    Attributes:
-        case: The model.
-        options: Of `weight_source`.
-    """
+    """A model, and the options of its `weight_source`."""
 
     case: Case
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +87,7 @@ ASKED = [title for title in READS if title != "tiny"]
 
 
 def reader(name: str, read: Read) -> Callable[[], object]:
-    """Called on every rank: what reads all full tensors once."""
+    """Returns a function that reads all full tensors once; called on every rank."""
     each = Trained(name, read.case)
     each.step()
     model = each.model
@@ -118,7 +113,7 @@ def _state_dict(model: Any) -> None:
 
 
 def measure(title: str, names: list[str], rounds: int) -> Table:
-    """Called on every rank: milliseconds of reading all; megabytes that come in and are alive meanwhile."""
+    """Returns milliseconds of reading all, and megabytes received and alive; called on every rank."""
     readers = {name: reader(name, READS[title]) for name in names}
     table = compare(interleave(readers, rounds), BASELINES)
     for name, read in readers.items():
@@ -175,7 +170,7 @@ def _timed(action: Callable[[], Any], seconds: list[float]) -> Any:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table for each model, and one of changes."""
+    """Returns a table for each model, and one of changes."""
     figures: Figures = {}
     names = settings.implementations(USUAL)
     for title in settings.cases_of([*READS, CHANGES], [*ASKED, CHANGES]):

@@ -17,7 +17,7 @@ from benchmarks.models import SHORT_CASES, Block, Case, sizes
 
 
 def travelled(action: Callable[[], object]) -> float:
-    """Called on every rank: megabytes that a rank received meanwhile, in the mean of ranks."""
+    """Returns the megabytes that a rank received meanwhile, in the mean of ranks; called on every rank."""
     dist.barrier()  # what came before has arrived
     before = received()
     action()
@@ -28,7 +28,7 @@ def travelled(action: Callable[[], object]) -> float:
 
 
 def measure(case_name: str, names: list[str]) -> Table:
-    """Called on every rank: megabytes of each implementation's third step, by phase."""
+    """Returns megabytes of each implementation's third step, by phase; called on every rank."""
     case = SHORT_CASES[case_name]
     names = case.taken_by(names)
     table = {name: _phases(name, case) for name in names}
@@ -52,7 +52,7 @@ def _phases(name: str, case: Case) -> dict[str, float]:
 
 
 def _needed(case: Case) -> float:
-    """Two gathers of the blocks, one of what stays with the root, and one reduction of what trains."""
+    """Returns the megabytes of two gathers of the blocks, one of the root's parameters, and one reduction."""
     model = sizes(case)
     blocks = (module for module in model.modules() if isinstance(module, Block))
     again = sum(param.nbytes for block in blocks for param in block.parameters())
@@ -63,7 +63,7 @@ def _needed(case: Case) -> float:
 
 
 def ask(settings: Settings) -> Figures:
-    """A table a case."""
+    """Returns a table a case."""
     figures = {}
     for case in settings.cases_of([*SHORT_CASES], usual=["gpt", "mlp", "lora"]):
         # Those that keep parameters are there for what gradients take where few parameters train.

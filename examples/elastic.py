@@ -109,7 +109,7 @@ def tell(world: World, **what: Any) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", type=Path, required=True, help="a folder in the memory of this host")
     parser.add_argument("--lose-at-most", type=int, default=5, help="steps that a lost host may cost")

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/fsdp_in_250_lines.py
 
 It needs torch alone. Ten numbered steps take a parameter from the model to the optimizer and back.
-`fsdp_wrap` takes the same steps; docs/architecture.md says in which files. What is optional is left out.
+`fsdp_wrap` takes the same steps; docs/architecture.md says in which files. Optional parts are left out.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NOISE, WIDTH, BATCH, STEPS, CRITIC_STEPS, PENALTY = 8, 64, 128, 80, 3, 1.0
 
 
 def make_net(inputs: int, outputs: int) -> FSDP:
-    """A perceptron, each linear layer of which is a unit."""
+    """Makes a perceptron, each linear layer of which is a unit."""
     first, second, last = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, outputs)
     net = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), last)
     return FSDP(net, auto_wrap_policy=NameWrapPolicy("Linear"))
@@ -36,7 +36,7 @@ def points_of_ring() -> torch.Tensor:
 
 
 def penalty(critic: FSDP, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """How far the critic's gradient is from length 1, between real and generated points."""
+    """Measures how far the critic's gradient is from length 1, between real and generated points."""
     share = torch.rand(BATCH, 1)
     between = (share * real + (1 - share) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)

@@ -29,7 +29,7 @@ CONTEXT, STEPS = 64, 30
 
 
 def read_windows() -> list[dict[str, torch.Tensor]]:
-    """The sources as pieces of CONTEXT bytes, each byte a token."""
+    """Reads the sources as pieces of CONTEXT bytes, each byte a token."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     pieces = text.long().split(CONTEXT)[:-1]

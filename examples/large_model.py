@@ -67,7 +67,7 @@ class Peak(threading.Thread):
 
 
 def layer_by_layer(folder: Path, x: torch.Tensor) -> torch.Tensor:
-    """The same computation without any model, from the files."""
+    """Computes the same without any model, from the files."""
     for file in sorted(folder.glob("*.safetensors")):
         (weight,) = load_file(file).values()
         x = nn.functional.linear(x, weight)

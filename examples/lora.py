@@ -39,7 +39,7 @@ BATCH, STEPS, HELD_OUT = 8, 30, 64
 
 
 def read_sentences() -> list[tuple[str, int]]:
-    """The first sentences of documentation, each with the number of its module, shuffled."""
+    """Reads the first sentences of documentation, each with the number of its module, shuffled."""
     found = {}
     for number, module in enumerate(MODULES):
         place = Path(sysconfig.get_paths()["stdlib"], module)

@@ -50,14 +50,14 @@ class GPT(nn.Module):
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to learn from, and the last twentieth of them to be judged by."""
+    """Reads bytes to learn from, and the last twentieth of them for evaluation."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     return text[: -len(text) // 20], text[-len(text) // 20 :]
 
 
 def loss_on(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """Of windows that torch's random numbers choose."""
+    """Returns the loss on windows that torch's random numbers choose."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

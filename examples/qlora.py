@@ -51,7 +51,7 @@ def read_pairs() -> Pairs:
 
 
 def quantised_encoder() -> nn.Module:
-    """MiniLM with the weights of its layers in 4 bits."""
+    """Loads MiniLM with the weights of its layers in 4 bits."""
     path = minilm.get_model_path()
     model = AutoModel.from_pretrained(path, add_pooling_layer=False, attn_implementation="eager")
     for module in model.encoder.modules():
@@ -61,7 +61,7 @@ def quantised_encoder() -> nn.Module:
 
 
 def embed(model: nn.Module, tokenizer: Any, pairs: Pairs) -> torch.Tensor:
-    """One vector of length 1 for each text: those of all sentences, then those of all signatures."""
+    """Returns one vector of length 1 for each text: all sentences, then all signatures."""
     texts = [text for side in zip(*pairs) for text in side]
     batch = tokenizer(texts, padding=True, truncation=True, max_length=32, return_tensors="pt")
     mask = batch["attention_mask"].unsqueeze(-1)
@@ -69,7 +69,7 @@ def embed(model: nn.Module, tokenizer: Any, pairs: Pairs) -> torch.Tensor:
 
 
 def contrast(vectors: torch.Tensor) -> torch.Tensor:
-    """The loss of sentences that choose among all signatures by how near they are."""
+    """Returns the loss of sentences that choose among all signatures by how near they are."""
     sentences, signatures = vectors.chunk(2)
     return F.cross_entropy(sentences @ signatures.T / TEMPERATURE, torch.arange(len(sentences)))
 

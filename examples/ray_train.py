@@ -32,7 +32,7 @@ def make_net() -> nn.Sequential:
 
 
 def train(config: dict[str, str]) -> None:
-    """What each worker runs; Ray has made the process group."""
+    """Trains in each worker; Ray has made the process group."""
     model = make_net()
     for layer in model:
         if isinstance(layer, nn.Linear):

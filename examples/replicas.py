@@ -73,7 +73,7 @@ def train_step(
 
 
 def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """CRC-32 of what this rank holds of model and optimizer."""
+    """Returns the CRC-32 of this rank's part of model and optimizer."""
     total = 0
     for param in model.parameters():
         for tensor in (param, *optimizer.state[param].values()):
@@ -83,7 +83,7 @@ def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--group", type=int, required=True, help="number of this replica group")
     parser.add_argument("--front", choices=("fully_shard", "wrapper"), default="fully_shard")

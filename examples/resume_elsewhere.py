@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 3 examples/resume_elsewhere.py runs/moved --steps 40 --export runs/exported
 
 The second run loads what the first one has saved: model, optimizer and learning rate. All ranks together see
-96 samples a step, so the losses are those of a run that nobody has interrupted. What is exported is a folder
-of safetensors, which a plain model loads.
+96 samples a step, so the losses are those of a run that nobody has interrupted. The export is a folder of
+safetensors, which a plain model loads.
 
 The second one prints:
 
@@ -35,7 +35,7 @@ def make_net() -> nn.Module:
 
 
 def batch_of(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the samples of a step: points of the plane, and the values of a function there."""
+    """Returns this rank's samples of a step: points of the plane, and the values of a function there."""
     points = torch.rand(SAMPLES, 2, generator=torch.Generator().manual_seed(step))[rank::ranks]
     return points, torch.sin(6 * points[:, :1]) * points[:, 1:]
 

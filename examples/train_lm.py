@@ -88,7 +88,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the held-out windows, in nats per byte, the same on every rank."""
+        """Returns the mean loss over the held-out windows, in nats per byte, the same on every rank."""
         assert isinstance(self.corpus, Corpus)
         count, context = self.options.eval_windows, self.options.context
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
@@ -103,7 +103,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self, length: int) -> str:
-        """Text of the model's own; every rank draws the same bytes, as all take part in each forward."""
+        """Draws text from the model; every rank draws the same bytes, as all take part in each forward."""
         generator = torch.Generator().manual_seed(self.options.seed)
         text = list(PROMPT)
         for _ in range(length):
@@ -114,13 +114,13 @@ class Run:
         return bytes(text).decode(errors="replace")
 
     def peak_memory_bytes(self) -> int:
-        """The highest of all ranks."""
+        """Returns the highest of all ranks."""
         peak = torch.tensor(launch.peak_memory_bytes(self.world.device), device=self.world.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return int(peak)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Each window's mean loss."""
+        """Returns each window's mean loss."""
         logits = self.model(inputs.to(self.world.device))
         wanted = targets.to(self.world.device).flatten()
         losses = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none")
@@ -128,7 +128,7 @@ class Run:
 
 
 def make_optimizer(options: Options, model: FSDP, world: World) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
+    """Makes AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
 
     def adamw(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.01)
@@ -146,12 +146,12 @@ def make_optimizer(options: Options, model: FSDP, world: World) -> torch.optim.O
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Up linearly, down with the square root; knows no end, so a run may be prolonged."""
+    """Returns the rate: linearly up, down with the square root; it knows no end, so runs may be prolonged."""
     return options.lr * min(step / options.warmup, (options.warmup / step) ** 0.5)
 
 
 def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
-    """Steps from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
+    """Trains from `first_step` on, with evaluations and checkpoints between; returns tokens per second."""
     options, world = run.options, run.world
     recording = Recording(options.timeline, world)
     tokens = run.share.global_batch * options.context
@@ -174,7 +174,7 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
 
 
 def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
-    """The whole run; returns what its last line reports."""
+    """Does the whole run; returns the numbers of its last line."""
     folder, last_step = None, 0
     share = options.share(world.rank, world.size)
     run = Run(options, corpus, world, share)
@@ -198,7 +198,7 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
 
 
 def planned(options: Options, world: World) -> tuple[FSDP, torch.optim.Optimizer, Callable[[], object]]:
-    """What `fsdp_wrap.plan` runs: this very run, on text without values."""
+    """Makes model, optimizer and step for `fsdp_wrap.plan`: this very run, on text without values."""
     run = Run(options, Unread(), world, options.share(world.rank, world.size))
     return run.model, run.optimizer, lambda: run.train_step(1)
 

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy pictures (count, 1, SIZE, SIZE), and which shape is in each: circle 0, square 1, cross 2."""
+    """Draws noisy pictures (count, 1, SIZE, SIZE), and their shapes: circle 0, square 1, cross 2."""
     kind, radius = torch.randint(3, (count, 1, 1)), 3 + 3 * torch.rand(count, 1, 1)
     grid = torch.arange(SIZE) - SIZE / 2 + 4 * torch.rand(2, count, 1) - 2
     y, x = grid[0][:, :, None].abs(), grid[1][:, None, :].abs()

@@ -65,7 +65,7 @@ def made_up(way: str) -> str:
 
 
 def sender(way: str, where: str) -> WeightSender | WeightFolder:
-    """The trainer's side, on the first rank."""
+    """Runs the trainer's side, on the first rank."""
     if way == "folder":
         return WeightFolder(where)
     channel = GlooChannel if way == "gloo" else SharedMemoryChannel
@@ -73,7 +73,7 @@ def sender(way: str, where: str) -> WeightSender | WeightFolder:
 
 
 def updates(way: str, where: str) -> Iterator[Update]:
-    """The receiver's side."""
+    """Runs the receiver's side."""
     if way == "folder":
         return stored(where)
     return received((GlooChannel if way == "gloo" else SharedMemoryChannel)(where, receives=True))

@@ -30,22 +30,22 @@ def train_beside(
     clip: Callable[[nn.Module], torch.Tensor] | None = None,
     near: dict[str, Any] = NEAR,
 ) -> None:
-    """Trains a sharded model beside a plain one that sees the batches of all ranks; what differs fails.
+    """Trains a sharded model beside a plain one that sees the batches of all ranks; fails at any difference.
 
     Compared are the loss of each backward; before each step norms, gradients, how they lie, and which
     parameters have none; and all parameters after each step.
 
     Args:
-        model: What any of the front-ends has sharded.
-        plain: One of the same values.
+        model: A model that any of the front-ends has sharded.
+        plain: A plain model with the same values.
         loss_of: Runs forward and backward with a batch, and returns the loss.
-        batches: By the number of a backward, what each copy of the model computes with.
-        place: Which of these batches is this rank's.
+        batches: Returns each model copy's batch, by the number of the backward.
+        place: The index of this rank's batch.
         steps: How many there are.
-        accumulation: What the backwards of a step reduce, in the letters of `fronts.accumulating`.
-        optimizers: Of the model and the plain one; SGD with momentum by default.
+        accumulation: How each backward of a step reduces, in the letters of `fronts.accumulating`.
+        optimizers: Optimizers of the model and the plain one; SGD with momentum by default.
         clip: Clips the gradients of either model, and returns their norm.
-        near: The tolerance, of which norms in relation to their size have five times as much.
+        near: The tolerance; norms have five times as much, in relation to their size.
     """
     optimizers = optimizers or (_sgd(model), _sgd(plain))
     for step in range(steps):
@@ -74,18 +74,18 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def mean_backward(loss_of_rank: Callable[[int], Any]) -> None:
-    """The backward of a plain model's loss, averaged over the batches of all ranks."""
+    """Runs the backward of a plain model's loss, averaged over the batches of all ranks."""
     size = dist.get_world_size()
     (sum(map(loss_of_rank, range(size))) / size).backward()
 
 
 def large_batch_backward(plain: nn.Module, steps: Iterable[int]) -> None:
-    """The same of all batches of tokens of some steps, for a transformer."""
+    """Runs the same for all batches of tokens of some steps, for a transformer."""
     mean_backward(lambda rank: sum(loss_of_tokens(plain, tokens(rank, step)) for step in steps))
 
 
 def assert_close_grads(model: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
-    """Full gradients are a plain model's, and zeros where that has none."""
+    """Asserts that full gradients are a plain model's, and zeros where that has none."""
     expected = {name: value.to_dense() for name, value in full_grads(plain).items()}
     _assert_near(full_grads(model), expected, rtol=rtol, atol=atol)
 

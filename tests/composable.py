@@ -1,4 +1,4 @@
-"""What tests of `fully_shard` share."""
+"""Helpers for tests of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shard_blocks(model: nn.Module, **kwargs):
 
 
 def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True) -> None:
-    """Parameters and gradients, gathered by DTensor, equal those of a plain model."""
+    """Asserts that parameters and gradients, gathered by DTensor, equal those of a plain model."""
     wanted_of = dict(reference.named_parameters())
     for name, param in model.named_parameters():
         expected = wanted_of.pop(name.replace("_checkpoint_wrapped_module.", ""))
@@ -34,6 +34,6 @@ def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True) -> N
 
 
 def trace(events: Iterable[Event]) -> list[str]:
-    """Events in short: u(nshard), r(eshard) or p(ost-backward), and the last part of the unit's name."""
+    """Shortens events: u(nshard), r(eshard) or p(ost-backward), and the last part of the unit's name."""
     known = [event for event in events if event.kind.value != "reduce"]
     return [f"{event.kind.value[0]} {event.unit.rpartition('.')[2] or 'root'}" for event in known]

@@ -48,9 +48,9 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
     Args:
         front: The front-end.
         module: It changes in place.
-        auto_wrap_policy: As the wrapper takes it.
-        options: The wrapper's; `fully_shard` gets those that say the same. Unlike it, the wrapper reshards
-            the root after forward with FULL_SHARD, and so does `fully_shard` if that is given.
+        auto_wrap_policy: A policy of the wrapper.
+        options: The wrapper's; translated for `fully_shard`. Unlike that, the wrapper reshards the root after
+            forward with FULL_SHARD, and so does `fully_shard` if that is given.
     """
     if front != "composable":
         return FSDP(module, auto_wrap_policy=auto_wrap_policy, use_orig_params=front == "orig", **options)
@@ -75,41 +75,41 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
 def twins(
     front: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """A plain model and a sharded one with the same parameters."""
+    """Makes a plain model and a sharded one with the same parameters."""
     torch.manual_seed(0)
     plain = make().to(dtype)
     return plain, shard(front, copy.deepcopy(plain), **options)
 
 
 def prefetching(name: str | None) -> dict[str, Any]:
-    """The options of a front-end that prefetches as a value of `each_prefetch` says."""
+    """Returns the options of a front-end that prefetches as a value of `each_prefetch` says."""
     if name == "default":
         return {}
     return {"backward_prefetch": BackwardPrefetch[name] if name else None}
 
 
 def inner(module: Any) -> Any:
-    """The module below a wrapper; `fully_shard` puts none around it."""
+    """Returns the module below a wrapper; `fully_shard` puts none around it."""
     return module.module if isinstance(module, FSDP) else module
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, a plain one as it is."""
+    """Returns the whole of a sharded tensor, a plain one as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local_numel(param: torch.Tensor) -> int:
-    """Elements that this rank holds."""
+    """Counts the elements that this rank holds."""
     return (param.to_local() if isinstance(param, DTensor) else param).numel()
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, with full values."""
+    """Returns the state dict, with full values."""
     return {name: full(value) for name, value in model.state_dict().items()}
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full gradients by clean name; zeros where there is none."""
+    """Returns full gradients by clean name; zeros where there is none."""
     if isinstance(model, FSDP):
         return models.full_grads(model)
     return {
@@ -119,12 +119,12 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same_values(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Full parameters are those of a plain model, or of what DDP wraps; to the bit without a tolerance."""
+    """Asserts that full parameters are a plain model's, or DDP's; to the bit without a tolerance."""
     _compare(full_state(model), {name: param.detach() for name, param in named_state(reference)}, tolerance)
 
 
 def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """The same of full gradients."""
+    """Asserts the same of full gradients."""
     _compare(full_grads(model), {name: param.grad for name, param in named_state(reference)}, tolerance)
 
 
@@ -164,7 +164,7 @@ def within_copy(model: nn.Module) -> Iterator[None]:
 
 
 def accumulating(model: nn.Module, letter: str) -> AbstractContextManager[None]:
-    """T: without reductions; C: with those within the copy; F: with all."""
+    """Enters T: without reductions; C: with reductions within the copy; F: with all."""
     return {"T": no_sync, "C": within_copy, "F": nullcontext}[letter](*[model] * (letter != "F"))
 
 
@@ -181,7 +181,7 @@ ONE = SIDE * SIDE * 4
 
 
 def squares(front: str, per_unit: int = 2, units: int = 4) -> nn.Module:
-    """Units of some square matrices each."""
+    """Makes units of some square matrices each."""
 
     def unit() -> nn.Module:
         return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(per_unit)))

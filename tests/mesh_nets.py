@@ -84,7 +84,7 @@ def net(seed: int, stage: int | None = None) -> Net:
 
 
 def on_mesh(front: str, kind: str, seed: int) -> nn.Module:
-    """The model as a front-end shards it; with pipelines this rank's stage."""
+    """Makes the model as a front-end shards it; with pipelines this rank's stage."""
     if front == PLAIN:
         return net(seed)
     shape, names, _ = KINDS[kind]
@@ -124,7 +124,7 @@ def _wrapper(front: str, model: Net, mesh: DeviceMesh) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """A step in which all ranks see the same."""
+    """Takes a step in which all ranks see the same."""
     tokens = torch.randint(WIDTH, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     model(tokens).square().mean().backward()
     optimizer.step()
@@ -137,7 +137,7 @@ class Side:
     Args:
         model: Sharded in any way, or plain.
         functions: Ours, or torch's.
-        options: Of these functions.
+        options: Options of these functions.
     """
 
     def __init__(self, model: nn.Module, functions: Any = our_functions, **options: Any) -> None:
@@ -186,7 +186,7 @@ class Side:
             taker.load(way, path)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Parameters and state of the optimizer: whole from wrappers, else as they are sharded."""
+        """Returns parameters and state of the optimizer: whole from wrappers, else as they are sharded."""
         wraps = isinstance(self.model, FSDP)
         state = self.state(flatten_optimizer_state_dict=True, full_state_dict=wraps)
         optim = {name: value for name, value in state["optim"].items() if name.startswith("state.")}
@@ -195,7 +195,7 @@ class Side:
 
 
 def assert_same_sides(one: Side, other: Side, atol: float = 0) -> None:
-    """Parameters and state of the optimizer have the same values."""
+    """Asserts that parameters and state of the optimizer have the same values."""
     found, expected = one.values(), other.values()
     assert found.keys() == expected.keys()
     for name, value in expected.items():

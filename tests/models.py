@@ -64,18 +64,18 @@ WRAPPINGS: dict[str, Callable[[], Any]] = {
 
 
 def tokens(rank: int, step: int, batch: int = 2) -> torch.Tensor:
-    """A batch that depends on rank and step only."""
+    """Returns a batch that depends on rank and step only."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=generator)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Next-token loss."""
+    """Returns the next-token loss."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    """Plain training; returns the losses."""
+    """Trains a plain model; returns the losses."""
     losses = []
     for step in steps:
         loss = loss_of(model, tokens(rank, step))
@@ -89,7 +89,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 def twins(
     make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> tuple[nn.Module, FSDP]:
-    """A plain model and a wrapped one with the same parameters."""
+    """Makes a plain model and a wrapped one with the same parameters."""
     torch.manual_seed(0)
     plain = make().to(dtype)
     return plain, FSDP(copy.deepcopy(plain), **kwargs)
@@ -98,7 +98,7 @@ def twins(
 def transformer_twins(
     use_orig_params: bool, strategy: str = "FULL_SHARD", **options: Any
 ) -> tuple[nn.Module, FSDP]:
-    """A plain transformer in float64, and one with the same parameters and a unit for each block."""
+    """Makes a plain transformer in float64, and an equal one with a unit for each block."""
     return twins(
         Transformer,
         torch.float64,
@@ -128,12 +128,12 @@ def full_grads(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The value of every rank."""
+    """Returns the value of every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a plain module or of what DDP wraps."""
+    """Returns parameters of a plain module, or of DDP's."""
     yield from getattr(module, "module", module).named_parameters()

@@ -104,7 +104,7 @@ def distribute(model: Net, mesh: DeviceMesh) -> Net:
 
 
 def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
-    """The same for one layer."""
+    """Does the same for one layer."""
     for name in ("up", "down"):
         whole = getattr(block, name)
         part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]), whole.requires_grad)
@@ -112,7 +112,7 @@ def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def meshes(replicas: bool = False) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Those over which all else is sharded, over which one expert is, and over which experts are spread."""
+    """Returns the meshes over which all else is sharded, one expert is sharded, and experts are spread."""
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     if replicas:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp")), experts["edp"], experts["ep"]
@@ -140,7 +140,7 @@ def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:
 
 
 def batches(seed: int) -> torch.Tensor:
-    """Tokens for each rank."""
+    """Returns tokens for each rank."""
     return torch.randint(VOCABULARY, (RANKS, 2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 

@@ -14,7 +14,7 @@ from fsdp_wrap import IntervalTensor
 
 
 def by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """A plain optimizer's state dict with names in place of numbers."""
+    """Returns a plain optimizer's state dict with names in place of numbers."""
     names = {id(param): name for name, param in module.named_parameters()}
     numbered = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
     state = copy.deepcopy(optimizer.state_dict())

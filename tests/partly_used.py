@@ -40,7 +40,7 @@ class Wide(nn.Module):
 
 
 def assert_small_gradients_count(front: str, model: nn.Module, rank: int) -> None:
-    """Gradients too small for what travels are zeros, and still gradients."""
+    """Asserts that gradients too small for the codec are zeros, and still gradients."""
     before = {name: value.clone() for name, value in full_state(model).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     (model(rank) * 1e-9).backward()

@@ -37,7 +37,7 @@ class Manager:
         return dist.all_reduce(tensor, group=self.pair, async_op=True)
 
     def start_quorum(self) -> None:
-        """The groups that are there are those of before."""
+        """Keeps the groups that are there."""
 
     def should_commit(self) -> bool:
         return True
@@ -46,7 +46,7 @@ class Manager:
         return 0
 
     def allow_state_dict_read(self) -> None:
-        """Nobody reads in another thread."""
+        """Does nothing: nobody reads in another thread."""
 
     disallow_state_dict_read = allow_state_dict_read
 
@@ -57,7 +57,7 @@ class Manager:
         self.states[key] = (load_state_dict, state_dict)
 
     def heal(self, rank: int) -> None:
-        """The second group takes what the first one has: as bytes, rank by rank."""
+        """Gives the second group the first one's state: as bytes, rank by rank."""
         (load, give) = self.states["fsdp_wrap"]
         sent = [give() if rank < SHARDS else None]
         dist.broadcast_object_list(sent, src=rank % SHARDS, group=self.pair)

@@ -1,4 +1,4 @@
-"""What is saved and goes on elsewhere: a model that every wrapper takes, trained on any number of ranks."""
+"""Training that is saved and goes on elsewhere: a model for every wrapper, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def net() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, steps: range) -> None:
-    """Each rank takes its rows of a batch, of which there are equally many for 1, 2, 3 and 4 ranks."""
+    """Trains on this rank's rows of each batch, equally many for 1, 2, 3 and 4 ranks."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: i
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A plain model that saw whole batches."""
+    """Returns a plain model that saw whole batches."""
     plain = net()
     optimizer = adamw(plain)
     train(plain, optimizer, 0, 1, range(steps))
@@ -76,7 +76,7 @@ class Counter:
 
 
 def other(module: nn.Module) -> nn.Module:
-    """The same kind of module with other values."""
+    """Makes the same kind of module with other values."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1)

@@ -114,7 +114,7 @@ def pairwise(
 def draw(
     space: Mapping[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
 ) -> Scenario:
-    """A random scenario, some options given."""
+    """Draws a scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
 
 
@@ -123,7 +123,7 @@ def _pairs(scenario: Scenario) -> set[frozenset[tuple[str, Any]]]:
 
 
 def name_of(scenario: Scenario) -> str:
-    """A short test id."""
+    """Returns a short test id."""
     return "-".join(str(value) for value in scenario.values())
 
 
@@ -216,7 +216,7 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
 
 
 def _parts(model: Model, wrapping: str) -> list[Any]:
-    """What to call `fully_shard` with, in turn."""
+    """Returns the modules for `fully_shard`, in the order of the calls."""
     leaves = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     every = [module for module in reversed(list(model.modules())) if not isinstance(module, nn.ModuleList)]
     return {
@@ -279,7 +279,7 @@ class _Batches:
 
 
 def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, str]]:
-    """(number of the batch, as what of `accumulating` it runs) of one step."""
+    """Yields `(number of the batch, letter of accumulating)` of one step."""
     for index, letter in enumerate(scenario["accumulation"]):
         yield 100 * step + index, letter
 
@@ -289,7 +289,7 @@ def _fail(*_: Any) -> None:
 
 
 def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> None:
-    """One forward and backward in which a module raises on every rank."""
+    """Runs one forward and backward in which a module raises on every rank."""
 
     def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
@@ -307,7 +307,7 @@ def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> N
 
 @dataclass(frozen=True)
 class Reference:
-    """What a plain model does that sees the batches of all ranks.
+    """Training of a plain model that sees the batches of all ranks.
 
     Attributes:
         initial: The model before training.
@@ -358,15 +358,15 @@ def check(
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """Trains as the scenario says, compares with the plain model, and returns what it has trained.
+    """Trains as the scenario says, compares with the plain model, and returns the trained model.
 
     Args:
         scenario: The options.
         rank: This process's.
         world_size: How many there are.
-        expected: What the plain model has done, if that is known.
-        aside: In which all is compared.
-        device: Where it is trained; by default the CPU.
+        expected: The plain model's training, if it is known.
+        aside: A context for the comparisons.
+        device: Where it is trained; the CPU by default.
     """
     expected = expected or reference(scenario, world_size, device)
     with aside():

@@ -1,4 +1,4 @@
-"""What tests of weights that are sent have in common: a small model, its units, and a step of training."""
+"""A small model, its units and a step of training, for tests that send weights."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def per_block(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def below_plain(net: nn.Module, **options: Any) -> nn.Module:
-    """The outermost module stays plain."""
+    """Wraps all but the outermost module, which stays plain."""
     net.stem = FSDP(net.stem, **options)
     net.blocks[1] = FSDP(net.blocks[1], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
     return net
@@ -189,7 +189,7 @@ each_way = pytest.mark.parametrize(
 
 
 def wrapped_and_plain(cls: Callable[[], nn.Module], wrap: Callable[..., nn.Module], use_orig_params: bool):
-    """The wrapped model, and an equal plain one."""
+    """Makes the wrapped model, and an equal plain one."""
     plain = cls()
     if cls is not Mixed:
         plain.double()
@@ -214,7 +214,7 @@ def assert_close(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
 
 
 def changed(state: dict[str, Any]) -> dict[str, Any]:
-    """Other values under the same names."""
+    """Returns other values under the same names."""
     other = copy.deepcopy(state)
     for name, value in other.items():
         other[name] = {"count": 8} if isinstance(value, dict) else value + 1
@@ -222,7 +222,7 @@ def changed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_batches() -> torch.Tensor:
-    """One batch for each rank, the same on every rank."""
+    """Returns one batch for each rank, the same on every rank."""
     return torch.randn(dist.get_world_size(), 4, WIDTH, dtype=torch.float64)
 
 

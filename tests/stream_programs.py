@@ -1,4 +1,4 @@
-"""What a user's program does on an accelerator, one thing in each: for the simulation, and to be mutated."""
+"""A user's programs on an accelerator, each about one thing: for the simulation, and to be mutated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 def net(checkpoints: bool = False) -> nn.Sequential:
-    """Three units and a root that has parameters of its own; ranks that are threads make the same."""
+    """Makes three units and a root with parameters of its own; ranks that are threads make the same."""
     return nn.Sequential(*(Layer(number, checkpoints) for number in range(3)), Layer(7, False).up)
 
 
@@ -87,7 +87,7 @@ def by_calls(**options: Any) -> Any:
 
 
 def products_beside(actions: Sequence[Any], chosen: Iterable[Any]) -> list[int]:
-    """For each of some actions of a device, how many matrix products may run beside it."""
+    """Counts, for each of some actions of a device, the matrix products that may run beside it."""
     products = [each for each in actions if each.what in ("aten::mm", "aten::addmm")]
     return [
         sum(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)
@@ -260,7 +260,7 @@ class _FailingGather(_Gather):
 
 
 def _collective_raises(rank: int, device: Simulation) -> object:
-    """What it has begun still writes when its buffers go."""
+    """Its collective still writes when its buffers go."""
     model = wrapped("composable")
     model[1].set_custom_all_gather(_FailingGather())
     with suppress(ArithmeticError):
@@ -384,7 +384,7 @@ def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> 
 
 
 def _group_with_a_stream(rank: int, device: Simulation) -> object:
-    """As where a process group runs collectives on a stream of its own, and its works order them."""
+    """Process groups that run collectives on a stream of their own, ordered by works."""
     device.group_has_stream = True
     return _states(rank, device, "orig", offload=False)
 
@@ -411,7 +411,7 @@ def offloads(
     """Trains with shards on the host, and something else.
 
     Args:
-        doing: What else.
+        doing: The other thing.
         offload: Whether they are on the host.
         states: Gets the state dict in the end, by rank.
         options: The wrapper's.

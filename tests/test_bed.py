@@ -235,7 +235,7 @@ def test_who_works_is_waited_for_and_so_is_who_waits_for_it():
 
 
 def looks_until_it_ends(taken: Callable[[int], dict[int, float]], silence: float = 8.0) -> tuple[int, str]:
-    """How many seconds ranks are waited for of which a thread has taken so much after so many; and why."""
+    """Returns how many seconds the bed waits for ranks whose thread took so much after so many; and why."""
     clock = SimpleNamespace(now=0)
     with (
         mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
@@ -319,7 +319,7 @@ class Combination:
 
 
 def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combination]:
-    """What is left of all combinations of three parameters, and of one whose values are marked by hand."""
+    """Samples all combinations of three parameters, and of one whose values are marked by hand."""
     items = [Combination(*values) for values in itertools.product(range(10), repeat=3)]
     items += [Combination(n, marks=["left_over"]) for n in range(1000)]
     with mock.patch("bed.sampling.THOROUGH", thorough):

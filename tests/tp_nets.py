@@ -73,7 +73,7 @@ def net(checkpointing: str = "none", seed: int = 0, hidden: int = HIDDEN) -> Net
 
 
 def net_for(mesh_name: str, checkpointing: str = "none") -> Net:
-    """A model whose matrix products the mesh's ranks can share: what they multiply must be cut evenly."""
+    """Makes a model whose matrix products the mesh's ranks can share: evenly cut."""
     return net(checkpointing, hidden=2 * WIDTH if mesh_name == "wide" else HIDDEN)
 
 
@@ -84,7 +84,7 @@ def freeze(model: nn.Module, which: str) -> None:
 
 
 def mesh_of(name: str) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """The whole mesh, that of data parallelism, and that of tensor parallelism."""
+    """Returns the whole mesh, that of data parallelism, and that of tensor parallelism."""
     shape, names = MESHES[name]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     data = names[:-1]
@@ -129,13 +129,13 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, plan: str = "columns") -> to
 
 
 def batches(copies: int, seed: int) -> torch.Tensor:
-    """Tokens for each of so many copies of a model: copies x samples x length."""
+    """Returns tokens for each of so many copies of a model: copies x samples x length."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (copies, 2, LENGTH), generator=generator)
 
 
 def place_in(data: DeviceMesh) -> int:
-    """Which copy of a model this rank has a part of."""
+    """Returns the index of the model copy that this rank has a part of."""
     place = 0
     for size, here in zip(data.shape, data.get_coordinate() or ()):
         place = place * size + here
@@ -143,7 +143,7 @@ def place_in(data: DeviceMesh) -> int:
 
 
 def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
-    """What this rank's copy computes with."""
+    """Returns the batch of this rank's copy."""
     return tokens[place_in(data)]
 
 

@@ -26,11 +26,11 @@ _LEAVE_LIMIT = 10.0
 _STACK_LIMIT = 20.0
 _OUTPUT_TAIL = 6000
 _MOST_THREADS = 150
-"""Those of gloo groups that something still holds wake up every 10 ms, and slow all tests that follow."""
+"""Threads of a rank beyond which the crew is renewed: those of gloo wake up every 10 ms, and slow tests."""
 
 
 def warm_up() -> None:
-    """Begin to start the fork server, without waiting: it imports torch once for all ranks of the session."""
+    """Begins to start the fork server, without waiting: it imports torch once for all ranks."""
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, _ONE_THREAD):
         forkserver.ensure_running()
@@ -86,7 +86,7 @@ class _Member:
         return Outcome(kind="died", pid=self.pid, headline=how, exitcode=code, output=self._output())
 
     def interrupt(self, what: str) -> Outcome:
-        """What a rank that did not answer is doing."""
+        """Returns the stack of a rank that did not answer."""
         if not self.process.is_alive():
             return self.died()
         stack = self._stack()
@@ -125,7 +125,7 @@ class Crew:
         self._jobs = 0
 
     def run(self, job: Job, grace: float) -> list[Outcome]:
-        """Run ``job`` on the first ranks. Once one did not pass, the others have ``grace`` seconds."""
+        """Runs ``job`` on the first ranks. Once one did not pass, the others have ``grace`` seconds."""
         if any(member.threads > _MOST_THREADS for member in self._members):
             self.dismiss()
         folder = self._grow(job.world_size)
@@ -171,7 +171,7 @@ class Crew:
         return self._folder
 
     def _clean_up(self, members: list[_Member], outcomes: list[Outcome]) -> list[Outcome]:
-        """Let the ranks leave the job's group, now that none needs another any more."""
+        """Lets the ranks leave the job's group, now that none needs another any more."""
         for member in members:
             member.send("all ranks are done")
         cleaned = self._gather(members, Patience(_CLEAN_UP_LIMIT, NEVER), grace=1.0)
@@ -180,7 +180,7 @@ class Crew:
         return [replace(outcome, headline=f"after the test: {outcome.headline}") for outcome in cleaned]
 
     def _gather(self, members: list[_Member], patience: Patience, grace: float) -> list[Outcome]:
-        """One outcome of each member, asked for or found out."""
+        """Returns one outcome of each member, asked for or found out."""
         outcomes: dict[int, Outcome] = {}
         while missing := {member.link: member for member in members if member.rank not in outcomes}:
             ready = connection.wait(list(missing), patience.pause)

@@ -13,13 +13,13 @@ from bed.report import RankFailure
 
 _Test = Callable[..., None]
 Backend = str | Callable[[Mapping[str, Any]], str] | None
-"""Of the default process group: a name, what chooses one by a test's parameters, or None for no group."""
+"""Backend of the default process group: a name, a function of a test's parameters, or None for no group."""
 
 
 def ranks(
     *world_sizes: int, timeout: float = TIMEOUT, grace: float = GRACE, backend: Backend = "gloo"
 ) -> Callable[[_Test], _Test]:
-    """Run a test ``(rank, world_size, **others)`` once for each world size, its body in every rank.
+    """Runs a test ``(rank, world_size, **others)`` once for each world size, its body in every rank.
 
     The others are parameters and fixtures as usual; their values are pickled. Each rank has a default process
     group of ``world_size`` ranks (``backend=None``: none) and the same seed, taken from the test's id.

@@ -1,4 +1,4 @@
-"""What travels between pytest and the ranks: a job there, an outcome back."""
+"""Messages between pytest and the ranks: a job there, an outcome back."""
 
 import importlib
 import importlib.machinery
@@ -57,12 +57,12 @@ class Outcome:
     output: str = ""
     """The end of what the rank wrote to stdout and stderr during this job."""
     exitcode: int | None = None
-    """Of a process that died: as in ``subprocess``, negative for a signal."""
+    """Exit code of a process that died: as in ``subprocess``, negative for a signal."""
     payload: bytes | None = None
 
     @property
     def value(self) -> Any:
-        """What the function returned."""
+        """The function's result."""
         return None if self.payload is None else pickle.loads(self.payload)
 
 
@@ -71,7 +71,7 @@ class CannotTravel(TypeError):
 
 
 def address(fn: Callable[..., Any]) -> dict[str, str]:
-    """Where a rank finds ``fn``: the fields module, path and name of its job."""
+    """Returns where a rank finds ``fn``: the fields module, path and name of its job."""
     name = getattr(fn, "__qualname__", "")
     if not inspect.isfunction(fn) or not name.isidentifier():
         raise CannotTravel(
@@ -81,7 +81,7 @@ def address(fn: Callable[..., Any]) -> dict[str, str]:
 
 
 def pack(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a job's arguments; the error for one that cannot travel names it."""
+    """Pickles a job's arguments; the error names one that cannot be pickled."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
     except Exception as failure:
@@ -102,7 +102,7 @@ def _picklable(value: Any) -> bool:
 
 
 def resolve(job: Job) -> Callable[..., Any]:
-    """The job's function, in the rank; of a test with ``@ranks`` that is the body."""
+    """Returns the job's function, in the rank; of a test with ``@ranks`` the body."""
     function: Callable[..., Any] = getattr(_load(job.module, job.path), job.name)
     return getattr(function, "rank_body", function)
 

@@ -43,7 +43,7 @@ def only_new_objects() -> Iterator[None]:
 class Peak(TorchDispatchMode):
     """The most bytes live at once, looked at whenever a large tensor was made.
 
-    What is above `suspect` is looked at twice: gloo's threads let go of what they sent a moment later.
+    Above `suspect` bytes it looks twice: gloo's threads let go of sent tensors a moment later.
     """
 
     def __init__(self, suspect: float) -> None:

@@ -9,7 +9,7 @@ NEVER = 600.0
 """Seconds after which what has not come will not come. By it nothing is judged: it ends what is stuck."""
 _LOOKS = 4
 _AT_WORK = 0.05
-"""Of a processor's time: what a thread takes that works beside many others. One that waits takes less."""
+"""Share of a processor's time that a busy thread gets beside many others. A waiting thread takes less."""
 
 _Thread = tuple[int, str]
 
@@ -64,7 +64,7 @@ class Patience:
 
 
 def _seconds_taken(processes: Iterable[int]) -> dict[_Thread, float]:
-    """The processor's time of each thread, where the system tells."""
+    """Returns the processor's time of each thread, where the system tells."""
     taken = {}
     for process in processes:
         for file in Path(f"/proc/{process}/task").glob("*/schedstat"):

@@ -25,7 +25,7 @@ atexit.register(_pool.close)
 
 
 def shutdown() -> None:
-    """End the pool's processes; a later job starts new ones."""
+    """Ends the pool's processes; a later job starts new ones."""
     _pool.dismiss()
 
 
@@ -37,7 +37,7 @@ def run_ranks(
     grace: float = GRACE,
     backend: str | None = "gloo",
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ranks of the pool and return the results in rank order.
+    """Calls ``fn(rank, world_size, *args)`` on ranks of the pool and returns the results in rank order.
 
     Raises ``RankFailure`` unless every rank passes, and skips the calling test where every rank skips.
     """
@@ -53,7 +53,7 @@ def run_isolated(
     grace: float = 10.0,
     backend: str | None = "gloo",
 ) -> list[Outcome]:
-    """Call ``fn(rank, world_size, *args)`` in fresh processes, which may crash; return how each ended.
+    """Calls ``fn(rank, world_size, *args)`` in fresh processes, which may crash; returns how each ended.
 
     ``grace`` is longer than the pool's, since in a kill test the survivors' errors are the point.
     """
@@ -72,7 +72,7 @@ def make_job(
     timeout: float,
     backend: str | None,
 ) -> Job:
-    """Describe the call ``fn(rank, world_size, *args, **kwargs)``."""
+    """Describes the call ``fn(rank, world_size, *args, **kwargs)``."""
     where = address(fn)
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]  # without the phase, "(call)"
     seed = zlib.crc32((test or where["name"]).encode())
@@ -89,7 +89,7 @@ def make_job(
 
 
 def run_on_pool(job: Job, grace: float) -> list[Any]:
-    """Run ``job`` and turn its outcomes into results, a skip or a ``RankFailure``."""
+    """Runs ``job`` and turns its outcomes into results, a skip or a ``RankFailure``."""
     __tracebackhide__ = True
     if not 1 <= job.world_size <= POOL_SIZE:
         raise ValueError(f"the pool has 1 to {POOL_SIZE} ranks, not {job.world_size}; see run_isolated")

@@ -76,7 +76,7 @@ def _functions(found: Any) -> list[FunctionType]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the names in a function's code mean in its module."""
+    """Yields the values, in its module, of the names in a function's code."""
     for code in _codes(function.__code__):
         for name in code.co_names:
             if name in function.__globals__:

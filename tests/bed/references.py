@@ -36,10 +36,10 @@ _NAMES = {
 
 @contextmanager
 def count_collectives(objects: bool = True) -> Iterator[dict[str, Traffic]]:
-    """Count this rank's collectives by their names in ``torch.distributed``, whoever issues them and however.
+    """Counts this rank's collectives by their names in ``torch.distributed``, whoever issues them.
 
-    Those issued from a backward count if the backward runs inside the context. Without ``objects``, what
-    torch's object collectives issue does not count.
+    Collectives of a backward count if it runs inside the context. Without ``objects``, collectives inside
+    torch's object collectives do not count.
     """
     counts: dict[str, Traffic] = {}
     with _Counter(counts, objects):
@@ -75,7 +75,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _exchanges() -> dict[int, str]:
-    """What messages with our tags stand for."""
+    """Names of the collectives that messages with our tags stand for."""
     from fsdp_wrap._comm.messages import (  # only here: the bed itself needs no library
         _GATHER_TAG,
         _REDUCE_TAG,

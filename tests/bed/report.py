@@ -26,7 +26,7 @@ def _headline(outcomes: Sequence[Outcome]) -> str:
 
 
 def _sections(outcomes: Sequence[Outcome]) -> list[str]:
-    """A section for each rank; ranks that say the same share one."""
+    """Returns a section for each rank; ranks with the same text share one."""
     sections: dict[tuple[str, str], list[str]] = {}
     for rank, outcome in enumerate(outcomes):
         # A traceback ends with its headline.

@@ -49,10 +49,10 @@ def draw() -> str:
 
 
 def sample(items: list[pytest.Item], given: Sequence[str]) -> list[pytest.Item]:
-    """Marks left-over combinations as slow; takes those out that were not drawn, and returns them.
+    """Marks left-over combinations as slow; takes out and returns those that were not drawn.
 
     Args:
-        items: What was collected.
+        items: The collected tests.
         given: Arguments of the command line. A combination whose id is one of them is in the fast tier.
     """
     names = {argument.partition("::")[2] for argument in given}
@@ -96,7 +96,7 @@ def part_of(values: Iterable[_T], one_in: int) -> list[_T]:
 
 
 def _meetings(item: pytest.Item) -> set[_Together]:
-    """Which values meet in this item; nothing less than all where there are two at the most."""
+    """Returns the pairs of values that meet in this item; its single values under the mark `each_value`."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     values = [repr(params[name]) for name in sorted(params)]
     together = 2 if item.get_closest_marker("each_value") is None else 1
@@ -104,7 +104,7 @@ def _meetings(item: pytest.Item) -> set[_Together]:
 
 
 def _covering(combinations: dict[pytest.Item, set[_Together]]) -> set[pytest.Item]:
-    """Few of the items, in which all meet that meet in any."""
+    """Returns a few of the items that contain every meeting of any of them."""
     waiting = dict(combinations)
     left = set().union(*waiting.values())
     chosen = set()

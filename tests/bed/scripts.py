@@ -24,7 +24,7 @@ _TO_END = 60
 
 
 class Done(NamedTuple):
-    """What is left of a command that has ended."""
+    """Exit code and output of a command that has ended."""
 
     code: int
     out: str
@@ -41,7 +41,7 @@ class Done(NamedTuple):
 
 
 def here(**variables: str) -> dict[str, str]:
-    """This process's environment with the checkout in front of what Python imports from."""
+    """Returns this process's environment with the checkout in front of Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **variables}
 
@@ -57,12 +57,12 @@ def run(
     """Runs a command to its end, after which nothing of it runs any more.
 
     Args:
-        command: The words of it.
-        code: What it is to end with; None for anything.
-        given: What it reads.
+        command: Its words.
+        code: The expected exit code; None for any.
+        given: Text for its standard input.
         folder: Its working folder.
         env: Its whole environment; `here()` by default.
-        first: What its process does before it becomes the command.
+        first: A function that its process calls before it becomes the command.
     """
     words = [*map(str, command)]
     process = subprocess.Popen(
@@ -109,7 +109,7 @@ def python(
 
 
 def on_ranks(ranks: int, *arguments: object) -> tuple[object, ...]:
-    """The words after Python that start a script in so many processes of torchrun."""
+    """Returns the words after Python that start a script in so many processes of torchrun."""
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments)
 
 

@@ -34,7 +34,7 @@ _SECONDS_OF_LINES = 5.0
 
 
 def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
-    """Serve jobs: answer each with an outcome, and clean up when told that all ranks have answered."""
+    """Serves jobs: answers each with an outcome, and cleans up when told that all ranks have answered."""
     _die_with_pytest()
     _redirect(log, stacks)
     torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def main(connection: Connection, rank: int, log: str, stacks: str) -> None:
 
 
 def _die_with_pytest() -> None:
-    """Leave no rank behind, however pytest ends: the fork server ends with pytest, the ranks with it."""
+    """Ends with pytest, however that ends: the fork server ends with pytest, the ranks with it."""
     # The fork server waits for everyone who holds this; a hung rank would keep it, and itself, alive.
     alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     os.close(alive)
@@ -67,7 +67,7 @@ def _die_with_pytest() -> None:
 
 
 def _redirect(log: str, stacks: str) -> None:
-    """Send all output to ``log``; on SIGUSR1 write the Python stacks to ``stacks``."""
+    """Sends all output to ``log``; on SIGUSR1 writes the Python stacks to ``stacks``."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -123,7 +123,7 @@ def _prepare(job: Job, rank: int) -> None:
 class _EndingGroups:
     """Lets process groups end beside the next job: gloo's threads look every 10 ms whether they should.
 
-    That is 20 ms a group in which nothing is computed.
+    Else each group would cost 20 ms in which nothing is computed.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _EndingGroups:
 
 
 def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
-    """Undo what a job may have left in this process."""
+    """Undoes the traces of a job in this process."""
     try:
         _forget_meshes()
         if dist.is_initialized():
@@ -172,7 +172,7 @@ def _forget_meshes() -> None:
 
 
 def _collect() -> None:
-    """Collect garbage, and pass over what jobs have imported from now on: it would take 0.2 s a job."""
+    """Collects garbage, and passes over the job's imports from now on: they would take 0.2 s a job."""
     gc.collect()
     if len(gc.get_objects()) > _MANY_OBJECTS:
         gc.freeze()

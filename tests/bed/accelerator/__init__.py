@@ -28,10 +28,10 @@ def run_simulated(
 
     Args:
         size: How many ranks.
-        body: Gets the rank and its accelerator. What is there in other orders in the end is compared: that is
-            what it returns, and what lives beside it.
+        body: Gets the rank and its accelerator. Memory that is alive at the end, its result included, is
+            compared between orders.
         records: Whether all is done again in other orders.
-        seeds: In how many by chance.
+        seeds: How many random orders.
 
     Raises:
         AssertionError: If a simulation objects to anything.

@@ -66,7 +66,7 @@ class _Arrivals:
 
 
 def _nobody_looks() -> AbstractContextManager[None]:
-    """In which this rank's simulation does not take what all ranks do together for its own doing."""
+    """Hides collective work of all ranks from this rank's simulation."""
     simulation = Simulation.here()
     return nullcontext() if simulation is None else simulation.aside()
 

@@ -30,13 +30,13 @@ class Block:
     """Some memory while it is allocated.
 
     Attributes:
-        number: Among all of the rank.
+        number: Its number among all blocks of the rank.
         nbytes: Its size.
         queue: The stream whose allocations may follow at once when it is freed, or the host.
         pinned: Whether the device copies from and to it by itself, if it is the host's.
-        initial: What it held when it was first seen, as bytes; None if nothing had been written to it.
-        freed: By what, once it is.
-        accesses: Those that later ones may conflict with.
+        initial: Its content when it was first seen, as bytes; None if nothing had been written to it.
+        freed: The action that freed it.
+        accesses: Accesses with which later ones may conflict.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Action:
         where: The unit and the phase in which it was issued.
         queue: The stream on which it runs, or the host.
         tick: Its number there.
-        clock: What comes before it, itself included.
+        clock: For each queue, the last action that comes before it, itself included.
     """
 
     what: str
@@ -106,7 +106,7 @@ class Action:
 
 @dataclass(eq=False)
 class Access:
-    """That an action touched some bytes."""
+    """An action's access to some bytes."""
 
     action: Action
     intervals: Sequence[Interval]
@@ -114,7 +114,7 @@ class Access:
 
 
 def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
-    """The bytes of its storage in which a tensor lies, in order."""
+    """Returns the bytes of its storage in which a tensor lies, in order."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
@@ -124,13 +124,13 @@ def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
 
 @lru_cache(maxsize=4096)
 def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Interval]:
-    """The bytes of a tensor that is not contiguous.
+    """Returns the bytes of a tensor that is not contiguous.
 
     Args:
         start: Its first byte.
         size: Bytes of an element.
-        lengths: Of its dimensions.
-        strides: Of them, in elements.
+        lengths: Its shape.
+        strides: Its strides, in elements.
     """
     run, outer = size, []
     for stride, length in sorted(zip(strides, lengths)):
@@ -150,7 +150,7 @@ def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, 
 
 
 def conflicts(action: Action) -> list[str]:
-    """What an action has against those before it; they are remembered with it."""
+    """Returns the conflicts of an action with earlier ones, and remembers its accesses."""
     found = []
     for writes, regions in ((False, action.reads), (True, action.writes)):
         for region in regions:

@@ -1,4 +1,4 @@
-"""What an operator reads and writes, and when it makes the host wait."""
+"""Reads and writes of operators, and the operators that make the host wait."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SHAPED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class Facts:
-    """What the schema of an operator tells.
+    """Facts about an operator from its schema.
 
     Attributes:
-        name: Its.
-        tensors_in: Which arguments may hold tensors: position, name, whether they are written.
+        name: Its qualified name.
+        tensors_in: Arguments that may hold tensors: position, name, whether they are written.
         is_view: Whether it only looks at the same memory in another way.
         random: Whether it draws numbers.
-        shaped_by_data: Whether the host needs numbers to know the shape of what it returns.
+        shaped_by_data: Whether the host needs numbers to know the shape of its result.
     """
 
     def __init__(self, operator: Any) -> None:
@@ -60,15 +60,15 @@ def facts_of(operator: Any) -> Facts:
 
 
 class Call:
-    """One call of an operator: its tensors by what happens to them.
+    """One call of an operator: its tensors by their use.
 
     Attributes:
         name: The operator.
-        places: Which arguments hold tensors: the position or the name, and what lies there.
+        places: Arguments that hold tensors: the position or the name, and the value.
         given: The tensors among its arguments.
-        written: Those of them that it writes.
-        read: Those whose numbers it looks at.
-        leaves_undefined: Whether what it returns holds whatever was there before.
+        written: The arguments that it writes.
+        read: The arguments whose numbers it reads.
+        leaves_undefined: Whether its result holds whatever was there before.
         random: Whether it draws numbers.
     """
 
@@ -105,5 +105,5 @@ class Call:
 
 
 def leaves(result: Any) -> Sequence[Any]:
-    """What an operator returns, one by one."""
+    """Returns the leaves of an operator's result."""
     return (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)

@@ -1,8 +1,8 @@
-"""What was done once in the order of the program, done again in orders that an accelerator might choose.
+"""Replay of recorded actions in other orders that an accelerator might choose.
 
 The device's memory is apart from the program's, and poisoned whenever it is allocated or freed. Each queue
-does its actions in turn, as soon or as late as the events allow. What the host reads, and what is there in
-the end, must have the bits that the program has seen.
+does its actions in turn, as soon or as late as the events allow. The numbers that the host reads, and the
+memory at the end, must have the bits that the program has seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bed.accelerator.operators import Call, leaves
 from bed.accelerator.streams import HOST, Clock
 
 _POISON = 0xFF
-"""Of these bytes every floating-point number is a NaN."""
+"""A byte that makes every floating-point number a NaN."""
 
 Key = tuple[str, int]
 """A group, and the number of a collective there."""
@@ -49,11 +49,11 @@ class Part:
     """One rank's part in a collective.
 
     Attributes:
-        key: Which one it is.
-        rank: This one's in the group.
+        key: Identifies the collective.
+        rank: This rank in the group.
         size: How many ranks there are in the group.
-        work: What does it, given the data of all ranks.
-        data: This rank's, views in the place of tensors.
+        work: The function that does it, given the data of all ranks.
+        data: This rank's data, views in the place of tensors.
     """
 
     key: Key
@@ -65,12 +65,12 @@ class Part:
 
 @dataclass(eq=False)
 class Arguments:
-    """What an operator was called with, views in the place of tensors.
+    """The arguments of an operator, views in the place of tensors.
 
     Attributes:
         given: The arguments by position.
-        named: Those by name.
-        places: Which of them hold tensors: the position or the name, and views as they lie there.
+        named: The arguments by name.
+        places: Arguments that hold tensors: the position or the name, and views as they lie there.
     """
 
     given: Sequence[Any]
@@ -243,13 +243,13 @@ class _Queue:
     """One queue of one rank in one run.
 
     Attributes:
-        rank: Whose.
-        name: Its.
-        done: How many of its actions are.
+        rank: The rank that has it.
+        name: Its name.
+        done: How many of its actions are done.
         in_meeting: Whether its next one is a part of a collective for which other ranks have not come.
 
     Args:
-        needs: What each of its actions comes after, in other queues, that those before it did not.
+        needs: For each of its actions, the new dependencies on other queues, as `(queue, tick)`.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class _Queue:
 
 
 def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int]]]:
-    """What each action of a queue comes after that those before it did not."""
+    """Returns the new dependencies of each action of a queue on other queues, as `(queue, tick)`."""
     before: Clock = {}
     found: list[Sequence[tuple[str, int]]] = []
     for action in actions:
@@ -293,7 +293,7 @@ class _Run:
 
     Args:
         recordings: One of each rank.
-        queues: Of all ranks.
+        queues: The queues of all ranks.
         turns: Tells in which order to look for a queue that can go on.
     """
 

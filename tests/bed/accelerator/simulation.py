@@ -75,16 +75,16 @@ class Simulation(Accelerator):
     """The streams, the memory and the host of one rank.
 
     Attributes:
-        faults: What it objects to.
-        host_waits: What the host waited for: by what, and where.
-        actions: All that was done, in the order of the program.
+        faults: Its objections.
+        host_waits: The host's waits: for which call, and where.
+        actions: All actions, in the order of the program.
         group_has_stream: Whether process groups run collectives on a stream of their own.
         runs_ahead: Whether the host goes on before the other ranks have come to a collective, which moves
-            nothing then: for tests of who does not come, not of numbers.
-        recording: What can be done again in another order, if that was asked for.
+            nothing then: for tests of missing ranks, not of numbers.
+        recording: The actions for a replay in another order, if that was asked for.
 
     Args:
-        records: Whether it is.
+        records: Whether a replay is asked for.
     """
 
     _of_thread: ClassVar[threading.local] = threading.local()
@@ -115,7 +115,7 @@ class Simulation(Accelerator):
 
     @classmethod
     def here(cls) -> Simulation | None:
-        """The one of the thread that asks, if it is in use."""
+        """Returns the simulation of the calling thread, if it is in use."""
         found: Simulation | None = getattr(cls._of_thread, "simulation", None)
         return found
 
@@ -155,7 +155,7 @@ class Simulation(Accelerator):
 
     @property
     def live_bytes(self) -> int:
-        """What the allocators of all streams have given away now."""
+        """Bytes that the allocators of all streams have given away now."""
         return sum(self._live.values())
 
     # what the package asks for
@@ -217,10 +217,10 @@ class Simulation(Accelerator):
 
     @contextmanager
     def in_host_lane(self, clock: Clock) -> Iterator[None]:
-        """Lets what the host does count as done in another thread.
+        """Counts the host's actions as another thread's.
 
         Args:
-            clock: What that thread comes after; it grows by what is done.
+            clock: The clock of that thread; it grows by these actions.
         """
         join(clock, self._host_clock)
         before, self._host_clock, self._host_queue = self._host_clock, clock, HOST_LANE
@@ -285,7 +285,7 @@ class Simulation(Accelerator):
 
     @staticmethod
     def _fresh(call: Call, result: Any) -> list[torch.Tensor]:
-        """Those tensors that an operator returns which have memory of their own."""
+        """Returns the tensors in an operator's result that have memory of their own."""
         known = {each.untyped_storage()._cdata for each in call.given}
         found = []
         for each in leaves(result):
@@ -401,7 +401,7 @@ class Simulation(Accelerator):
     # where
 
     def _where(self) -> str:
-        """The unit and the phase that the program is in, by the frames of the package."""
+        """Returns the unit and the phase that the program is in, by the frames of the package."""
         frame: FrameType | None = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
@@ -522,4 +522,4 @@ _REPLACED = (
     (torch.Tensor, "to", _to),
     (torch, "tensor", _made),
 )
-"""Whose function of which name, and what is called in its place."""
+"""Owner and name of each replaced function, and its replacement."""

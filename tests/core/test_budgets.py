@@ -1,0 +1,105 @@
+"""Upper bounds of the package's size, and of the way that a reader has to go: numbers here only go down.
+
+Whoever makes something smaller lowers its number here; nobody raises one. These print the numbers of today,
+and with `--docstrings` and `--list` what is behind them:
+
+    python tests/tools/size.py
+    python tests/tools/walk.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bed import run_isolated
+from bed.scripts import script
+
+CODE_LINES = {
+    "_comm": 2225,
+    "_comm/shared_memory": 1046,
+    "_compression": 205,
+    "_core": 1634,
+    "_params": 3948,
+    "_runtime": 3255,
+    "_state": 3134,
+    "checkpoint": 2494,
+    "compat": 906,
+    "optim": 2101,
+    "tools": 4230,
+    "top level": 2322,
+    "weights": 1116,
+    "core": 16518,
+    "all": 28616,
+}
+"""By folder; `core` is all but the add-ons, `tools` and `weights`."""
+
+FILES_IN_CIRCLES = {"_params": 4, "_runtime": 8, "tools": 4}
+"""Files of a folder that import each other in a circle, for types at least."""
+
+DOUBLED_CLASS_NAMES = 25
+"""Names that classes in several files have."""
+
+OBSCURE_DOCSTRINGS = 555
+"""Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
+
+WALKS = {
+    ("flat", "construct"): (55, 250),
+    ("flat", "step"): (29, 116),
+    ("original", "construct"): (56, 248),
+    ("original", "step"): (30, 117),
+    ("fully_shard", "construct"): (55, 248),
+    ("fully_shard", "step"): (29, 117),
+}
+"""Files and functions that rank 0 of two enters."""
+
+size = script("size", "tests/tools")
+
+
+def test_folders_have_few_lines_of_code():
+    lines = {folder: code for folder, (code, _) in size.lines_by_folder().items()}
+    assert lines.keys() == CODE_LINES.keys()
+    assert {folder: code for folder, code in lines.items() if code > CODE_LINES[folder]} == {}
+
+
+def test_few_files_of_a_folder_import_each_other_in_circles():
+    files = {folder: sum(map(len, found)) for folder, found in size.circles().items()}
+    assert {folder: n for folder, n in files.items() if n > FILES_IN_CIRCLES.get(folder, 0)} == {}
+
+
+def test_few_class_names_have_two_meanings():
+    doubled = size.doubled_classes()
+    assert len(doubled) <= DOUBLED_CLASS_NAMES, doubled
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = size.obscure_docstrings()
+    assert len(found) <= OBSCURE_DOCSTRINGS, "python tests/tools/size.py --docstrings lists them"
+
+
+def test_the_beginnings_of_sentences_are_seen():
+    for text in (
+        "What it is.",
+        "It is. Of these.",
+        "One.\n\nThose.",
+        "Args:\n    name: Whose it is.",
+        "- As it.",
+    ):
+        assert size.begins_obscurely(text), text
+    for text in ("Whatever it is.", "Returns what is: that of it.", "So\nthat it is.", "Offloads. Thatched."):
+        assert not size.begins_obscurely(text), text
+
+
+def counted(rank: int, world_size: int, front: str) -> dict[str, tuple[int, int]]:
+    """Returns how many files and functions are entered, by what is traced."""
+    walks = script("walk", "tests/tools").walk(rank, world_size, front)
+    return {name: (len(found.files), len(found.functions)) for name, found in walks.items()}
+
+
+@pytest.mark.parametrize("front", ["flat", "original", "fully_shard"])
+def test_construction_and_step_enter_few_files_and_functions(front):
+    """In fresh processes, since what one has cached it does not enter again."""
+    first, _ = run_isolated(counted, front, world_size=2)
+    assert first.kind == "passed", first.text
+    for name, found in first.value.items():
+        most = WALKS[front, name]
+        assert found[0] <= most[0] and found[1] <= most[1], (name, found, most)
