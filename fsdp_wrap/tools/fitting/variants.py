@@ -1,4 +1,4 @@
-"""One way to write a `setup` that `fit` can vary: a model sharded, and a step taken, as words say."""
+"""Sharding and steps by keyword: one way to write a `setup` that `fit` can vary."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ WORDS = {
     "precision": ("fp32", "bf16", "pure_bf16"),
     "front_end": ("fully_shard", "wrapper"),
 }
-"""What `shard_as` takes by keyword, the default first."""
+"""The values of the keywords of `shard_as`, the default first."""
 
 STANDARD = {
     "strategy": ("full", "grad_op"),
     "offload": ("none", "optimizer"),
     "checkpointing": ("none", "blocks"),
 }
-"""What `fit` varies where it is not told what to vary, of what a setup takes."""
+"""The default of `fit(vary=...)`, as far as a setup takes these names."""
 
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -62,7 +62,7 @@ def shard_as(
     front_end: str = "fully_shard",
     ranks_per_host: int = 8,
 ) -> nn.Module:
-    """Shards a model as words say: what a `setup` may call that takes them from `fit`.
+    """Shards a model by keywords that a `setup` may take from `fit`.
 
     Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it
     always does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
@@ -73,12 +73,12 @@ def shard_as(
         strategy: "full" frees full parameters after forward, "grad_op" after backward, "hybrid" shards within
             hosts and replicates over them.
         wrapping: "blocks" makes a unit of each block, "whole" one of the model.
-        offload: What lives in host memory between steps: "none", the "optimizer"'s state, or "all".
+        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all".
         checkpointing: "blocks" computes each block's activations again in backward.
         precision: "bf16" computes in bfloat16 and reduces gradients in float32, "pure_bf16" reduces in
             bfloat16 as well; "fp32" does all in the parameters' dtype.
         front_end: "fully_shard" or "wrapper".
-        ranks_per_host: For "hybrid": how many ranks shard; as many as there are, if those are fewer.
+        ranks_per_host: The ranks that shard together with "hybrid"; all ranks, if there are fewer.
 
     Returns:
         The model, or the wrapper around it.
@@ -128,7 +128,7 @@ def step_of(
     *,
     sync: str = "last",
 ) -> Callable[[], None]:
-    """Returns one training step: so many forwards and backwards, one step of the optimizer.
+    """Returns a training step: `accumulation` forwards and backwards, and one step of the optimizer.
 
     Args:
         model: As `shard_as` returned it.
@@ -159,7 +159,7 @@ def step_of(
 
 
 def _reducing(model: nn.Module, reduces: bool) -> AbstractContextManager[object]:
-    """Lets the backward inside reduce gradients, or only add them up."""
+    """Lets the backward inside reduce gradients, or only accumulate them."""
     if isinstance(model, FullyShardedDataParallel):
         return nullcontext() if reduces else model.no_sync()
     sharded: Any = model

@@ -1,9 +1,9 @@
 """Machines by name, with the figures of their makers' data sheets.
 
 All are peaks: dense FLOP/s without sparsity, links in one direction. A prediction from them is the least time
-that a step may take; `preset(name, attained=...)` lowers what a device computes to what was seen. The network
-between hosts belongs to the cluster and not to the device: where the maker sells hosts, theirs is taken, and
-`dataclasses.replace(preset(...), bandwidth_between=...)` says another.
+of a step; `preset(name, attained=...)` scales them. The network between hosts belongs to the cluster and not
+to the device: where the maker sells hosts, it is theirs. To change it:
+`dataclasses.replace(preset(...), bandwidth_between=...)`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ def _machine(
     source: str,
     network: str,
 ) -> Machine:
-    """Makes one of the units that data sheets have.
+    """Makes a machine in the units of data sheets.
 
     Args:
-        name: For people.
-        teraflops: TFLOP/s in float64, float32, bfloat16 and float16, by matrix units where torch uses them
-            unasked; 0 for what the device does not have.
-        memory: Gigabytes, and gigabytes a second.
-        links: Gigabytes a second to devices of the same host, to other hosts, and to the host's memory.
-        source: Whose figures these are.
-        network: Whose figure the one between hosts is.
+        teraflops: In float64, float32, bfloat16 and float16, by matrix units where torch uses them by
+            default; 0 for dtypes that the device lacks.
+        memory: GB, and GB/s.
+        links: GB/s to devices of the same host, to other hosts, and to the host's memory.
+        network: The source of the figure between hosts.
     """
     size, bandwidth = memory
     within, between, host = (each * _GIGA for each in links)
@@ -129,7 +127,7 @@ def preset(name: str, *, attained: float = 1.0) -> Machine:
 
     Args:
         name: One of `PRESETS`, such as "h100".
-        attained: Which part of the peak of its FLOP/s and of its memory's bandwidth programs reach.
+        attained: The fraction of its peak FLOP/s and memory bandwidth that programs reach.
 
     Raises:
         ValueError: If there is none of that name, or `attained` is not in (0, 1].
