@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """What loading a file adds to this process."""
+    """Removes the traces of a loaded file from this process."""
     paths = [*sys.path]
     yield
     sys.path[:] = paths

@@ -87,7 +87,7 @@ def sharded_by(front, whole, options):
 
 
 def made(front, model=Model, device="cpu", freeze="", **options):
-    """What `plan` takes: a model by its class, sharded by layer, and a step of AdamW."""
+    """A setup for `plan`: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)

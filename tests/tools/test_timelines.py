@@ -464,15 +464,15 @@ def _row(whole):
 
 
 def test_advice_fits_the_cause():
-    late = "`blocks.0` waits 12.0 ms for its gather, which is asked for when it is needed: prefetch it"
-    shared = "which it copies then, at 83.33 MB/s, from what ranks share: let fewer bytes"
+    late = "`blocks.0` waits 12.0 ms for its gather, which is issued only when it is needed: prefetch it"
+    shared = "which it copies from shared memory at 83.33 MB/s: send fewer bytes"
     how: Any
     for begin, advised, how in (
         (2, late, {}),
         (2, "prefetch it (backward_prefetch, or", {"kind": ("gather", "backward")}),
         (-20, "though that was prefetched: at 29.41 MB/s it takes longer", {}),
         (2, shared, {"way": "shared memory"}),
-        (2, "let fewer bytes travel (a reduce dtype of 16 bits, no_sync)", {"kind": ("reduce", "backward")}),
+        (2, "send fewer bytes (a reduce dtype of 16 bits, no_sync)", {"kind": ("reduce", "backward")}),
     ):
         records = [_record(rank, begin, [(2, 14)], **how) for rank in range(2)]
         assert advised in Timeline(records).report()

@@ -110,14 +110,14 @@ def _machine() -> Iterator[Finding]:
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         yield Finding(part, "memory", format_bytes(memory))
-    for name, limit, advice in (
-        ("descriptors", resource.RLIMIT_NOFILE, "raise it (ulimit -n 65536): many ranks open many sockets"),
-        ("address space", resource.RLIMIT_AS, "lift it (ulimit -v unlimited), or ranks may not share memory"),
-    ):
-        soft, hard = (_limit(each) for each in resource.getrlimit(limit))
-        few = limit == resource.RLIMIT_NOFILE and 0 < resource.getrlimit(limit)[0] < _FEW_DESCRIPTORS
-        bound = limit == resource.RLIMIT_AS and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
-        yield Finding(part, name, f"{soft} at most (may be raised to {hard})", advice if few or bound else "")
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 < files < _FEW_DESCRIPTORS
+    advice = "raise it (ulimit -n 65536): many ranks open many sockets" if few else ""
+    yield Finding(part, "descriptors", _format_limits(files, most_files), advice)
+    space, most_space = resource.getrlimit(resource.RLIMIT_AS)
+    bound = space != resource.RLIM_INFINITY
+    advice = "lift it (ulimit -v unlimited), or ranks may not share memory" if bound else ""
+    yield Finding(part, "address space", _format_limits(space, most_space), advice)
     readable = os.access("/proc/self/fd", os.R_OK)
     yield Finding(
         part,
@@ -130,8 +130,9 @@ def _machine() -> Iterator[Finding]:
             yield Finding(part, name, os.environ[name])
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+def _format_limits(soft: int, hard: int) -> str:
+    now, most = ("unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard))
+    return f"{now} at most (may be raised to {most})"
 
 
 def _backends() -> Iterator[Finding]:

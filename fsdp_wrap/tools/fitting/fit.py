@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,21 +187,21 @@ def fit(
     in `device_memory`.
 
     Args:
-        setup: As of `plan`, with keyword arguments that may vary.
+        setup: The `setup` of `plan`, with keyword arguments that may vary.
         ranks: Number of ranks, or several numbers to try.
         device_memory: Bytes that a rank may use, such as `"80GB"`; None for the machine's.
         vary: Values to try by the name of the argument. `batch` may be left out, for any number; given, it
             names the batches that may be. None for sharding, offload and checkpointing, as far as `setup`
             takes them by the names that `shard_as` has.
-        device: As of `plan`.
-        machine: As of `plan`; None for no prediction of time: then the largest batch comes first.
+        device: The `device` of `plan`.
+        machine: The `machine` of `plan`; None for no prediction of time: then the largest batch comes first.
         progress: Show a progress bar after two seconds.
 
     Returns:
         All configurations, in order; `print` shows a table.
 
     Raises:
-        TypeError: If `setup` does not take what varies, or an argument has the wrong type.
+        TypeError: If `setup` lacks an argument that varies, or an argument has the wrong type.
         ValueError: If an argument makes no sense, or no configuration can be planned; the first error is its
             cause.
     """
@@ -211,30 +212,26 @@ def fit(
     limit = nbytes_of(device_memory, "device_memory")
     taken = _parameters(setup)
     varied = _varied(vary, taken)
-    counts = [ranks] if isinstance(ranks, int) else [*ranks]
     batches = _batches(varied, taken)
-    lengths = [*varied.pop(_LENGTH, [])]
+    lengths = varied.pop(_LENGTH, [None])
+    counts = [ranks] if isinstance(ranks, int) else ranks
     groups = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
-    planned = partial(plan, device=device, machine=machine)
+
+    def planned(count: int, values: Values) -> Plan:
+        return plan(partial(setup, **values), count, device=device, machine=machine)
+
+    searches: list[_Search] = []
     choices: list[Choice] = []
     with progress_bar(len(counts) * len(groups), disable=not progress) as bar:
-        searches = [
-            _Search(partial(_plan_with, planned, setup, count), count, group, lengths, batches, limit)
-            for count in counts
-            for group in groups
-        ]
-        for search in searches:
-            choices += search.choices(bar)
+        for count, values in itertools.product(counts, groups):
+            searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
+            choices += map(searches[-1].choice, lengths)
             bar.advance()
     if all(choice.refused for choice in choices):
         raise ValueError(f"no configuration can be planned: {choices[0].refused}") from searches[0].error
     ordered = tuple(sorted(choices, key=lambda choice: choice.order))
     plans = sum(search.plans for search in searches)
     return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine)
-
-
-def _plan_with(planned: Callable[..., Plan], setup: Setup, ranks: int, values: Values) -> Plan:
-    return planned(partial(setup, **values), ranks)
 
 
 def _parameters(setup: Setup) -> set[str] | None:
@@ -259,7 +256,7 @@ def _varied(vary: Mapping[str, Sequence[Any]] | None, taken: set[str] | None) ->
 
 
 def _batches(varied: dict[str, list[Any]], taken: set[str] | None) -> Sequence[int] | None:
-    """Takes the batches that may be from what varies; None where `setup` takes none."""
+    """Removes the batches from `varied`, and returns them; None where `setup` takes none."""
     if _BATCH not in varied:
         return None if taken is not None and _BATCH not in taken else range(1, _MOST + 1)
     batches: list[int] = sorted(set(varied.pop(_BATCH)))
@@ -268,62 +265,53 @@ def _batches(varied: dict[str, list[Any]], taken: set[str] | None) -> Sequence[i
     return batches
 
 
+@dataclass
 class _Search:
-    """Finds the answers of one configuration at all lengths.
+    """Finds the answers of one configuration: the largest batch at each length.
 
-    `values` leave out batch and length; `lengths` is empty where they do not vary, and `batches`, in order,
-    None where `setup` takes none. `error` is that of the first refusal.
+    `values` leave out batch and length. `batches`, in order, is None where `setup` takes none; so is a
+    length where lengths do not vary. `error` is that of the first refusal.
     """
 
-    def __init__(
-        self,
-        planned: Callable[[Values], Plan],
-        ranks: int,
-        values: Values,
-        lengths: list[int],
-        batches: Sequence[int] | None,
-        limit: int,
-    ) -> None:
-        self._planned = planned
-        self._ranks, self._values, self._limit = ranks, values, limit
-        self._lengths, self._batches = lengths, batches
-        self._known: dict[tuple[int | None, int | None], Plan] = {}
-        self._bar = ProgressBar(None)
-        self.plans = 0
-        self.error: Exception | None = None
+    planned: Callable[[Values], Plan]
+    ranks: int
+    values: Values
+    lengths: Sequence[int | None]
+    batches: Sequence[int] | None
+    limit: int
+    bar: ProgressBar
+    plans: int = 0
+    error: Exception | None = None
+    _known: dict[tuple[int | None, int | None], Plan] = field(default_factory=dict)
 
-    def choices(self, bar: ProgressBar) -> Iterator[Choice]:
-        """Yields the answer for each length."""
-        self._bar = bar
-        lengths: list[int | None] = [*self._lengths] or [None]
-        for length in lengths:
-            values = self._values if length is None else {**self._values, _LENGTH: length}
-            try:
-                yield self._choice(length, values)
-            except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-                self.error = self.error or error
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                yield Choice(ranks=self._ranks, values=values, refused=lines[0])
+    def choice(self, length: int | None) -> Choice:
+        """Returns the answer at a length; a refusal where it cannot be planned."""
+        values = self._values(None, length)
+        try:
+            return self._answer(length, values)
+        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+            self.error = self.error or error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return Choice(ranks=self.ranks, values=values, refused=lines[0])
 
-    def _choice(self, length: int | None, values: Values) -> Choice:
-        if self._batches is None:
-            return self._answer(self._plan(None, length), values, None, None)
-        batch = self._largest(length)
-        planned = self._plan(batch or self._batches[0], length)
-        return self._answer(planned, values, batch or 0, self._slope(batch or self._batches[0], length))
+    def _values(self, batch: int | None, length: int | None) -> Values:
+        given = {_BATCH: batch, _LENGTH: length}
+        return {**self.values, **{name: value for name, value in given.items() if value is not None}}
 
-    def _answer(self, plan: Plan, values: Values, batch: int | None, slope: float | None) -> Choice:
-        seconds, need = plan.predicted_seconds, _need(plan)
-        speed = None
+    def _answer(self, length: int | None, values: Values) -> Choice:
+        batch = None if self.batches is None else self._largest(length)
+        planned_batch = None if self.batches is None else batch or self.batches[0]
+        plan = self._plan(planned_batch, length)
+        need, seconds, speed = _need(plan), plan.predicted_seconds, None
         if seconds and batch:
-            speed = batch * int(values.get(_ACCUMULATION, 1)) * self._ranks / seconds
+            speed = batch * int(values.get(_ACCUMULATION, 1)) * self.ranks / seconds
         return Choice(
-            ranks=self._ranks,
-            values=dict(values),
+            ranks=self.ranks,
+            values=values,
             batch=batch,
-            fits=need <= self._limit and batch != 0,
+            fits=need <= self.limit and batch != 0,
             peak_bytes=need,
-            bytes_per_sample=slope,
+            bytes_per_sample=None if planned_batch is None else self._slope(planned_batch, length),
             predicted_seconds=seconds,
             samples_per_second=speed,
             plan=plan,
@@ -332,58 +320,51 @@ class _Search:
     def _plan(self, batch: int | None, length: int | None) -> Plan:
         key = batch, length
         if key not in self._known:
-            given = {_BATCH: batch, _LENGTH: length}
-            values = {**self._values, **{name: value for name, value in given.items() if value is not None}}
-            self._bar.describe(", ".join(filter(None, (f"{self._ranks} ranks", _format_values(values)))))
+            values = self._values(batch, length)
+            self.bar.describe(", ".join(filter(None, (f"{self.ranks} ranks", _format_values(values)))))
             self.plans += 1
-            self._known[key] = self._planned(values)
+            self._known[key] = self.planned(values)
         return self._known[key]
 
     # extrapolation from some plans to all batches and lengths
 
-    def _largest(self, length: int | None) -> int | None:
-        """Returns the largest batch that fits, planned to be sure; None if none does."""
-        batches = self._batches
-        assert batches is not None
+    def _largest(self, length: int | None) -> int:
+        """Returns the largest batch that fits, planned to be sure; 0 if none does."""
+        assert self.batches is not None
+        batches = self.batches
         self._guess(batches[0], length)  # makes the first plans
-        fits, fails = -1, len(batches)  # indices of batches known to fit, and not to
-        for batch, planned in [(b, made) for (b, n), made in self._known.items() if n == length and b]:
-            index = batches.index(batch)
-            if _need(planned) <= self._limit:
-                fits = max(fits, index)
-            else:
-                fails = min(fails, index)
+        known = {
+            batches.index(b): _need(plan) <= self.limit
+            for (b, n), plan in self._known.items()
+            if n == length and b
+        }
+        fits = max((index for index, fitting in known.items() if fitting), default=-1)
+        fails = min((index for index, fitting in known.items() if not fitting), default=len(batches))
         for look in range(_LOOKS):
             if fails - fits == 1:
                 break
-            index = self._estimate(batches, length, fits, fails)
+            between = range(fits + 1, fails)
+            too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self.limit)
+            index = between[max(too_much - 1, 0)]
             if look > 2 and look % 2 and fails < len(batches):
                 index = (fits + fails) // 2  # bisect where guesses are bad
             need = _need(self._plan(batches[index], length))
-            if need > self._limit:
+            if need > self.limit:
                 fails = index
                 continue
-            fits, beyond = index, index + 1
-            if beyond >= fails:
+            fits = index
+            if fits + 1 >= fails:
                 break
-            one_more = self._guess(batches[beyond], length) - self._guess(batches[index], length)
-            if need + one_more > self._limit:
+            one_more = self._guess(batches[fits + 1], length) - self._guess(batches[fits], length)
+            if need + one_more > self.limit:
                 break
-        return batches[fits] if fits >= 0 else None
-
-    def _estimate(self, batches: Sequence[int], length: int | None, fits: int, fails: int) -> int:
-        """Returns the index of the batch to plan next, between one that fits and one that does not."""
-        between = range(fits + 1, fails)
-        too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self._limit)
-        return between[max(too_much - 1, 0)]
+        return batches[fits] if fits >= 0 else 0
 
     def _guess(self, batch: int, length: int | None) -> float:
         """Returns the peak bytes of a batch and a length, extrapolated from the plans of `_basis`."""
         batches, lengths = self._basis(length)
         weights = {
-            (b, n): _weight(batch, b, batches) * (1.0 if n is None else _weight(length or 0, n, lengths))
-            for b in batches
-            for n in lengths
+            (b, n): _weight(batch, b, batches) * _weight(length, n, lengths) for b in batches for n in lengths
         }
         plans = {key: self._plan(*key) for key in weights}
         needs = [_needs(plan) for plan in plans.values()]
@@ -399,27 +380,22 @@ class _Search:
         These are two batches at the length itself, the nearest to the limit. Where fewer than two are
         planned, they are the first two batches, at three of many lengths.
         """
-        assert self._batches is not None
+        assert self.batches is not None
         own = sorted(b for b, n in self._known if n == length and b is not None)
         if len(own) > 1:
-            below = [b for b in own if _need(self._plan(b, length)) <= self._limit]
+            below = [b for b in own if _need(self._plan(b, length)) <= self.limit]
             above = own[len(below) :]
             pair = [below[-1], above[0]] if below and above else own[:2] if above else own[-2:]
             return pair, [length]
-        whole = len(self._batches) == _MOST
-        return [_FIRST, _SECOND] if whole else [*self._batches[:2]], self._sampled(length)
-
-    def _sampled(self, length: int | None) -> list[int | None]:
-        """Returns the length itself, or three of many."""
-        if length is None or len(self._lengths) <= _LENGTHS:
-            return [length]
-        ordered = sorted(self._lengths)
-        return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+        first = [_FIRST, _SECOND] if len(self.batches) == _MOST else [*self.batches[:2]]
+        lengths = sorted(filter(None, self.lengths))
+        few = length is None or len(lengths) <= _LENGTHS
+        return first, [length] if few else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
 
     def _slope(self, batch: int, length: int | None) -> float | None:
         """Returns the bytes of one more sample; None where there is one batch alone."""
-        assert self._batches is not None
-        if len(self._batches) == 1:
+        assert self.batches is not None
+        if len(self.batches) == 1:
             return None
         if batch == _MOST and _need(self._plan(batch, length)) == _need(self._plan(_FIRST, length)):
             raise ValueError(
@@ -429,13 +405,13 @@ class _Search:
         return self._guess(batch + 1, length) - self._guess(batch, length)
 
 
-def _weight(at: int, point: int, points: Sequence[int | None]) -> float:
+def _weight(at: int | None, point: int | None, points: Sequence[int | None]) -> float:
     """Returns the Lagrange weight of one of some points for the value at another one."""
-    weight = 1.0
-    for other in points:
-        if other is not None and other != point:
-            weight *= (at - other) / (point - other)
-    return weight
+    if at is None or point is None:
+        return 1.0
+    return math.prod(
+        (at - other) / (point - other) for other in points if other is not None and other != point
+    )
 
 
 def _need(plan: Plan) -> int:

@@ -48,6 +48,12 @@ _STRATEGIES = {
     "grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "hybrid": ShardingStrategy.HYBRID_SHARD,
 }
+_DTYPES = {
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, torch.float32),
+    "pure_bf16": (torch.bfloat16, torch.bfloat16),
+}
+"""The dtypes of parameters and of reductions."""
 
 
 def shard_as(
@@ -183,22 +189,18 @@ def _mesh(strategy: str, ranks_per_host: int) -> DeviceMesh:
 def _composed(
     model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
-    precision = {
-        "fp32": MixedPrecisionPolicy(),
-        "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "pure_bf16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
-    }[chosen["precision"]]
     offload = {
         "none": OffloadPolicy(),
         "optimizer": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
         "all": CPUOffloadPolicy(),
     }[chosen["offload"]]
+    precision = MixedPrecisionPolicy(*_DTYPES[chosen["precision"]])
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    reshard = chosen["strategy"] != "grad_op"
     for module in units:
-        fully_shard(module, reshard_after_forward=chosen["strategy"] != "grad_op", **kwargs)
-    # the root's parameters are gathered once, by default, unless it is the only unit
-    after = None if units and chosen["strategy"] != "grad_op" else chosen["strategy"] != "grad_op"
-    fully_shard(model, reshard_after_forward=after, **kwargs)
+        fully_shard(module, reshard_after_forward=reshard, **kwargs)
+    # by default (None) the root's parameters are gathered once; the only unit is resharded as well
+    fully_shard(model, reshard_after_forward=None if units and reshard else reshard, **kwargs)
     if any(param.is_meta for param in model.parameters()):
         model.to_empty(device="cpu" if chosen["offload"] == "all" else mesh.device_type)
     return model
@@ -207,23 +209,19 @@ def _composed(
 def _wrapped(
     model: nn.Module, classes: set[type[nn.Module]], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
-    dtypes = {
-        "fp32": None,
-        "bf16": MixedPrecision(torch.bfloat16, torch.float32),
-        "pure_bf16": MixedPrecision(torch.bfloat16, torch.bfloat16),
-    }
+    dtypes = _DTYPES[chosen["precision"]]
     offload = {
         "none": None,
         "optimizer": CPUOffload(offload_optimizer_state=True),
         "all": CPUOffload(offload_params=True),
-    }
+    }[chosen["offload"]]
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         sharding_strategy=_STRATEGIES[chosen["strategy"]],
         auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
-        mixed_precision=dtypes[chosen["precision"]],
-        cpu_offload=offload[chosen["offload"]],
+        mixed_precision=MixedPrecision(*dtypes) if any(dtypes) else None,
+        cpu_offload=offload,
         device_id=None if mesh.device_type == "cpu" else torch.device(mesh.device_type),
         use_orig_params=True,
     )

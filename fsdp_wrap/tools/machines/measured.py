@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,12 +113,8 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
         return _agreed(communicator, timer, once)
 
     def reduce(nbytes: int) -> float:
-        numel = nbytes // 4 // communicator.size * communicator.size
-        full, shard = (
-            communicator.empty(numel, torch.float32),
-            communicator.empty(numel // communicator.size, torch.float32),
-        )
-        full.zero_()
+        shard = communicator.empty(nbytes // 4 // communicator.size, torch.float32)
+        full = communicator.empty(shard.numel() * communicator.size, torch.float32).zero_()
         return _agreed(communicator, timer, lambda: communicator.reduce_scatter([shard], [full]).wait())
 
     small = gather(_SMALL * communicator.size)
@@ -183,7 +180,7 @@ class _DeviceTimer:
                 torch.mm(left, left, out=product)
             except (RuntimeError, NotImplementedError):  # out of memory, or no such operator
                 return None if not taken else 2 * (width // 2) ** 3 / taken
-            multiply = _multiplication(left, product)
+            multiply = partial(torch.mm, left, left, out=product)
             taken = self.timed(multiply)
             if taken >= _LONG_ENOUGH or width == _LAST_WIDTH:
                 return 2 * width**3 / self._median(multiply)
@@ -225,10 +222,6 @@ class _DeviceTimer:
     def _finish(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-
-
-def _multiplication(matrix: torch.Tensor, product: torch.Tensor) -> Callable[[], object]:
-    return lambda: torch.mm(matrix, matrix, out=product)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

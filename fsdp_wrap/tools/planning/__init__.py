@@ -1,4 +1,4 @@
-"""The plan of a step: what it will hold in memory, send and take, found without running it."""
+"""Plans: memory, communication and time of a step, found without running it."""
 
 from fsdp_wrap.tools.planning.figures import KINDS, HostMemory, Moment, Place, UnitPlan
 from fsdp_wrap.tools.planning.machine import Machine

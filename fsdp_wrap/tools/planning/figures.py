@@ -1,4 +1,4 @@
-"""The figures that a plan is made of: kinds of memory, places in a step, and what each unit does."""
+"""The figures of a plan: kinds of memory, places in a step, and each unit's part in it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KINDS = (
     "communicator",
     "others",
 )
-"""What memory of the device is used for.
+"""Uses of the device's memory.
 
-"gradients" are unsharded ones before their reduction and those of sharded parameters; "activations" is all
-else that a forward or backward makes, batches and losses included; "communicator" is what collectives need
-beside their buffers; "others" are buffers of modules and tensors of the user.
+"gradients" are both unsharded and reduced ones; "activations" are all other tensors of a forward or backward,
+batches and losses included; "communicator" is memory of collectives beside their buffers; "others" are
+buffers of modules and tensors of the user.
 """
 
 FORWARD, BACKWARD, OPTIMIZER, STEP = "forward", "backward", "optimizer", "step"

@@ -131,7 +131,7 @@ class History:
     """How memory came and went for a while.
 
     `spans` has for each visit of a place its index, the place, and the most bytes held then, in all and by
-    kind; `rest` is what was held in the end, by kind.
+    kind; `rest` has the bytes at the end, by kind.
     """
 
     def __init__(

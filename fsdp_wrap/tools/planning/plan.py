@@ -1,4 +1,4 @@
-"""`Plan`: what one training step will hold in memory, send and take, as found without running it."""
+"""`Plan`: memory, communication and time of a training step, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -123,16 +123,16 @@ class Plan:
             ValueError: If it is another text.
         """
         try:
-            told: dict[str, Any] = json.loads(text)
-            machine = told["machine"]
-            told.update(
-                peak_at=Place(**told["peak_at"]),
-                moments=tuple(Moment(Place(**each.pop("place")), **each) for each in told["moments"]),
-                units=tuple(UnitPlan(**each) for each in told["units"]),
-                host=HostMemory(**told["host"]),
+            plain: dict[str, Any] = json.loads(text)
+            machine = plain["machine"]
+            plain.update(
+                peak_at=Place(**plain["peak_at"]),
+                moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
+                units=tuple(UnitPlan(**each) for each in plain["units"]),
+                host=HostMemory(**plain["host"]),
                 machine=None if machine is None else Machine.from_dict(machine),
             )
-            return cls(**told)
+            return cls(**plain)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Plan.to_json() writes: {error}") from error
 

@@ -29,7 +29,7 @@ from fsdp_wrap.tools.planning.tensors import MetaDispatch, PlanningError
 from fsdp_wrap.tools.planning.world import world_of
 
 Setup = Callable[[], tuple[nn.Module, Any, Callable[[], object]]]
-"""Returns a model, its optimizer (or several), and what runs one step."""
+"""Returns a model, its optimizer (or several), and a function for one step."""
 
 __all__ = ["PlanningError", "Setup", "plan"]
 
@@ -45,32 +45,32 @@ def plan(
     machine: Machine | None = None,
     rank: int = 0,
 ) -> Plan:
-    """Finds out what a training step will hold in memory, send and take, without running it.
+    """Predicts memory, communication and time of a training step without running it.
 
-    `setup` is run in this process, as one rank of many, on tensors that have shapes and no numbers. So are
-    two steps: by the second the optimizer has its state. Nothing is allocated, and neither the device nor
-    other ranks need be there. What is planned is what the runtime does, since it is the runtime that runs.
+    `setup` and two steps run in this process, as one rank of many, on tensors that have shapes and no values;
+    by the second step the optimizer has its state. Nothing is allocated, and neither the device nor other
+    ranks need exist. The real runtime runs, so the plan is of what it does.
 
-    The step must not depend on numbers: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention
-    by `scaled_dot_product_attention` is taken to be computed in parts wherever it can be. `torch.compile` is
-    not followed, and `torch.autocast` refused.
+    The step must not depend on values: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention by
+    `scaled_dot_product_attention` is planned with a fused kernel wherever there is one. `torch.compile` is
+    not followed, and `torch.autocast` is refused.
 
     Args:
         setup: Builds the model (under `torch.device("meta")` or not), shards it by `fully_shard` or
             `FullyShardedDataParallel`, makes the optimizer, and returns (model, optimizer, step); `step()`
             makes a batch and trains on it once. Several optimizers come in a list. It may make meshes.
-        ranks: How many ranks train, up to 16,384.
-        device: Type of the device on which the model computes: "cpu" or "cuda". Setup names it as it would.
-        machine: On what time is predicted; None for no prediction.
-        rank: Whose part is planned.
+        ranks: Number of ranks, up to 16,384.
+        device: Type of the device on which the model computes: "cpu" or "cuda".
+        machine: The machine for predicted times; None for no prediction.
+        rank: The rank that is planned.
 
     Returns:
         The plan.
 
     Raises:
         ValueError: If there is a process group already, an argument is out of range, or the step depends on
-            numbers.
-        TypeError: If `setup` does not return what it should.
+            values.
+        TypeError: If `setup` returns something else.
 
     Example:
         def setup():
@@ -90,7 +90,7 @@ def plan(
     """
     _check(setup, ranks, device, rank)
     with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
-        gc.collect()  # what others left is not freed meanwhile
+        gc.collect()  # so that earlier garbage is not freed during the plan
         planner = _Planner(device)
         try:
             with planner.watching():

@@ -60,7 +60,7 @@ ALL_COPIES = -2
 
 
 class Resource(Enum):
-    """What a work occupies while it runs."""
+    """The resource that a work occupies while it runs."""
 
     COMPUTE = "compute"
     NETWORK = "network"

@@ -1,7 +1,7 @@
 """Tensors with shapes, dtypes and devices, and without values: a step runs and nothing is computed.
 
-They are torch's own tensors on the meta device, so types and autograd are those of a real run. `FakeDevice`
-answers what Python reads of them; `MetaDispatch` runs each operator on the meta device and keeps the ledger.
+They are torch's own tensors on the meta device, so types and autograd are real. `FakeDevice` answers
+reads of their attributes; `MetaDispatch` runs each operator on the meta device and keeps the ledger.
 
 Small tensors of integers in memory of the host keep their values: meshes, indices, batches of tokens, and the
 step counts of optimizers.

@@ -32,7 +32,7 @@ class EntryKind(Enum):
 class LogEntry(NamedTuple):
     """One entry: nanoseconds of the host's clock, a timing event of the current stream (None on a CPU).
 
-    The subject is a span or a unit; the detail is what a unit computes, or the change of its bytes.
+    The subject is a span or a unit; the detail is a `Computing`, or a change of bytes.
     """
 
     at: int

@@ -74,7 +74,7 @@ class Timeline:
         return "\n".join(report_lines(self._recorded()))
 
     def plot(self, path: str | Path) -> None:
-        """Draws one pass to a file: SVG, or what matplotlib makes of the name's ending.
+        """Draws one pass to a file, whose ending tells matplotlib the format.
 
         Raises:
             ImportError: If matplotlib is missing.

@@ -165,18 +165,17 @@ def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
     rate = f"{format_bytes(totals.bandwidth)}/s"
     fewer = "a param dtype of 16 bits, SHARD_GRAD_OP" if gathers else "a reduce dtype of 16 bits, no_sync"
     if wait.way.startswith("shared memory"):
-        copies = f"which it copies then, at {rate}, from what ranks share"
-        return f"{what}, {copies}: let fewer bytes travel ({fewer})."
+        return f"{what}, which it copies from shared memory at {rate}: send fewer bytes ({fewer})."
     if gathers and sum(each.head for each in waits) < _SOON * total:
         how = "forward_prefetch=True" if wait.phase == "forward" else "backward_prefetch"
         call = f"set_modules_to_{'forward' if wait.phase == 'forward' else 'backward'}_prefetch"
-        return f"{what}, which is asked for when it is needed: prefetch it ({how}, or {call})."
+        return f"{what}, which is issued only when it is needed: prefetch it ({how}, or {call})."
     if gathers:
         return (
             f"{what}, though that was prefetched: at {rate} it takes longer than what is computed meanwhile; "
-            f"let fewer bytes travel ({fewer}) or compute more in a pass."
+            f"send fewer bytes ({fewer}) or compute more in a pass."
         )
-    return f"{what} at {rate}: let fewer bytes travel ({fewer})."
+    return f"{what} at {rate}: send fewer bytes ({fewer})."
 
 
 def _ms(nanoseconds: float) -> str:
