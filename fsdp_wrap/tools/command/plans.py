@@ -119,15 +119,13 @@ def _plan(
         print(json.dumps([json.loads(made.to_json()) for made in plans], indent=1))
     else:
         print(*plans, sep="\n\n")
-        if limit is not None:
-            print()
-    fits = True
-    for made in plans if limit is not None else []:
-        need = max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes)
-        fits = fits and need <= (limit or 0)
-        if not options.json:
-            print(_format_verdict(made.ranks, need, limit or 0))
-    return int(not fits)
+    if limit is None:
+        return 0
+    needs = [max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes) for made in plans]
+    if not options.json:
+        verdicts = (_format_verdict(made.ranks, need, limit) for made, need in zip(plans, needs))
+        print("", *verdicts, sep="\n")
+    return int(max(needs) > limit)
 
 
 def _format_verdict(ranks: int, need: int, limit: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _ROUNDS = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -37,7 +37,7 @@ def this_host() -> str:
 
 
 def align(
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     host: str,
@@ -72,7 +72,7 @@ def align(
     return ClockOffset(host, int(offset), int(error))
 
 
-def _await(store: dist.Store, key: str, rank: int, size: int, patience: timedelta) -> None:
+def _await(store: Store, key: str, rank: int, size: int, patience: timedelta) -> None:
     try:
         store.wait([key], patience)
     except RuntimeError as error:
@@ -84,13 +84,13 @@ def _await(store: dist.Store, key: str, rank: int, size: int, patience: timedelt
         ) from error
 
 
-def _answer(store: dist.Store, asker: str, now: Callable[[], int]) -> None:
+def _answer(store: Store, asker: str, now: Callable[[], int]) -> None:
     for turn in range(_ROUNDS):
         store.get(f"asked by {asker}, {turn}")
         store.set(f"told to {asker}, {turn}", str(now()))
 
 
-def _ask(store: dist.Store, asker: str, now: Callable[[], int]) -> tuple[int, int]:
+def _ask(store: Store, asker: str, now: Callable[[], int]) -> tuple[int, int]:
     """Returns the offset and its largest error."""
     best: tuple[int, int] | None = None
     for turn in range(_ROUNDS):
