@@ -166,12 +166,10 @@ class MetaDispatch(TorchDispatchMode):
         return written[0] if len(written) == 1 else None
 
     def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
-        for each in result if isinstance(result, (list, tuple)) else (result,):
+        for each in pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 record = self._ledger.add(each, device)
                 record.known, record.pinned = record.known or known, record.pinned or self.pins
-            elif isinstance(each, (list, tuple)):
-                self._note(each, device, known)
 
     @contextmanager
     def asking(self, device: torch.device, pins: bool = False) -> Iterator[None]:
