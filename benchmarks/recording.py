@@ -28,7 +28,7 @@ from benchmarks.implementations import Trained, trained
 from benchmarks.models import CASES
 from fsdp_wrap._core import watching_steps
 from fsdp_wrap.tools.models import named_units
-from fsdp_wrap.tools.timeline.recorder import Recorder
+from fsdp_wrap.tools.timeline.recorder import TimelineRecorder
 
 ROUNDS = {"gpt": 12, "small": 100, "mlp": 40, "lora": 12}
 NOTHING_SENT = "on a group that sends nothing"
@@ -42,7 +42,7 @@ def measure(implementation: str, case: str, rounds: int) -> Table:
     """Returns a row for each way to take a step; the second one shows the noise. Called on every rank."""
     torch.set_num_threads(1)
     subject = trained(implementation, CASES[case])
-    recorder = Recorder(named_units(subject.model, "timeline"), [*subject.model.parameters()], None)
+    recorder = TimelineRecorder(named_units(subject.model, "timeline"), [*subject.model.parameters()], None)
     recorder.follow_optimizers()
     ways: dict[str, Callable[[], object]] = {
         OFF: subject.step,
@@ -68,7 +68,7 @@ def _counting(step: Callable[[], object], seconds: list[float]) -> None:
     seconds.append(time.process_time() - begin)
 
 
-def _recorded(subject: Trained, recorder: Recorder) -> None:
+def _recorded(subject: Trained, recorder: TimelineRecorder) -> None:
     with watching_steps(recorder):
         subject.step()
 

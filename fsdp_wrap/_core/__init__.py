@@ -50,6 +50,7 @@ from fsdp_wrap._core.errors import (
     warn_caller,
 )
 from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
+from fsdp_wrap._core.formatting import format_bytes, format_count, format_seconds
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,
     REFUSED_HOOKS_OF,

@@ -1,4 +1,4 @@
-"""What shows a training step before it runs and after."""
+"""Plans of a training step before it runs, and timelines of it afterwards."""
 
 from fsdp_wrap.tools.fitting import Choice, Fit, fit, shard_as, step_of
 from fsdp_wrap.tools.machines import PRESETS, measure_machine, preset

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which few who train need."""
+"""Pictures by matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Any
 
 @contextmanager
 def drawn(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Gives a figure to draw on, and saves it at the end, the same bytes for the same picture.
-
-    Args:
-        path: SVG, or what the name's ending says; folders on the way are made.
-        size: Width and height in inches.
+    """Yields a figure (`size` in inches), and saves it at the end: equal pictures are equal bytes.
 
     Raises:
         ImportError: If matplotlib is missing.

@@ -1,8 +1,7 @@
-"""What units held when memory ran out: told by the error itself.
+"""Out-of-memory errors that list the memory of the units.
 
-Errors in a unit's forward, and in the gathers and reductions of a backward, say it by themselves, and so does
-whatever `explain_memory_errors` encloses. An operator that fails in a backward is in nobody's hands but those
-of who called `backward()`.
+The runtime passes errors of forwards, gathers and reductions through `tell_of_memory`. An operator that fails
+in a backward raises in the caller of `backward()`; `explain_memory_errors` is for those.
 """
 
 from __future__ import annotations
@@ -14,27 +13,26 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._core import Phase, Seam
+from fsdp_wrap._core import Phase, Seam, format_bytes
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime import Unit, out_of_memory, schedule_of
 from fsdp_wrap.tools.models import Models, named_units
 
 _HEADING = "The units of the model held then"
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
-"""What messages of torch's allocators have in them."""
-_MOST = 24
-"""Units that are told one by one."""
+"""Parts of the messages of torch's allocators."""
+_MOST = 24  # units that are listed
 
 planned_memory: Seam[Callable[[Sequence[Unit]], Iterable[str]]] = Seam("plans", "fsdp_wrap.tools.planning")
-"""Yields the lines of the plan that was made of some units, beside what they held; none without one."""
+"""Yields the lines of the plan of some units; none without one."""
 
 
 @contextmanager
 def explain_memory_errors(models: Models) -> Iterator[None]:
-    """Lets an error for lack of memory that leaves the context tell what the models' units held.
+    """Adds the memory of the models' units to an out-of-memory error that leaves the context.
 
-    That is so without it in forwards, and in the gathers and reductions of backwards. It is needed for what
-    else of a step may fail: operators of a backward, the optimizer.
+    Errors of forwards, and of the gathers and reductions of backwards, have it without this context. It is
+    needed for the rest of a step: operators of a backward, and the optimizer.
 
     Args:
         models: Wrapped or sharded, or with such modules inside.
@@ -57,12 +55,7 @@ def explain_memory_errors(models: Models) -> Iterator[None]:
 
 @out_of_memory.fill
 def tell_of_memory(error: BaseException, units: Iterable[Unit]) -> None:
-    """Adds to an error what units held when it was raised, if it is one for lack of memory.
-
-    Args:
-        error: It.
-        units: Of one model, or of several.
-    """
+    """Adds the memory of units to an error, if memory ran out."""
     message = str(error)
     if not is_for_memory(error) or _HEADING in message:
         return
@@ -78,37 +71,31 @@ def is_for_memory(error: BaseException) -> bool:
 
 
 def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
-    """Yields what units hold now: in all, each of those that hold more than their shards, and the plan."""
+    """Yields lines about the units' memory now: in all, by unit that is not only sharded, and the plan."""
     yield f"{_HEADING} (rank {dist.get_rank() if dist.is_initialized() else 0}, {_where(units)}):"
-    rows = [_Held.of(unit.name, unit.handle) for unit in units if unit.handle is not None]
+    rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.handle is not None]
     holding = sum(row.full > 0 for row in rows)
+    full, gradients, shards = (
+        format_bytes(sum(getattr(row, name) for row in rows)) for name in ("full", "gradients", "shards")
+    )
     yield (
-        f"  {_mib(sum(row.full for row in rows))} of full parameters in {holding} of {len(rows)} units, "
-        f"{_mib(sum(row.gradients for row in rows))} of gradients on their way, "
-        f"{_mib(sum(row.shards for row in rows))} of shards"
+        f"  {full} of full parameters in {holding} of {len(rows)} units, "
+        f"{gradients} of gradients on their way, {shards} of shards"
     )
     busy = sorted(
         (row for row in rows if row.full or row.gradients), key=lambda row: -row.full - row.gradients
     )
     for row in busy[:_MOST]:
-        more = f", {_mib(row.gradients)} of gradients on their way" if row.gradients else ""
-        yield f"  {row.name}: {row.state.value}, {_mib(row.full)} of full parameters{more}"
+        more = f", {format_bytes(row.gradients)} of gradients on their way" if row.gradients else ""
+        yield f"  {row.name}: {row.state.value}, {format_bytes(row.full)} of full parameters{more}"
     if len(busy) > _MOST:
         yield f"  {len(busy) - _MOST} more units"
     if planned_memory.filled is not None:
         yield from planned_memory.filled(units)
 
 
-class _Held(NamedTuple):
-    """What a unit holds.
-
-    Attributes:
-        name: As messages name it.
-        state: Of its parameters.
-        full: Bytes of its full parameters.
-        gradients: Bytes of gradients that are reduced, or wait for that.
-        shards: Bytes of its shards.
-    """
+class _UnitMemory(NamedTuple):
+    """A unit's bytes of full parameters, of gradients in or before their reduction, and of shards."""
 
     name: str
     state: HandleState
@@ -117,7 +104,7 @@ class _Held(NamedTuple):
     shards: int
 
     @classmethod
-    def of(cls, name: str, handle: ParamHandle) -> _Held:
+    def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
         unsharded = handle.state in (HandleState.UNSHARDING, HandleState.UNSHARDED, HandleState.SUMMONED)
         full = handle.unsharded_nbytes if unsharded else handle.kept_nbytes
         gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
@@ -125,7 +112,7 @@ class _Held(NamedTuple):
 
 
 def _where(units: Sequence[Unit]) -> str:
-    """Says where the program is: in which forward, or whose backward."""
+    """Returns where the program is, such as "in the backward of unit '3'"."""
     running = [unit for unit in units if unit.running]
     if running:  # the innermost has the longest name
         return f"in the forward of {max(running, key=lambda unit: len(unit.fqn)).name}"
@@ -134,7 +121,3 @@ def _where(units: Sequence[Unit]) -> str:
         return "between forward and backward"
     reached = [unit for unit in units if unit.reached]
     return f"in the backward of {reached[-1].name}" if reached else "in a backward"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""The models that tools are given, and how to call their units."""
+"""The models that tools take, and the names of their units."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from torch import nn
 from fsdp_wrap._runtime import Unit, units_in
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-"""One, or several, by name or number."""
+"""One model, or several by name or number."""
 
 
 def modules_of(models: Models) -> dict[str, nn.Module]:
-    """Returns some models by their names; that of a single one is empty."""
+    """Returns models by name; the name of a single one is empty."""
     if isinstance(models, nn.Module):
         return {"": models}
     return dict(models) if isinstance(models, Mapping) else {str(n): each for n, each in enumerate(models)}
 
 
 def named_units(models: Models, asking: str) -> dict[Unit, str]:
-    """Returns the units of some models, and how to call them: by their qualified names.
-
-    Args:
-        models: Wrapped or sharded, or with such modules inside.
-        asking: The function that was given them, for messages.
+    """Returns the units of the models with their qualified names; `asking` is the caller, for messages.
 
     Raises:
         ValueError: If there is no unit.

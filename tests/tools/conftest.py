@@ -1,4 +1,4 @@
-"""What a plan collects as garbage is its own alone: the process of a whole session holds a million others."""
+"""Hides earlier objects from the garbage collector: a plan collects, and a test session holds a million."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """What loading a file adds to this process."""
+    """Removes the traces of a loaded file from this process."""
     paths = [*sys.path]
     yield
     sys.path[:] = paths
@@ -89,7 +89,7 @@ def as_before():
 def test_a_plan_is_printed_with_whether_it_fits(file, capsys):
     code, out, err = run(capsys, "plan", f"{file}:setup", "--ranks", "2,4", "--device-memory", "1GB")
     assert code == 0 and "error" not in err
-    assert "2 ranks: fits, " in out and "4 ranks: fits, " in out and " of 1 GB" in out
+    assert "2 ranks: fits, " in out and "4 ranks: fits, " in out and " of 1.00 GB" in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "10KB")
     assert code == 1 and "2 ranks: does not fit, " in out
     more = ["--json", "--machine", "h100", "--device", "cpu"]
@@ -140,8 +140,8 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {file}:setup --ranks 2,x", "is not a list of ranks"),
         ("plan {file}:setup --ranks 0", "is not a list of ranks"),
         ("timeline report {tmp}/none", "no file or folder of a timeline is at"),
-        ("timeline merge {tmp}", "no rank has left a trace"),
-        ("timeline merge {tmp} --out {tmp}/trace.txt", "a trace is named .json or .json.gz"),
+        ("timeline merge {tmp}", "no rank has written a trace"),
+        ("timeline merge {tmp} --out {tmp}/trace.txt", "a trace must end in .json or .json.gz"),
         ("timeline plot {file}", "is not a trace that fsdp_wrap.timeline() has written"),
         ("checkpoint inspect {tmp}/none", "there is no folder"),
         ("checkpoint export {file}", "is no file that torch.load"),
@@ -198,7 +198,7 @@ def test_the_doctor_judges_versions_and_limits(capsys):
         ("2.10.1", True, "install torch 2.11 or newer"),
         (f"{OLDEST_TORCH}.0+cu130", False, ""),
         (f"{NEWEST_TORCH}.1", False, ""),
-        ("2.99.0", False, "newer than all that were tested"),
+        ("2.99.0", False, "newer than all versions that were tested"),
     ]:
         with mock.patch.object(torch, "__version__", version):
             code, found = findings(capsys, "--alone")
@@ -216,7 +216,9 @@ def test_what_two_ranks_found_is_told(capsys):
     slow = Meeting(way="", warnings=["cannot share memory (no futex)"], latency=1e-4, bandwidth=2e9)
     with mock.patch.object(doctor, "meet", lambda: slow):
         code, found = findings(capsys)
-    assert code == 0 and found["communicate by"]["told"] == "gloo's own collectives: 2 GB/s, 100 us at least"
+    assert (
+        code == 0 and found["communicate by"]["told"] == "gloo's own collectives: 2.00 GB/s, 100 us at least"
+    )
     assert found["communicate by"]["advice"] == "cannot share memory (no futex)"
     assert "was not noticed" in found["watch"]["told"] and found["watch"]["advice"]
     with mock.patch.object(doctor, "meet", lambda: Meeting(error="no route")):
@@ -244,17 +246,17 @@ def test_a_bar_appears_after_two_seconds_and_goes(capsys):
         with (
             mock.patch.object(sys.stderr, "isatty", lambda terminal=terminal: terminal),
             mock.patch.multiple(progress, _PATIENCE=0.0, _PACE=0.01),
-            progress.shown(3) as bar,
+            progress.progress_bar(3) as bar,
         ):
-            bar.begins("planning 8 ranks")
-            bar.ended()
+            bar.describe("planning 8 ranks")
+            bar.advance()
             told = ""
             while terminal and "planning 8 ranks: 1 of 3" not in told:  # a thread writes it
                 told += capsys.readouterr().err
         told += capsys.readouterr().err
         assert bool(told) is terminal, repr(told)
-    with progress.shown(3) as bar:
-        bar.begins("something quick")
+    with progress.progress_bar(3) as bar:
+        bar.describe("something quick")
     assert capsys.readouterr().err == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "fsdp_wrap.progress"]
 

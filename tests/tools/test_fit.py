@@ -172,7 +172,7 @@ def test_the_fastest_comes_first_and_slower_ones_after_it():
     one, four = by_key[8, "none", 1, 1024], by_key[8, "none", 4, 1024]
     assert one.batch == four.batch and one.samples_per_second == pytest.approx(four.samples_per_second)
     lines = str(found).splitlines()
-    assert lines[0] == f"8 of 8 fit into 16 GB ({found.plans} plans)"
+    assert lines[0] == f"8 of 8 fit into 16.00 GB ({found.plans} plans)"
     assert "all with length=1024" in lines[1] and "offload" in lines[4]
 
     untimed, _ = fitted(  # without a machine the largest batch comes first
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_told_beside_what_can():
 
     found, _ = fitted(picky, setup, device_memory=8 * GB, vary={"offload": ["all", "none"]})
     assert [choice.refused for choice in found.choices] == ["", "offload='all' needs pinned memory"]
-    assert "cannot be: 8 ranks, offload=all: offload='all' needs pinned memory" in str(found)
+    assert "refused: 8 ranks, offload=all: offload='all' needs pinned memory" in str(found)
     with pytest.raises(ValueError, match="no configuration can be planned: offload='all' needs") as raised:
         fitted(picky, setup, device_memory=8 * GB, vary={"offload": ["all"]})
     assert "pinned" in str(raised.value.__cause__)

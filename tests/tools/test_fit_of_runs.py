@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 def setup(*, batch=2, length=64, layers=3, checkpointing="none", front_end="fully_shard"):
-    """What is planned, and what runs."""
+    """Both planned and run."""
     torch.manual_seed(0)
     model = shard_as(
         nn.Sequential(*(Attention() for _ in range(layers))),

@@ -26,7 +26,7 @@ def test_a_process_alone_measures_what_computes_and_says_what_it_assumes():
 
 def test_figures_are_those_of_the_time_that_things_take(monkeypatch):
     """With a clock by which everything takes 25 ms."""
-    monkeypatch.setattr(measured._Clock, "timed", lambda self, do: 0.025)
+    monkeypatch.setattr(measured._DeviceTimer, "timed", lambda self, do: 0.025)
     machine = measure_machine("cpu", seconds=0.01)
     width = measured._FIRST_WIDTH
     assert machine.flops["float32"] == pytest.approx(2 * width**3 / 0.025)

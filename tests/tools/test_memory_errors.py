@@ -11,6 +11,7 @@ from torch import nn
 from bed import ranks
 from fronts import shard
 from fsdp_wrap import explain_memory_errors
+from fsdp_wrap._core import format_bytes
 from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -18,7 +19,7 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 WIDTH = 256
 FULL = (WIDTH * WIDTH + WIDTH) * 4
-HELD = f"{FULL / 2**20:.2f} MiB"
+HELD = format_bytes(FULL)
 
 
 class Fails(torch.autograd.Function):
@@ -69,9 +70,9 @@ def test_forwards_tell(rank, world_size, front):
     first = next(n for n, line in enumerate(_lines(error)) if line.startswith("The units of the model held"))
     head, whole, *units = _lines(error)[first:]
     assert head == f"The units of the model held then (rank {rank}, in the forward of unit '1'):"
-    shards = f"{3 * FULL / world_size / 2**20:.2f} MiB"
+    shards = format_bytes(3 * FULL / world_size)
     assert whole == (
-        f"  {HELD} of full parameters in 1 of 3 units, 0.00 MiB of gradients on their way, {shards} of shards"
+        f"  {HELD} of full parameters in 1 of 3 units, 0 B of gradients on their way, {shards} of shards"
     )
     assert units == [f"  unit '1': unsharded, {HELD} of full parameters"]
     assert str(error.value).count("The units of the model held") == 1  # and not once more by the root

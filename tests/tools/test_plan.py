@@ -26,10 +26,10 @@ from bed.paths import ROOT
 from fronts import FRONTS, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._core import format_bytes
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap.tools import step_of
 from fsdp_wrap.tools.memory import tell_of_memory
-from fsdp_wrap.tools.planning.page import size
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
@@ -87,7 +87,7 @@ def sharded_by(front, whole, options):
 
 
 def made(front, model=Model, device="cpu", freeze="", **options):
-    """What `plan` takes: a model by its class, sharded by layer, and a step of AdamW."""
+    """A setup for `plan`: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)
@@ -359,8 +359,8 @@ def test_padding_of_aligned_shards_is_shown(group):
     assert [unit.padding_bytes for unit in found.units] == [4 * each for each in told]
     assert len(told) == 4 and all(told)
     assert not any(unit.padding_bytes for unit in usual.units) and "padding" not in str(usual)
-    assert f"take {size(4 * sum(told))} of padding in all ranks together" in str(found)
-    assert str(found).endswith(f": {size(4 * max(told))}")
+    assert f"take {format_bytes(4 * sum(told))} of padding in all ranks together" in str(found)
+    assert str(found).endswith(f": {format_bytes(4 * max(told))}")
 
 
 def test_predictions_follow_the_machine():

@@ -33,8 +33,8 @@ from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.tools.timeline import Timeline, load, merge
 from fsdp_wrap.tools.timeline.assemble import Assembler
 from fsdp_wrap.tools.timeline.clocks import align
-from fsdp_wrap.tools.timeline.recorder import Recorder
-from fsdp_wrap.tools.timeline.records import Level, RankRecord, Slice, Transfer, Wait
+from fsdp_wrap.tools.timeline.recorder import TimelineRecorder
+from fsdp_wrap.tools.timeline.records import Level, RankRecord, Slice, Transfer, TransferWait
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, Net
 
@@ -387,7 +387,7 @@ def test_units_are_ranges_of_the_profiler(rank, world_size):
 def test_backwards_that_are_told_late_to_be_over():
     """A unit's backward ends where that of the next one begins, though it is told to be over only then."""
     root, first, second = object(), object(), object()
-    recorder = Recorder({root: "", first: "0", second: "1"}, [], None)
+    recorder = TimelineRecorder({root: "", first: "0", second: "1"}, [], None)
     recorder.enter(root, "", Computing.BACKWARD)
     recorder.enter(second, "1", Computing.BACKWARD)
     recorder.enter(first, "0", Computing.BACKWARD)
@@ -433,7 +433,7 @@ def _record(rank, begin, waits, *, offset=0, kind=("gather", "forward"), way="",
     def at(milliseconds):
         return round(milliseconds * 1e6) - offset
 
-    waited = tuple(Wait("blocks.0", at(start), at(stop)) for start, stop in waits)
+    waited = tuple(TransferWait("blocks.0", at(start), at(stop)) for start, stop in waits)
     done = waits[-1][1]
     transfer = Transfer(
         *(kind[0], ("blocks.0",), 0, kind[1], 2_000_000, ("float32",), way, (0, 1)),
@@ -455,7 +455,7 @@ def test_waits_are_split_and_bytes_counted():
     assert waits == f"The computation waits 7.0 ms of a pass {split}"
     assert named == "Rank 1 holds up the others, each by 10.0 ms of a pass."
     row = " ".join(_row(whole))
-    assert row == "blocks.0 2.0 0.00 0.00 7.0 5.0 2.0 0.5 1.91 1 (1 of 1, 10.0 ms)"
+    assert row == "blocks.0 2.0 0.00 0.00 7.0 5.0 2.0 0.5 2.00 1 (1 of 1, 10.0 ms)"
     assert "`blocks.0` waits 7.0 ms for its gather, 71% of it for rank 1, which comes last" in whole.report()
 
 
@@ -464,15 +464,15 @@ def _row(whole):
 
 
 def test_advice_fits_the_cause():
-    late = "`blocks.0` waits 12.0 ms for its gather, which is asked for when it is needed: prefetch it"
-    shared = "which it copies then, at 0.0833 GB/s, from what ranks share: let fewer bytes"
+    late = "`blocks.0` waits 12.0 ms for its gather, which is issued only when it is needed: prefetch it"
+    shared = "which it copies from shared memory at 83.33 MB/s: send fewer bytes"
     how: Any
     for begin, advised, how in (
         (2, late, {}),
         (2, "prefetch it (backward_prefetch, or", {"kind": ("gather", "backward")}),
-        (-20, "though that was prefetched: at 0.0294 GB/s it takes longer", {}),
+        (-20, "though that was prefetched: at 29.41 MB/s it takes longer", {}),
         (2, shared, {"way": "shared memory"}),
-        (2, "let fewer bytes travel (a reduce dtype of 16 bits, no_sync)", {"kind": ("reduce", "backward")}),
+        (2, "send fewer bytes (a reduce dtype of 16 bits, no_sync)", {"kind": ("reduce", "backward")}),
     ):
         records = [_record(rank, begin, [(2, 14)], **how) for rank in range(2)]
         assert advised in Timeline(records).report()

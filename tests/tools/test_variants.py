@@ -1,4 +1,4 @@
-"""What `shard_as` and `step_of` make of words trains as the plain model does."""
+"""Models of `shard_as` and steps of `step_of` train as the plain model does."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ import os
 import weakref
 from bisect import bisect_right
 
+from fsdp_wrap._core import format_bytes
+
 _FIXED = 0x10  # MAP_FIXED: replaces an existing map
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: else the kernel may count all of the map as used
 _FAILED = ctypes.c_void_p(-1).value
@@ -75,8 +77,8 @@ class MappedFile:
             self.extend(end)
         except OSError as error:
             raise RuntimeError(
-                f"this process cannot map {(end - self._end) >> 20} MiB more of the memory that the ranks of "
-                f"this host share ({error}). Let it have more address space (ulimit -v), or set "
+                f"this process cannot map {format_bytes(end - self._end)} more of the memory that the ranks "
+                f"of this host share ({error}). Let it have more address space (ulimit -v), or set "
                 "FSDP_WRAP_SHARED_MEMORY=0 on all ranks"
             ) from error
 

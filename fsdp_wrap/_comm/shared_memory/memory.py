@@ -24,7 +24,7 @@ import torch
 
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor, MappedFile
-from fsdp_wrap._core import round_up
+from fsdp_wrap._core import format_bytes, round_up
 
 HEADER = mmap.PAGESIZE
 """Bytes in front of each piece, in which its users note their use."""
@@ -300,6 +300,6 @@ def _require_room(nbytes: int) -> None:
         used = int(file.read().split()[0]) * mmap.PAGESIZE
     if used + nbytes > limit:
         raise OSError(
-            f"of the {limit >> 20} MiB of address space that this process may have (ulimit -v) less is left "
-            f"than the host has memory, which is {nbytes >> 20} MiB"
+            f"of the {format_bytes(limit)} of address space that this process may have (ulimit -v) less is "
+            f"left than the host has memory, which is {format_bytes(nbytes)}"
         )

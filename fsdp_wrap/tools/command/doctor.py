@@ -1,6 +1,6 @@
-"""`fsdp-wrap doctor`: what this machine and torch offer, and what the library will therefore do.
+"""`fsdp-wrap doctor`: checks this machine and torch, and how ranks will communicate.
 
-What can be tried is tried: two ranks meet, communicate as the package decides, and part.
+Two ranks are started: they connect, communicate as the package chooses, and one of them is lost.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH, __version__
+from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH, __version__, format_bytes, format_seconds
 from fsdp_wrap.tools.command.meeting import Meeting, meet
-from fsdp_wrap.tools.progress import shown
+from fsdp_wrap.tools.progress import progress_bar
 
 _FEW_DESCRIPTORS = 1024
 _SETTINGS = ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -37,15 +37,7 @@ _CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchao", "torch
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        part: Of the report.
-        name: What was looked at.
-        told: What was found.
-        advice: What to do about it; "" where all is well.
-        fatal: Whether ranks cannot train as long as it is so.
-    """
+    """One line of the report; `advice` is "" where all is well, `fatal` means that ranks cannot train."""
 
     part: str
     name: str
@@ -57,18 +49,17 @@ class Finding:
 def add_command(commands: Any) -> None:
     """Adds `doctor` to the command line."""
     command = commands.add_parser(
-        "doctor", help="what this machine and torch offer, and what fsdp_wrap will do", description=__doc__
+        "doctor", help="check this machine and torch, and how ranks will communicate", description=__doc__
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--alone", action="store_true", help="start no ranks, which takes some seconds")
+    command.add_argument("--alone", action="store_true", help="start no ranks, which saves some seconds")
     command.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     findings = [*_versions(), *_machine(), *_backends(), *_accelerators(), *_packages()]
     if not options.alone and dist.is_available() and dist.is_gloo_available():
-        with shown() as bar:
-            bar.begins("two ranks meet")
+        with progress_bar(task="starting two ranks"):
             met = meet()
         findings += _ranks(met)
     if options.json:
@@ -103,7 +94,9 @@ def _versions() -> Iterator[Finding]:
         advice = f"install torch {OLDEST_TORCH} or newer: this one lacks what fsdp_wrap needs"
         yield Finding(part, "torch", told, advice, fatal=True)
     elif minor > Version(NEWEST_TORCH):
-        yield Finding(part, "torch", told, "this one is newer than all that were tested: run the tests first")
+        yield Finding(
+            part, "torch", told, "this one is newer than all versions that were tested: run the tests first"
+        )
     else:
         yield Finding(part, "torch", told)
 
@@ -116,29 +109,30 @@ def _machine() -> Iterator[Finding]:
     )
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        yield Finding(part, "memory", f"{memory / 2**30:.1f} GiB")
-    for name, limit, advice in (
-        ("descriptors", resource.RLIMIT_NOFILE, "raise it (ulimit -n 65536): many ranks open many sockets"),
-        ("address space", resource.RLIMIT_AS, "lift it (ulimit -v unlimited), or ranks may not share memory"),
-    ):
-        soft, hard = (_limit(each) for each in resource.getrlimit(limit))
-        few = limit == resource.RLIMIT_NOFILE and 0 < resource.getrlimit(limit)[0] < _FEW_DESCRIPTORS
-        bound = limit == resource.RLIMIT_AS and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
-        yield Finding(part, name, f"{soft} at most (may be raised to {hard})", advice if few or bound else "")
+        yield Finding(part, "memory", format_bytes(memory))
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 < files < _FEW_DESCRIPTORS
+    advice = "raise it (ulimit -n 65536): many ranks open many sockets" if few else ""
+    yield Finding(part, "descriptors", _format_limits(files, most_files), advice)
+    space, most_space = resource.getrlimit(resource.RLIMIT_AS)
+    bound = space != resource.RLIM_INFINITY
+    advice = "lift it (ulimit -v unlimited), or ranks may not share memory" if bound else ""
+    yield Finding(part, "address space", _format_limits(space, most_space), advice)
     readable = os.access("/proc/self/fd", os.R_OK)
     yield Finding(
         part,
         "/proc",
         "readable" if readable else "not readable",
-        "" if readable else "mount it: without, ranks share no memory and slow ranks are not named",
+        "" if readable else "mount it: without it ranks share no memory, and slow ranks are not named",
     )
     for name in _SETTINGS:
         if name in os.environ:
             yield Finding(part, name, os.environ[name])
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+def _format_limits(soft: int, hard: int) -> str:
+    now, most = ("unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard))
+    return f"{now} at most (may be raised to {most})"
 
 
 def _backends() -> Iterator[Finding]:
@@ -167,9 +161,7 @@ def _accelerators() -> Iterator[Finding]:
     yield Finding(part, "found", f"{count} of type {kind}; models train there, over the backend of that type")
     for index in range(count if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
-        told = (
-            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
-        )
+        told = f"{device.name}, {format_bytes(device.total_memory)}, capability {device.major}.{device.minor}"
         yield Finding(part, f"device {index}", told)
 
 
@@ -189,7 +181,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _wanted() -> dict[str, Requirement]:
-    """Returns what this library's own metadata ask for by extras; nothing where it is not installed."""
+    """Returns the requirements of this library's extras; none where it is not installed."""
     try:
         lines = metadata.requires("fsdp-wrap") or []
     except metadata.PackageNotFoundError:
@@ -198,19 +190,19 @@ def _wanted() -> dict[str, Requirement]:
 
 
 def _ranks(met: Meeting) -> Iterator[Finding]:
-    """Tells what two ranks of this host found."""
+    """Yields the findings of two ranks of this host."""
     part = "two ranks of this host, on the CPU"
     if met.error:
-        advice = "name the network device that ranks shall use, such as GLOO_SOCKET_IFNAME=lo on one host"
+        advice = "name the network device that ranks should use, such as GLOO_SOCKET_IFNAME=lo on one host"
         yield Finding(part, "meeting", met.error, advice, fatal=True)
         return
     yield Finding(part, "meeting", "they found each other over the loopback device")
-    speed = f"{met.bandwidth / 1e9:.2g} GB/s, {met.latency * 1e6:.0f} us at least"
+    speed = f"{format_bytes(met.bandwidth)}/s, {format_seconds(met.latency)} at least"
     way = met.way or "gloo's own collectives"
     slow = "; ".join(met.warnings)
     yield Finding(part, "communicate by", f"{way}: {speed}", slow)
     if met.descriptors:
         yield Finding(part, "descriptors", f"{met.descriptors} opened by each")
-    told = "the end of a rank is noticed, and named" if met.watched else "the end of a rank was not noticed"
-    advice = "" if met.watched else "ranks that are lost end the others by the group's time limit only"
+    told = "a rank that ends is noticed, and named" if met.watched else "the end of a rank was not noticed"
+    advice = "" if met.watched else "the others would wait for a lost rank until the group's time limit"
     yield Finding(part, "watch", told, advice)

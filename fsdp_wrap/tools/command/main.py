@@ -1,6 +1,6 @@
-"""The parser of all commands, and what becomes of errors: one line, and an exit status.
+"""The parser of all commands. An error is printed in one line.
 
-The status is 0, 1 where something that was looked at is damaged or does not work, and 2 on wrong input.
+The exit status is 0, 1 where an inspected thing is damaged or does not work, and 2 on wrong input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             setattr(warnings, "formatwarning", _as_one_line)  # noqa: B010  # mypy admits no assignment
             return int(options.run(options))
-    except BrokenPipeError:  # who read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -47,16 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             traceback.print_exc()
-            return _status_of(error)
-        print(f"error: {_told(error)}", file=sys.stderr)
-        return _status_of(error)
+        else:
+            print(f"error: {_format_error(error)}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, TypeError, UsersError)) else 1
 
 
-def _status_of(error: Exception) -> int:
-    return 2 if isinstance(error, (ValueError, TypeError, UsersError)) else 1
-
-
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, (ValueError, TypeError, RuntimeError, OSError, ImportError, UsersError)):
         return str(error)
     return f"{type(error).__name__}: {error}; --traceback shows where"
@@ -84,5 +80,5 @@ def _add_checkpoint(commands: Any) -> None:
     """Adds the commands of the checkpoint folder, which is an add-on and may be left out."""
     if find_spec("fsdp_wrap.checkpoint") is None:
         return
-    command = commands.add_parser("checkpoint", help="look at a checkpoint, or make another kind of it")
+    command = commands.add_parser("checkpoint", help="inspect a checkpoint, or convert it")
     import_module("fsdp_wrap.checkpoint._command").add_commands(command)

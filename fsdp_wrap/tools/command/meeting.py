@@ -1,4 +1,4 @@
-"""Two ranks of this host that meet, communicate and part, as a program's would: what `doctor` sees of that.
+"""Two ranks of this host that connect and communicate, for `doctor`.
 
 Each is a process of its own: `python -m fsdp_wrap.tools.command.meeting RANK PORT`, which prints a line of
 JSON. Their communicator is the one that the package chooses for them.
@@ -31,16 +31,15 @@ _NOTICED = 5.0  # seconds in which the end of a rank must be seen
 
 @dataclass
 class Meeting:
-    """What two ranks found.
+    """The result of two ranks.
 
     Attributes:
-        error: What kept them from it; "" if nothing did.
+        error: The reason for which they could not communicate; "" if they could.
         way: How they communicate; "" if by the process group's own collectives.
-        warnings: What they were warned of.
         latency: Seconds of a small gather.
         bandwidth: Bytes a second that a rank receives in large gathers and sums.
-        descriptors: How many files and sockets a rank had opened for it.
-        watched: Whether one saw that the other had ended.
+        descriptors: Files and sockets that each rank opened for it.
+        watched: Whether one noticed the end of the other.
     """
 
     error: str = ""
@@ -53,7 +52,7 @@ class Meeting:
 
 
 def meet() -> Meeting:
-    """Lets two ranks meet, and returns what they found; it takes some seconds, mostly to import torch."""
+    """Starts two ranks, and returns their result; takes some seconds, mostly to import torch."""
     try:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -61,7 +60,8 @@ def meet() -> Meeting:
     except OSError as error:
         return Meeting(error=f"no port of the loopback device 127.0.0.1 can be opened: {error}")
     command = [sys.executable, "-m", "fsdp_wrap.tools.command.meeting"]
-    path = os.pathsep.join(filter(None, [_package_folder(), os.environ.get("PYTHONPATH")]))
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -73,21 +73,17 @@ def meet() -> Meeting:
         )
         for rank in range(2)
     ]
-    return _heard(ranks)
+    return _result_of(ranks)
 
 
-def _package_folder() -> str:
-    return str(Path(__file__).resolve().parents[3])
-
-
-def _heard(ranks: list[subprocess.Popen[str]]) -> Meeting:
-    """Waits for the ranks, and returns what the first one tells."""
+def _result_of(ranks: list[subprocess.Popen[str]]) -> Meeting:
+    """Waits for the ranks, and returns the result of the first one."""
     until = time.monotonic() + _LIMIT
     try:
         out, err = ranks[0].communicate(timeout=_LIMIT)
         ranks[1].communicate(timeout=max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Meeting(error=f"two ranks of this host did not come together within {_LIMIT:.0f} s")
+        return Meeting(error=f"two ranks of this host did not connect within {_LIMIT:.0f} s")
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -143,10 +139,10 @@ def _open_descriptors() -> int:
 def _main(rank: int, port: int) -> None:
     try:
         found = _take_part(rank, port)
-    except Exception as error:  # whatever keeps ranks of this host from communicating
+    except Exception as error:  # any reason that keeps ranks from communicating
         found = Meeting(error=f"{type(error).__name__}: {error}".splitlines()[0])
     print(json.dumps(vars(found)), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)  # as a rank that is lost: nothing is closed or told
+    os.kill(os.getpid(), signal.SIGKILL)  # like a lost rank, which closes nothing
 
 
 if __name__ == "__main__":

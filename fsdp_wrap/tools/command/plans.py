@@ -1,4 +1,4 @@
-"""`fsdp-wrap plan FILE.py:setup`: what a step will hold, send and take, found without running it.
+"""`fsdp-wrap plan FILE.py:setup`: the memory, communication and time of a step, without running it.
 
 The function is as `fsdp_wrap.plan` takes it: it builds and shards the model, makes the optimizer, and returns
 (model, optimizer, step). The status is 1 where a step does not fit into --device-memory.
@@ -15,29 +15,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import nbytes_of
+from fsdp_wrap._core import format_bytes, nbytes_of
 from fsdp_wrap.tools.command.users_code import errors_of, load_function
-from fsdp_wrap.tools.progress import shown
+from fsdp_wrap.tools.progress import progress_bar
 
 _MEASURED = "measure"
 
 
 def add_command(commands: Any) -> None:
     """Adds `plan` to the command line."""
-    command = commands.add_parser("plan", help="what a step will hold, send and take", description=__doc__)
+    command = commands.add_parser(
+        "plan", help="the memory, communication and time of a step", description=__doc__
+    )
     add = command.add_argument
     add("setup", metavar="FILE.py:setup", help="the function, and the file in which it is")
-    add("--ranks", type=_counts, default=[8], metavar="N,...", help="how many ranks train; 8 if left out")
+    add("--ranks", type=_counts, default=[8], metavar="N,...", help="numbers of ranks; default: 8")
     add(
-        "--device-memory", metavar="SIZE", help="what a rank may use, such as 80GB; the machine's if left out"
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of a rank's device, such as 80GB; default: the machine's",
     )
-    add("--device", default=None, metavar="TYPE", help="cpu or cuda; need not be there")
-    machine = "for which times are predicted: the name of a preset, 'measure' for this one, or a file of JSON"
+    add("--device", default=None, metavar="TYPE", help="cpu or cuda; need not exist here")
+    machine = "the machine for predicted times: a preset's name, 'measure' for this one, or a JSON file"
     add("--machine", metavar="NAME", help=machine)
-    add("--attained", type=float, default=1.0, metavar="PART", help="of a preset's peak, such as 0.6")
-    add("--ranks-per-host", type=int, metavar="N", help="the machine's if left out")
-    add("--fit", action="store_true", help="vary the setup's arguments: what fits, the fastest first")
-    vary = "values for an argument of the setup, with --fit; may be repeated"
+    add(
+        "--attained",
+        type=float,
+        default=1.0,
+        metavar="PART",
+        help="fraction of a preset's peak that is reached, such as 0.6",
+    )
+    add("--ranks-per-host", type=int, metavar="N", help="default: the machine's")
+    add(
+        "--fit", action="store_true", help="vary the setup's arguments, and list what fits, the fastest first"
+    )
+    vary = "values of an argument of the setup, with --fit; may be repeated"
     add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the step's memory, such as plan.svg")
@@ -70,13 +82,13 @@ def _run(options: argparse.Namespace) -> int:
     given = {"device": options.device or _device_of(options), "machine": machine}
     if options.fit:
         if limit is None:
-            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine that tells it")
+            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
         return _fit(setup, options, {**given, "device_memory": limit})
     return _plan(setup, options, given, limit)
 
 
 def _device_of(options: argparse.Namespace) -> str:
-    """Returns what kind of device a machine has: presets are of accelerators."""
+    """Returns the device of a machine: presets are accelerators."""
     return "cuda" if options.machine and options.machine != _MEASURED else "cpu"
 
 
@@ -94,12 +106,12 @@ def _plan(
         name, missing = options.setup.rpartition(":")[2], repr(needed[0])
         raise ValueError(f"{name}() needs a value for {missing}: give it a default, or vary it with --fit")
     plans = []
-    with shown(len(options.ranks)) as bar:
+    with progress_bar(len(options.ranks)) as bar:
         for ranks in options.ranks:
-            bar.begins(f"planning {ranks} ranks")
+            bar.describe(f"planning {ranks} ranks")
             with errors_of(_file_of(options), f"planning for {ranks} ranks"):
                 plans.append(plan(setup, ranks, **given))
-            bar.ended()
+            bar.advance()
     if options.plot:
         for made in plans:
             made.plot(_numbered(options.plot, made.ranks, len(plans)))
@@ -107,22 +119,20 @@ def _plan(
         print(json.dumps([json.loads(made.to_json()) for made in plans], indent=1))
     else:
         print(*plans, sep="\n\n")
-        if limit is not None:
-            print()
-    fits = True
-    for made in plans if limit is not None else []:
-        need = max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes)
-        fits = fits and need <= (limit or 0)
-        if not options.json:
-            print(_verdict(made.ranks, need, limit or 0))
-    return int(not fits)
+    if limit is None:
+        return 0
+    needs = [max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes) for made in plans]
+    if not options.json:
+        verdicts = (_format_verdict(made.ranks, need, limit) for made, need in zip(plans, needs))
+        print("", *verdicts, sep="\n")
+    return int(max(needs) > limit)
 
 
-def _verdict(ranks: int, need: int, limit: int) -> str:
-    told = f"{need / 1e9:.4g} of {limit / 1e9:.4g} GB"
+def _format_verdict(ranks: int, need: int, limit: int) -> str:
+    used = f"{format_bytes(need)} of {format_bytes(limit)}"
     if need <= limit:
-        return f"{ranks} ranks: fits, {told}"
-    return f"{ranks} ranks: does not fit, {told}: --fit looks for what does"
+        return f"{ranks} ranks: fits, {used}"
+    return f"{ranks} ranks: does not fit, {used}: --fit looks for configurations that do"
 
 
 def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
@@ -136,7 +146,7 @@ def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str
 
 
 def _varied(text: str) -> tuple[str, Sequence[Any]]:
-    """Reads NAME=A,B: numbers, True, False and None are what they are in Python, all else is text."""
+    """Parses NAME=A,B: numbers, True, False and None as in Python, all else as text."""
     name, equals, values = text.partition("=")
     if not equals or not name.isidentifier() or not values:
         raise ValueError(f"--vary {text!r} names no values: write NAME=A,B,..., as in offload=none,all")
@@ -158,8 +168,7 @@ def _machine(options: argparse.Namespace) -> Any:
     if name is None:
         return None
     if name == _MEASURED:
-        with shown() as bar:
-            bar.begins("measuring this machine")
+        with progress_bar(task="measuring this machine"):
             return measure_machine(options.device)
     path = Path(name)
     if path.suffix == ".json" or path.is_file():

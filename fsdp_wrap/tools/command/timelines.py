@@ -1,4 +1,4 @@
-"""`fsdp-wrap timeline merge|report|plot`: what `fsdp_wrap.timeline` has recorded."""
+"""`fsdp-wrap timeline merge|report|plot`: recordings of `fsdp_wrap.timeline`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap.tools.progress import shown
+from fsdp_wrap.tools.progress import progress_bar
 
 _ENDINGS = (".json", ".json.gz")
 
@@ -14,16 +14,16 @@ _ENDINGS = (".json", ".json.gz")
 def add_commands(commands: Any) -> None:
     """Adds `timeline` with its own commands to the command line."""
     timeline = commands.add_parser(
-        "timeline", help="join, tell or draw what fsdp_wrap.timeline() recorded", description=__doc__
+        "timeline", help="merge, report or draw recordings of fsdp_wrap.timeline()", description=__doc__
     )
     inner = timeline.add_subparsers(required=True, metavar="merge|report|plot")
-    merge = inner.add_parser("merge", help="join ranks' files into one trace, which Perfetto opens")
-    merge.add_argument("--out", type=Path, default=Path("trace.json"), help="trace.json if left out")
+    merge = inner.add_parser("merge", help="merge the files of ranks into one trace, which Perfetto opens")
+    merge.add_argument("--out", type=Path, default=Path("trace.json"), help="default: trace.json")
     merge.set_defaults(run=_run_merge)
     report = inner.add_parser("report", help="print the table by unit, with advice")
     report.set_defaults(run=_run_report)
     plot = inner.add_parser("plot", help="draw one step")
-    plot.add_argument("--out", type=Path, default=Path("step.svg"), help="step.svg if left out")
+    plot.add_argument("--out", type=Path, default=Path("step.svg"), help="default: step.svg")
     plot.set_defaults(run=_run_plot)
     for command in (merge, report, plot):
         command.add_argument(
@@ -33,9 +33,8 @@ def add_commands(commands: Any) -> None:
 
 def _run_merge(options: argparse.Namespace) -> int:
     if not options.out.name.endswith(_ENDINGS):
-        raise ValueError(f"--out {options.out}: a trace is named .json or .json.gz")
-    with shown() as bar:
-        bar.begins("joining")
+        raise ValueError(f"--out {options.out}: the name of a trace must end in .json or .json.gz")
+    with progress_bar(task="merging"):
         merged = _read(options.paths)
         merged.save(options.out)
     count = len(merged.ranks)
@@ -46,23 +45,21 @@ def _run_merge(options: argparse.Namespace) -> int:
 
 
 def _run_report(options: argparse.Namespace) -> int:
-    with shown() as bar:
-        bar.begins("reading")
+    with progress_bar(task="reading"):
         text = _read(options.paths).report()
     print(text)
     return 0
 
 
 def _run_plot(options: argparse.Namespace) -> int:
-    with shown() as bar:
-        bar.begins("drawing")
+    with progress_bar(task="drawing"):
         _read(options.paths).plot(options.out)
     print(f"wrote {options.out}")
     return 0
 
 
 def _read(paths: list[Path]) -> Any:
-    """Returns the timeline of all ranks whose files these are, or lie in these folders.
+    """Returns the timeline of all traces at the paths, and in folders at the paths.
 
     Raises:
         ValueError: If there is none, one is no trace of a timeline, or two are of one rank.
@@ -76,7 +73,7 @@ def _read(paths: list[Path]) -> Any:
         found = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
         if not found:
             raise ValueError(
-                f"no rank has left a trace (rank-*.json) in {path}: name the folder given to timeline()"
+                f"no rank has written a trace (rank-*.json) to {path}: name the folder given to timeline()"
             )
         files += found
     return Timeline(record for file in files for record in load(file).ranks)

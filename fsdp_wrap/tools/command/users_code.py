@@ -1,4 +1,4 @@
-"""Code of the user that a command is pointed at, as in `train.py:setup`, and what becomes of its errors."""
+"""Runs code of the user, as in `train.py:setup`, and reports its errors in one line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class UsersError(Exception):
-    """The user's code has raised something; the text says what and where."""
+    """An error of the user's code; the text has its type, message and line."""
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """Returns the function that `FILE.py:name` names; the file is run as a module is imported.
+    """Returns the function that `FILE.py:name` names; runs the file as a module.
 
     Raises:
-        UsersError: If running the file raises something.
+        UsersError: If the file raises an error.
         ValueError: If there is no such file or function.
     """
     file, colon, name = text.rpartition(":")
@@ -40,20 +40,15 @@ def load_function(text: str) -> Callable[..., Any]:
     if not callable(found):
         functions = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
         own = [each for each in functions if getattr(getattr(module, each), "__module__", "") == spec.name]
-        held = f"it has {', '.join(own)}" if own else "it has none"
-        raise ValueError(f"{path} has no function {name!r}; {held}")
+        there = f"it has {', '.join(own)}" if own else "it has none"
+        raise ValueError(f"{path} has no function {name!r}; {there}")
     function: Callable[..., Any] = found
     return function
 
 
 @contextmanager
 def errors_of(path: Path, doing: str) -> Iterator[None]:
-    """Lets what is raised in a file's code be told by one line, with the line of that file.
-
-    Args:
-        path: The file.
-        doing: What its code does here.
-    """
+    """Turns an error of a file's code into a `UsersError` with the line; `doing` begins its message."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -62,5 +57,5 @@ def errors_of(path: Path, doing: str) -> Iterator[None]:
         if not lines:
             raise
         text = str(error).strip().splitlines() or [""]
-        told = f"{type(error).__name__}: {text[0]}" if text[0] else type(error).__name__
-        raise UsersError(f"{doing} failed in line {lines[-1]}: {told}; --traceback shows where") from error
+        cause = f"{type(error).__name__}: {text[0]}" if text[0] else type(error).__name__
+        raise UsersError(f"{doing} failed in line {lines[-1]}: {cause}; --traceback shows where") from error

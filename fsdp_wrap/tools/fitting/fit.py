@@ -1,8 +1,8 @@
 """`fit`: which configurations of a training step fit into memory, the largest batch of each, and how fast.
 
-The memory of a step is affine in its batch and quadratic in the length of its sequences, at each place of the
-step by itself. So each configuration is planned at two batches (and three lengths at most), all places are
-continued from there, and the answer is planned once more to be sure of it.
+At each place of a step memory is affine in the batch and quadratic in the length of sequences. So each
+configuration is planned at two batches (and three lengths at most), every place is extrapolated, and the
+answer is planned once more to be sure of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,37 +18,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import nbytes_of
+from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
-from fsdp_wrap.tools.progress import Bar, shown
+from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 
 Values = Mapping[str, Any]
 Setup = Callable[..., tuple[Any, Any, Any]]
 
 _BATCH, _LENGTH, _ACCUMULATION = "batch", "length", "accumulation"
-_FIRST, _SECOND = 2, 4  # batches that are planned: one of 1 has fewer copies than others
-_MOST = 1 << 20  # the largest batch that is thought of
-_LENGTHS = 3  # that are planned; a parabola goes through
+_FIRST, _SECOND = 2, 4  # batches that are planned; a batch of 1 has fewer copies than others
+_MOST = 1 << 20  # the largest batch
+_LENGTHS = 3  # planned lengths, for a parabola
 _LOOKS = 6  # plans in search of one answer, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One configuration, and what came out for it.
+    """One configuration and its answer.
 
     Attributes:
-        ranks: How many ranks train.
-        values: What `setup` got, save the batch.
+        ranks: Number of ranks.
+        values: The arguments of `setup`, except the batch.
         batch: The largest batch that fits, on each rank; 0 if not even the smallest does; None where `setup`
             takes no batch.
         fits: Whether it fits, at that batch.
         peak_bytes: The most bytes that a rank's device holds, at that batch; at the smallest if none fits.
-        bytes_per_sample: What one sample more takes; None where `setup` takes no batch.
+        bytes_per_sample: Bytes of one more sample; None where `setup` takes no batch.
         predicted_seconds: Of a step; None without a machine.
         samples_per_second: Of all ranks; None without a machine, or where `setup` takes no batch.
-        refused: Why it cannot be; "" if it can.
-        plan: That of the answer; None if it cannot be.
+        refused: Why it cannot be planned; "" if it can.
+        plan: The plan of the answer; None if it cannot be planned.
     """
 
     ranks: int
@@ -63,7 +64,7 @@ class Choice:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What comes first in an answer: what fits, the fastest, then what takes the largest batch."""
+        """The sort key: choices that fit first, then the fastest, then the largest batch."""
         speed = self.samples_per_second
         if speed is None and self.predicted_seconds is not None:
             speed = 1 / self.predicted_seconds
@@ -71,19 +72,19 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the plan, of types that JSON knows; other values by their `str`."""
-        told = {name: value for name, value in vars(self).items() if name != "plan"}
-        return {**told, "values": {name: _plain(value) for name, value in self.values.items()}}
+        plain = {name: value for name, value in vars(self).items() if name != "plan"}
+        return {**plain, "values": {name: _plain(value) for name, value in self.values.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits, the fastest first.
+    """All configurations of a `fit`, the fastest that fits first.
 
     Attributes:
         device_memory: The bytes that a rank may use.
-        choices: All configurations: those that fit, by their speed; those that do not; those that cannot be.
-        plans: How many steps were planned to find out.
-        machine: That of the predictions; None if there was none.
+        choices: Configurations that fit, by speed; then those that do not; then those that were refused.
+        plans: Number of steps that were planned.
+        machine: The machine of the predictions; None if there was none.
     """
 
     device_memory: int
@@ -98,13 +99,13 @@ class Fit:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the answer as JSON, and writes it to a file if one is named."""
-        told = {
+        plain = {
             "device_memory": self.device_memory,
             "plans": self.plans,
             "machine": None if self.machine is None else self.machine.to_dict(),
             "choices": [choice.to_dict() for choice in self.choices],
         }
-        text = json.dumps(told, indent=1)
+        text = json.dumps(plain, indent=1)
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -114,7 +115,7 @@ class Fit:
         shown = [choice for choice in self.choices if not choice.refused]
         names = list(dict.fromkeys(name for choice in shown for name in choice.values))
         varied = [name for name in names if len({repr(choice.values.get(name)) for choice in shown}) > 1]
-        head = ["ranks", *varied, "batch", "peak GB", "a sample", "step", "samples/s"]
+        head = ["ranks", *varied, "batch", "peak", "a sample", "step", "samples/s"]
         rows = [head, *(_row(choice, varied) for choice in shown)]
         kept = [index for index in range(len(head)) if any(row[index] != "" for row in rows[1:])]
         widths = {index: max(len(row[index]) for row in rows) for index in kept}
@@ -123,16 +124,17 @@ class Fit:
         lines = [*self._heading(fixed), "", *(line.rstrip() for line in lines)]
         for choice in self.choices:
             if choice.refused:
-                told = ", ".join(f"{name}={_plain(value)}" for name, value in choice.values.items())
-                lines.append(f"cannot be: {choice.ranks} ranks, {told}: {choice.refused}")
+                lines.append(
+                    f"refused: {choice.ranks} ranks, {_format_values(choice.values)}: {choice.refused}"
+                )
         return "\n".join(lines)
 
     def _heading(self, fixed: Values) -> Iterator[str]:
         fitting = sum(choice.fits for choice in self.choices)
-        memory = f"{self.device_memory / 1e9:.4g} GB"
+        memory = format_bytes(self.device_memory)
         yield f"{fitting} of {len(self.choices)} fit into {memory} ({self.plans} plans)"
         if fixed:
-            yield "all with " + ", ".join(f"{name}={_plain(value)}" for name, value in fixed.items())
+            yield f"all with {_format_values(fixed)}"
         if self.machine is not None:
             yield f"predicted for {self.machine.name}: {self.machine.source or 'figures of the caller'}"
 
@@ -146,15 +148,15 @@ def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
         str(choice.ranks),
         *(str(_plain(choice.values.get(name, ""))) for name in varied),
         batch,
-        f"{choice.peak_bytes / 1e9:.4g}",
-        "" if per_sample is None else f"{per_sample / 1e9:.3g} GB",
-        "" if seconds is None or not choice.fits else _time(seconds),
+        format_bytes(choice.peak_bytes),
+        "" if per_sample is None else format_bytes(per_sample),
+        "" if seconds is None or not choice.fits else format_seconds(seconds),
         "" if speed is None or not choice.fits else f"{speed:.4g}",
     ]
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+def _format_values(values: Values) -> str:
+    return ", ".join(f"{name}={_plain(value)}" for name, value in values.items())
 
 
 def _plain(value: Any) -> Any:
@@ -173,67 +175,63 @@ def fit(
 ) -> Fit:
     """Answers which configurations of a step fit, the fastest first, and the largest batch of each.
 
-    Every combination of the values in `vary` is a configuration: `setup` gets them by keyword, and does with
-    them what its own code says (`fsdp_wrap.tools.shard_as` is one way). Three names mean something here.
-    `batch` is the number of samples in one forward of one rank: of it the largest that fits is found, so
-    `setup` must take it and should take nothing else from it. `length` is that of a sequence.
-    `accumulation` is how many forwards make a step; speed counts their samples.
+    Every combination of the values in `vary` is a configuration: `setup` gets them by keyword, and its own
+    code gives them a meaning (`fsdp_wrap.tools.shard_as` is one way). `fit` itself knows three names.
+    `batch` is the number of samples in one forward of one rank; the largest that fits is found, so `setup`
+    must take it. `length` is the length of a sequence. `accumulation` is the number of forwards in a step;
+    speed counts all of their samples.
 
     A configuration is planned at two batches and at the answer; of many lengths three are planned, and each
-    answer. What counts is all that tensors hold at once while the model is built, in the first step and in
-    later ones. Not counted are the context of a device, what its allocator cannot use, and what NCCL takes
-    for itself: leave room for them in `device_memory`.
+    answer. The peak is that of all tensors while the model is built, in the first step and in later ones. It
+    leaves out the context of a device, fragments of its allocator, and buffers of NCCL: leave room for them
+    in `device_memory`.
 
     Args:
-        setup: As of `plan`, with keyword arguments for what varies.
-        ranks: How many ranks train, or several such numbers, each tried.
+        setup: The `setup` of `plan`, with keyword arguments that may vary.
+        ranks: Number of ranks, or several numbers to try.
         device_memory: Bytes that a rank may use, such as `"80GB"`; None for the machine's.
         vary: Values to try by the name of the argument. `batch` may be left out, for any number; given, it
             names the batches that may be. None for sharding, offload and checkpointing, as far as `setup`
             takes them by the names that `shard_as` has.
-        device: As of `plan`.
-        machine: As of `plan`; None for no prediction of time: then the largest batch comes first.
-        progress: Show how far it has come, once that takes longer than two seconds.
+        device: The `device` of `plan`.
+        machine: The `machine` of `plan`; None for no prediction of time: then the largest batch comes first.
+        progress: Show a progress bar after two seconds.
 
     Returns:
         All configurations, in order; `print` shows a table.
 
     Raises:
-        TypeError: If `setup` does not take what varies, or an argument has the wrong type.
+        TypeError: If `setup` lacks an argument that varies, or an argument has the wrong type.
         ValueError: If an argument makes no sense, or no configuration can be planned; the first error is its
             cause.
     """
     if device_memory is None:
         device_memory = None if machine is None else machine.device_memory
         if device_memory is None:
-            raise ValueError("fit() needs device_memory, such as '80GB', or a machine that tells it")
+            raise ValueError("fit() needs device_memory, such as '80GB', or a machine with device_memory")
     limit = nbytes_of(device_memory, "device_memory")
     taken = _parameters(setup)
     varied = _varied(vary, taken)
-    counts = [ranks] if isinstance(ranks, int) else [*ranks]
     batches = _batches(varied, taken)
-    lengths = [*varied.pop(_LENGTH, [])]
+    lengths = varied.pop(_LENGTH, [None])
+    counts = [ranks] if isinstance(ranks, int) else ranks
     groups = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
-    planned = partial(plan, device=device, machine=machine)
+
+    def planned(count: int, values: Values) -> Plan:
+        return plan(partial(setup, **values), count, device=device, machine=machine)
+
+    searches: list[_Search] = []
     choices: list[Choice] = []
-    with shown(len(counts) * len(groups), disable=not progress) as bar:
-        searches = [
-            _Search(partial(_plan_with, planned, setup, count), count, group, lengths, batches, limit)
-            for count in counts
-            for group in groups
-        ]
-        for search in searches:
-            choices += search.choices(bar)
-            bar.ended()
+    with progress_bar(len(counts) * len(groups), disable=not progress) as bar:
+        for count, values in itertools.product(counts, groups):
+            searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
+            choices += map(searches[-1].choice, lengths)
+            bar.advance()
     if all(choice.refused for choice in choices):
         raise ValueError(f"no configuration can be planned: {choices[0].refused}") from searches[0].error
     ordered = tuple(sorted(choices, key=lambda choice: choice.order))
     plans = sum(search.plans for search in searches)
     return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine)
-
-
-def _plan_with(planned: Callable[..., Plan], setup: Setup, ranks: int, values: Values) -> Plan:
-    return planned(partial(setup, **values), ranks)
 
 
 def _parameters(setup: Setup) -> set[str] | None:
@@ -250,7 +248,7 @@ def _varied(vary: Mapping[str, Sequence[Any]] | None, taken: set[str] | None) ->
         vary = {name: values for name, values in STANDARD.items() if taken is None or name in taken}
     unknown = [] if taken is None else [name for name in vary if name not in taken]
     if unknown:
-        raise TypeError(f"setup() takes no argument {unknown[0]!r}: let it, or do not vary it")
+        raise TypeError(f"setup() takes no argument {unknown[0]!r}: add it, or do not vary it")
     for name, values in vary.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
             raise TypeError(f"vary[{name!r}] must be a sequence of values, not {values!r}")
@@ -258,7 +256,7 @@ def _varied(vary: Mapping[str, Sequence[Any]] | None, taken: set[str] | None) ->
 
 
 def _batches(varied: dict[str, list[Any]], taken: set[str] | None) -> Sequence[int] | None:
-    """Takes the batches that may be from what varies; None where `setup` takes none."""
+    """Removes the batches from `varied`, and returns them; None where `setup` takes none."""
     if _BATCH not in varied:
         return None if taken is not None and _BATCH not in taken else range(1, _MOST + 1)
     batches: list[int] = sorted(set(varied.pop(_BATCH)))
@@ -267,71 +265,53 @@ def _batches(varied: dict[str, list[Any]], taken: set[str] | None) -> Sequence[i
     return batches
 
 
+@dataclass
 class _Search:
-    """Finds the answers for one configuration, at all lengths.
+    """Finds the answers of one configuration: the largest batch at each length.
 
-    Args:
-        planned: Plans a step with some values.
-        ranks: How many ranks train.
-        values: Of the configuration, save batch and length.
-        lengths: Those to answer for; none where lengths do not vary.
-        batches: Those that may be, in order; None where `setup` takes none.
-        limit: Bytes that a rank may use.
-
-    Attributes:
-        plans: How many steps were planned.
-        error: What the first refusal was raised for.
+    `values` leave out batch and length. `batches`, in order, is None where `setup` takes none; so is a
+    length where lengths do not vary. `error` is that of the first refusal.
     """
 
-    def __init__(
-        self,
-        planned: Callable[[Values], Plan],
-        ranks: int,
-        values: Values,
-        lengths: list[int],
-        batches: Sequence[int] | None,
-        limit: int,
-    ) -> None:
-        self._planned = planned
-        self._ranks, self._values, self._limit = ranks, values, limit
-        self._lengths, self._batches = lengths, batches
-        self._known: dict[tuple[int | None, int | None], Plan] = {}
-        self._bar = Bar(None)
-        self.plans = 0
-        self.error: Exception | None = None
+    planned: Callable[[Values], Plan]
+    ranks: int
+    values: Values
+    lengths: Sequence[int | None]
+    batches: Sequence[int] | None
+    limit: int
+    bar: ProgressBar
+    plans: int = 0
+    error: Exception | None = None
+    _known: dict[tuple[int | None, int | None], Plan] = field(default_factory=dict)
 
-    def choices(self, bar: Bar) -> Iterator[Choice]:
-        """Yields the answer for each length."""
-        self._bar = bar
-        lengths: list[int | None] = [*self._lengths] or [None]
-        for length in lengths:
-            values = self._values if length is None else {**self._values, _LENGTH: length}
-            try:
-                yield self._choice(length, values)
-            except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-                self.error = self.error or error
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                yield Choice(ranks=self._ranks, values=values, refused=lines[0])
+    def choice(self, length: int | None) -> Choice:
+        """Returns the answer at a length; a refusal where it cannot be planned."""
+        values = self._values(None, length)
+        try:
+            return self._answer(length, values)
+        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+            self.error = self.error or error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return Choice(ranks=self.ranks, values=values, refused=lines[0])
 
-    def _choice(self, length: int | None, values: Values) -> Choice:
-        if self._batches is None:
-            return self._answer(self._plan(None, length), values, None, None)
-        batch = self._largest(length)
-        planned = self._plan(batch or self._batches[0], length)
-        return self._answer(planned, values, batch or 0, self._slope(batch or self._batches[0], length))
+    def _values(self, batch: int | None, length: int | None) -> Values:
+        given = {_BATCH: batch, _LENGTH: length}
+        return {**self.values, **{name: value for name, value in given.items() if value is not None}}
 
-    def _answer(self, plan: Plan, values: Values, batch: int | None, slope: float | None) -> Choice:
-        seconds, need = plan.predicted_seconds, _need(plan)
-        speed = None
+    def _answer(self, length: int | None, values: Values) -> Choice:
+        batch = None if self.batches is None else self._largest(length)
+        planned_batch = None if self.batches is None else batch or self.batches[0]
+        plan = self._plan(planned_batch, length)
+        need, seconds, speed = _need(plan), plan.predicted_seconds, None
         if seconds and batch:
-            speed = batch * int(values.get(_ACCUMULATION, 1)) * self._ranks / seconds
+            speed = batch * int(values.get(_ACCUMULATION, 1)) * self.ranks / seconds
         return Choice(
-            ranks=self._ranks,
-            values=dict(values),
+            ranks=self.ranks,
+            values=values,
             batch=batch,
-            fits=need <= self._limit and batch != 0,
+            fits=need <= self.limit and batch != 0,
             peak_bytes=need,
-            bytes_per_sample=slope,
+            bytes_per_sample=None if planned_batch is None else self._slope(planned_batch, length),
             predicted_seconds=seconds,
             samples_per_second=speed,
             plan=plan,
@@ -340,99 +320,82 @@ class _Search:
     def _plan(self, batch: int | None, length: int | None) -> Plan:
         key = batch, length
         if key not in self._known:
-            given = {_BATCH: batch, _LENGTH: length}
-            values = {**self._values, **{name: value for name, value in given.items() if value is not None}}
-            told = ", ".join(f"{name}={_plain(value)}" for name, value in values.items())
-            self._bar.begins(f"{self._ranks} ranks, {told}" if told else f"{self._ranks} ranks")
+            values = self._values(batch, length)
+            self.bar.describe(", ".join(filter(None, (f"{self.ranks} ranks", _format_values(values)))))
             self.plans += 1
-            self._known[key] = self._planned(values)
+            self._known[key] = self.planned(values)
         return self._known[key]
 
-    # from some plans to all batches and lengths
+    # extrapolation from some plans to all batches and lengths
 
-    def _largest(self, length: int | None) -> int | None:
-        """Returns the largest batch that fits, which was planned; None if none does."""
-        batches = self._batches
-        assert batches is not None
-        self._guess(batches[0], length)  # so that the first plans are there
-        fits, fails = -1, len(batches)  # indices of batches known to fit, and not to
-        for batch, planned in [(b, made) for (b, n), made in self._known.items() if n == length and b]:
-            index = batches.index(batch)
-            if _need(planned) <= self._limit:
-                fits = max(fits, index)
-            else:
-                fails = min(fails, index)
+    def _largest(self, length: int | None) -> int:
+        """Returns the largest batch that fits, planned to be sure; 0 if none does."""
+        assert self.batches is not None
+        batches = self.batches
+        self._guess(batches[0], length)  # makes the first plans
+        known = {
+            batches.index(b): _need(plan) <= self.limit
+            for (b, n), plan in self._known.items()
+            if n == length and b
+        }
+        fits = max((index for index, fitting in known.items() if fitting), default=-1)
+        fails = min((index for index, fitting in known.items() if not fitting), default=len(batches))
         for look in range(_LOOKS):
             if fails - fits == 1:
                 break
-            index = self._estimate(batches, length, fits, fails)
+            between = range(fits + 1, fails)
+            too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self.limit)
+            index = between[max(too_much - 1, 0)]
             if look > 2 and look % 2 and fails < len(batches):
-                index = (fits + fails) // 2  # where guesses are bad, halves come to an end
+                index = (fits + fails) // 2  # bisect where guesses are bad
             need = _need(self._plan(batches[index], length))
-            if need > self._limit:
+            if need > self.limit:
                 fails = index
                 continue
-            fits, beyond = index, index + 1
-            if beyond >= fails:
+            fits = index
+            if fits + 1 >= fails:
                 break
-            one_more = self._guess(batches[beyond], length) - self._guess(batches[index], length)
-            if need + one_more > self._limit:
+            one_more = self._guess(batches[fits + 1], length) - self._guess(batches[fits], length)
+            if need + one_more > self.limit:
                 break
-        return batches[fits] if fits >= 0 else None
-
-    def _estimate(self, batches: Sequence[int], length: int | None, fits: int, fails: int) -> int:
-        """Returns the index of the batch to plan next, between one that fits and one that does not."""
-        between = range(fits + 1, fails)
-        too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self._limit)
-        return between[max(too_much - 1, 0)]
+        return batches[fits] if fits >= 0 else 0
 
     def _guess(self, batch: int, length: int | None) -> float:
-        """Returns the bytes that a batch and a length need, as far as the plans that were made tell."""
+        """Returns the peak bytes of a batch and a length, extrapolated from the plans of `_basis`."""
         batches, lengths = self._basis(length)
         weights = {
-            (b, n): _weight(batch, b, batches) * (1.0 if n is None else _weight(length or 0, n, lengths))
-            for b in batches
-            for n in lengths
+            (b, n): _weight(batch, b, batches) * _weight(length, n, lengths) for b in batches for n in lengths
         }
         plans = {key: self._plan(*key) for key in weights}
         needs = [_needs(plan) for plan in plans.values()]
-        if len({places for places, _ in needs}) > 1:  # not the same step: only the peaks compare
+        if len({places for places, _ in needs}) > 1:  # different steps: only their peaks compare
             needs = [((), [float(_need(plan))]) for plan in plans.values()]
         columns = zip(*(numbers for _, numbers in needs))
         needed = [sum(weight * n for weight, n in zip(weights.values(), column)) for column in columns]
         return float(max(needed))
 
     def _basis(self, length: int | None) -> tuple[list[int], list[int | None]]:
-        """Returns the batches and lengths of the plans from which others are guessed.
+        """Returns the batches and lengths of the plans from which others are extrapolated.
 
-        These are two batches at the length itself, as near to the limit as there are; or where none was
-        planned so far, the first two, and of many lengths three.
+        These are two batches at the length itself, the nearest to the limit. Where fewer than two are
+        planned, they are the first two batches, at three of many lengths.
         """
-        assert self._batches is not None
+        assert self.batches is not None
         own = sorted(b for b, n in self._known if n == length and b is not None)
         if len(own) > 1:
-            below = [b for b in own if _need(self._plan(b, length)) <= self._limit]
+            below = [b for b in own if _need(self._plan(b, length)) <= self.limit]
             above = own[len(below) :]
             pair = [below[-1], above[0]] if below and above else own[:2] if above else own[-2:]
             return pair, [length]
-        whole = len(self._batches) == _MOST
-        return [_FIRST, _SECOND] if whole else [*self._batches[:2]], self._sampled(length)
-
-    def _sampled(self, length: int | None) -> list[int | None]:
-        """Returns the lengths from which one is guessed: itself, or of many three."""
-        if length is None or len(self._lengths) <= _LENGTHS:
-            return [length]
-        ordered = sorted(self._lengths)
-        return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+        first = [_FIRST, _SECOND] if len(self.batches) == _MOST else [*self.batches[:2]]
+        lengths = sorted(filter(None, self.lengths))
+        few = length is None or len(lengths) <= _LENGTHS
+        return first, [length] if few else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
 
     def _slope(self, batch: int, length: int | None) -> float | None:
-        """Returns the bytes that one sample more takes; None where there is but one batch.
-
-        Raises:
-            ValueError: If no number of samples takes any.
-        """
-        assert self._batches is not None
-        if len(self._batches) == 1:
+        """Returns the bytes of one more sample; None where there is one batch alone."""
+        assert self.batches is not None
+        if len(self.batches) == 1:
             return None
         if batch == _MOST and _need(self._plan(batch, length)) == _need(self._plan(_FIRST, length)):
             raise ValueError(
@@ -442,22 +405,22 @@ class _Search:
         return self._guess(batch + 1, length) - self._guess(batch, length)
 
 
-def _weight(at: int, point: int, points: Sequence[int | None]) -> float:
-    """Returns Lagrange's weight of one of some points for the value at another place."""
-    weight = 1.0
-    for other in points:
-        if other is not None and other != point:
-            weight *= (at - other) / (point - other)
-    return weight
+def _weight(at: int | None, point: int | None, points: Sequence[int | None]) -> float:
+    """Returns the Lagrange weight of one of some points for the value at another one."""
+    if at is None or point is None:
+        return 1.0
+    return math.prod(
+        (at - other) / (point - other) for other in points if other is not None and other != point
+    )
 
 
 def _need(plan: Plan) -> int:
-    """Returns the most bytes that the device must have: for building, the first step, or later ones."""
+    """Returns the peak bytes of building, the first step and later ones."""
     return max(plan.peak_bytes, plan.first_peak_bytes, plan.setup_peak_bytes)
 
 
 def _needs(plan: Plan) -> tuple[tuple[Any, ...], list[float]]:
-    """Returns the places of a step, and the bytes that each needs, with those of building and the first."""
+    """Returns the places of a step, and the bytes of each place, of the first step and of building."""
     numbers = [moment.nbytes for moment in plan.moments]
     places = tuple(moment.place for moment in plan.moments)
     return places, [float(number) for number in (*numbers, plan.first_peak_bytes, plan.setup_peak_bytes)]

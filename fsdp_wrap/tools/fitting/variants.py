@@ -1,4 +1,4 @@
-"""One way to write a `setup` that `fit` can vary: a model sharded, and a step taken, as words say."""
+"""Sharding and steps by keyword: one way to write a `setup` that `fit` can vary."""
 
 from __future__ import annotations
 
@@ -34,20 +34,26 @@ WORDS = {
     "precision": ("fp32", "bf16", "pure_bf16"),
     "front_end": ("fully_shard", "wrapper"),
 }
-"""What `shard_as` takes by keyword, the default first."""
+"""The values of the keywords of `shard_as`, the default first."""
 
 STANDARD = {
     "strategy": ("full", "grad_op"),
     "offload": ("none", "optimizer"),
     "checkpointing": ("none", "blocks"),
 }
-"""What `fit` varies where it is not told what to vary, of what a setup takes."""
+"""The default of `fit(vary=...)`, as far as a setup takes these names."""
 
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
     "grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "hybrid": ShardingStrategy.HYBRID_SHARD,
 }
+_DTYPES = {
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, torch.float32),
+    "pure_bf16": (torch.bfloat16, torch.bfloat16),
+}
+"""The dtypes of parameters and of reductions."""
 
 
 def shard_as(
@@ -62,7 +68,7 @@ def shard_as(
     front_end: str = "fully_shard",
     ranks_per_host: int = 8,
 ) -> nn.Module:
-    """Shards a model as words say: what a `setup` may call that takes them from `fit`.
+    """Shards a model by keywords that a `setup` may take from `fit`.
 
     Parameters on the meta device get memory. The wrapper gives them values by `reset_parameters`, as it
     always does; with `fully_shard` initialise or load them afterwards. A plan needs no values.
@@ -73,12 +79,12 @@ def shard_as(
         strategy: "full" frees full parameters after forward, "grad_op" after backward, "hybrid" shards within
             hosts and replicates over them.
         wrapping: "blocks" makes a unit of each block, "whole" one of the model.
-        offload: What lives in host memory between steps: "none", the "optimizer"'s state, or "all".
+        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all".
         checkpointing: "blocks" computes each block's activations again in backward.
         precision: "bf16" computes in bfloat16 and reduces gradients in float32, "pure_bf16" reduces in
             bfloat16 as well; "fp32" does all in the parameters' dtype.
         front_end: "fully_shard" or "wrapper".
-        ranks_per_host: For "hybrid": how many ranks shard; as many as there are, if those are fewer.
+        ranks_per_host: The ranks that shard together with "hybrid"; all ranks, if there are fewer.
 
     Returns:
         The model, or the wrapper around it.
@@ -128,7 +134,7 @@ def step_of(
     *,
     sync: str = "last",
 ) -> Callable[[], None]:
-    """Returns one training step: so many forwards and backwards, one step of the optimizer.
+    """Returns a training step: `accumulation` forwards and backwards, and one step of the optimizer.
 
     Args:
         model: As `shard_as` returned it.
@@ -159,7 +165,7 @@ def step_of(
 
 
 def _reducing(model: nn.Module, reduces: bool) -> AbstractContextManager[object]:
-    """Lets the backward inside reduce gradients, or only add them up."""
+    """Lets the backward inside reduce gradients, or only accumulate them."""
     if isinstance(model, FullyShardedDataParallel):
         return nullcontext() if reduces else model.no_sync()
     sharded: Any = model
@@ -183,22 +189,18 @@ def _mesh(strategy: str, ranks_per_host: int) -> DeviceMesh:
 def _composed(
     model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
-    precision = {
-        "fp32": MixedPrecisionPolicy(),
-        "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "pure_bf16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
-    }[chosen["precision"]]
     offload = {
         "none": OffloadPolicy(),
         "optimizer": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
         "all": CPUOffloadPolicy(),
     }[chosen["offload"]]
+    precision = MixedPrecisionPolicy(*_DTYPES[chosen["precision"]])
     kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    reshard = chosen["strategy"] != "grad_op"
     for module in units:
-        fully_shard(module, reshard_after_forward=chosen["strategy"] != "grad_op", **kwargs)
-    # the root's parameters are gathered once, by default, unless it is the only unit
-    after = None if units and chosen["strategy"] != "grad_op" else chosen["strategy"] != "grad_op"
-    fully_shard(model, reshard_after_forward=after, **kwargs)
+        fully_shard(module, reshard_after_forward=reshard, **kwargs)
+    # by default (None) the root's parameters are gathered once; the only unit is resharded as well
+    fully_shard(model, reshard_after_forward=None if units and reshard else reshard, **kwargs)
     if any(param.is_meta for param in model.parameters()):
         model.to_empty(device="cpu" if chosen["offload"] == "all" else mesh.device_type)
     return model
@@ -207,23 +209,19 @@ def _composed(
 def _wrapped(
     model: nn.Module, classes: set[type[nn.Module]], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
-    dtypes = {
-        "fp32": None,
-        "bf16": MixedPrecision(torch.bfloat16, torch.float32),
-        "pure_bf16": MixedPrecision(torch.bfloat16, torch.bfloat16),
-    }
+    dtypes = _DTYPES[chosen["precision"]]
     offload = {
         "none": None,
         "optimizer": CPUOffload(offload_optimizer_state=True),
         "all": CPUOffload(offload_params=True),
-    }
+    }[chosen["offload"]]
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         sharding_strategy=_STRATEGIES[chosen["strategy"]],
         auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
-        mixed_precision=dtypes[chosen["precision"]],
-        cpu_offload=offload[chosen["offload"]],
+        mixed_precision=MixedPrecision(*dtypes) if any(dtypes) else None,
+        cpu_offload=offload,
         device_id=None if mesh.device_type == "cpu" else torch.device(mesh.device_type),
         use_orig_params=True,
     )

@@ -1,4 +1,4 @@
-"""Machines for predictions: this one, measured, and common accelerators by their data sheets."""
+"""Machines for predictions: this one, measured, and common accelerators by data sheet."""
 
 from fsdp_wrap.tools.machines.measured import Link, measure_link, measure_machine
 from fsdp_wrap.tools.machines.presets import PRESETS, preset

@@ -1,4 +1,4 @@
-"""Measures the machine that a program runs on: what a prediction of time needs to know of it."""
+"""Measures the machine that a program runs on, for predictions of time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _ETHERNET = 1.25e9  # bytes a second of 10 Gb/s, for what a process alone cannot
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives of a group reach.
+    """The speed of a group's collectives.
 
     Attributes:
         bandwidth: Bytes a second that a rank receives in large gathers and reductions.
@@ -44,15 +45,15 @@ def measure_machine(device: str | torch.device | None = None, *, seconds: float 
     """Measures the machine that this process runs on, in a few seconds; collective in a process group.
 
     Matrices of each dtype are multiplied, and memory is copied. Where `torch.distributed` is initialised, all
-    ranks call this and measure at the same time, so that each has its part of what a host offers, and gathers
-    and sums are timed as this library would communicate, within hosts and between them. A process alone
-    cannot measure that: links within the host are then taken to be copies of its memory, those between hosts
-    10 Gb/s, and `source` says so. Values are medians; float32 on CUDA is as
-    `torch.backends.cuda.matmul.allow_tf32` has it.
+    ranks call this and measure at the same time, so that each has its share of a host. Gathers and sums are
+    then timed within hosts and between them, by the communicators of this library. A process alone cannot
+    measure links: those within the host are assumed to be as fast as copies of its memory, those between
+    hosts 10 Gb/s, and `source` says so. Values are medians; float32 on CUDA follows
+    `torch.backends.cuda.matmul.allow_tf32`.
 
     Args:
-        device: What computes; None for the accelerator if there is one, else the CPU.
-        seconds: How long to repeat each measurement at most; each is made three times at least.
+        device: The device that computes; None for the accelerator if there is one, else the CPU.
+        seconds: The longest time to repeat each measurement; each is made three times at least.
 
     Returns:
         The machine, all figures per rank.
@@ -63,12 +64,12 @@ def measure_machine(device: str | torch.device | None = None, *, seconds: float 
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, not {seconds}")
     place = _device(device)
-    clock = _Clock(place, seconds)
+    timer = _DeviceTimer(place, seconds)
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is not None:
         dist.barrier(group)
-    flops = {str(dtype).removeprefix("torch."): value for dtype in _DTYPES if (value := clock.flops(dtype))}
-    memory = clock.memory_bandwidth()
+    flops = {str(dtype).removeprefix("torch."): value for dtype in _DTYPES if (value := timer.flops(dtype))}
+    memory = timer.memory_bandwidth()
     within, between, per_host, source = _links(group, place, memory, seconds)
     return Machine(
         name=_name_of(place),
@@ -79,8 +80,8 @@ def measure_machine(device: str | torch.device | None = None, *, seconds: float 
         latency_within=within.latency,
         latency_between=between.latency,
         ranks_per_host=per_host,
-        host_bandwidth=clock.host_bandwidth(memory),
-        operator_seconds=clock.operator_seconds(),
+        host_bandwidth=timer.host_bandwidth(memory),
+        operator_seconds=timer.operator_seconds(),
         device_memory=_memory_of(place, per_host),
         source=f"measured by measure_machine(); {source}",
     )
@@ -91,9 +92,9 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
 
     Args:
         communicator: Of two ranks or more.
-        seconds: How long to repeat each at most.
+        seconds: The longest time to repeat each of them.
     """
-    clock = _Clock(communicator.device, seconds)
+    timer = _DeviceTimer(communicator.device, seconds)
     received = (communicator.size - 1) / communicator.size
 
     def gather(nbytes: int) -> float:
@@ -108,28 +109,24 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
             full.free()
             communicator.gather_into([full], fill).wait()
 
-        return _agreed(communicator, clock, once)
+        return _agreed(communicator, timer, once)
 
     def reduce(nbytes: int) -> float:
-        numel = nbytes // 4 // communicator.size * communicator.size
-        full, shard = (
-            communicator.empty(numel, torch.float32),
-            communicator.empty(numel // communicator.size, torch.float32),
-        )
-        full.zero_()
-        return _agreed(communicator, clock, lambda: communicator.reduce_scatter([shard], [full]).wait())
+        shard = communicator.empty(nbytes // 4 // communicator.size, torch.float32)
+        full = communicator.empty(shard.numel() * communicator.size, torch.float32).zero_()
+        return _agreed(communicator, timer, lambda: communicator.reduce_scatter([shard], [full]).wait())
 
     small = gather(_SMALL * communicator.size)
     large = gather(_LARGE) + reduce(_LARGE)
     return Link(2 * _LARGE * received / max(large - 2 * small, large / 10), small)
 
 
-def _agreed(communicator: Communicator, clock: _Clock, once: Callable[[], object]) -> float:
-    """Returns the seconds that a collective takes, repeated equally often on all ranks."""
+def _agreed(communicator: Communicator, timer: _DeviceTimer, once: Callable[[], object]) -> float:
+    """Returns the seconds of a collective, repeated equally often on all ranks."""
     once()
-    first = max(communicator.all_gather_object(clock.timed(once)))
-    times = max(3, min(50, int(clock.seconds / max(first, 1e-9))))
-    median = statistics.median(clock.timed(once) for _ in range(times))
+    first = max(communicator.all_gather_object(timer.timed(once)))
+    times = max(3, min(50, int(timer.seconds / max(first, 1e-9))))
+    median = statistics.median(timer.timed(once) for _ in range(times))
     return float(max(communicator.all_gather_object(median)))
 
 
@@ -157,20 +154,15 @@ def _links(
     return within, whole, each, f"{ranks.size // each} hosts with {each} ranks each"
 
 
-class _Clock:
-    """Times what a device does.
-
-    Args:
-        device: The device.
-        seconds: How long to repeat it at most.
-    """
+class _DeviceTimer:
+    """Times work of a device, each for `seconds` at most."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device = device
         self.seconds = seconds
 
     def timed(self, do: Callable[[], object]) -> float:
-        """Returns the seconds until the device has done something."""
+        """Returns the seconds until the device has done some work."""
         self._finish()
         begin = time.perf_counter()
         do()
@@ -187,14 +179,14 @@ class _Clock:
                 torch.mm(left, left, out=product)
             except (RuntimeError, NotImplementedError):  # out of memory, or no such operator
                 return None if not taken else 2 * (width // 2) ** 3 / taken
-            multiply = _multiplication(left, product)
+            multiply = partial(torch.mm, left, left, out=product)
             taken = self.timed(multiply)
             if taken >= _LONG_ENOUGH or width == _LAST_WIDTH:
                 return 2 * width**3 / self._median(multiply)
             width *= 2
 
     def memory_bandwidth(self) -> float:
-        """Returns the bytes a second that copying reads and writes."""
+        """Returns the bytes a second that a copy reads and writes."""
         nbytes = _COPIED.get(self._device.type, _COPIED_BY_DEVICES)
         source = torch.ones(nbytes // 4, device=self._device)
         target = torch.zeros_like(source)
@@ -210,7 +202,7 @@ class _Clock:
         return nbytes / self._median(lambda: here.copy_(there, non_blocking=True))
 
     def operator_seconds(self) -> float:
-        """Returns the seconds that an operator on a few numbers takes."""
+        """Returns the seconds of a small operator."""
         few = torch.zeros(8, device=self._device)
 
         def many() -> None:
@@ -229,10 +221,6 @@ class _Clock:
     def _finish(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-
-
-def _multiplication(matrix: torch.Tensor, product: torch.Tensor) -> Callable[[], object]:
-    return lambda: torch.mm(matrix, matrix, out=product)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

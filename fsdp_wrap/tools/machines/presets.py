@@ -1,9 +1,9 @@
 """Machines by name, with the figures of their makers' data sheets.
 
 All are peaks: dense FLOP/s without sparsity, links in one direction. A prediction from them is the least time
-that a step may take; `preset(name, attained=...)` lowers what a device computes to what was seen. The network
-between hosts belongs to the cluster and not to the device: where the maker sells hosts, theirs is taken, and
-`dataclasses.replace(preset(...), bandwidth_between=...)` says another.
+of a step; `preset(name, attained=...)` scales them. The network between hosts belongs to the cluster and not
+to the device: where the maker sells hosts, it is theirs. To change it:
+`dataclasses.replace(preset(...), bandwidth_between=...)`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ def _machine(
     source: str,
     network: str,
 ) -> Machine:
-    """Makes one of the units that data sheets have.
+    """Makes a machine in the units of data sheets.
 
     Args:
-        name: For people.
-        teraflops: TFLOP/s in float64, float32, bfloat16 and float16, by matrix units where torch uses them
-            unasked; 0 for what the device does not have.
-        memory: Gigabytes, and gigabytes a second.
-        links: Gigabytes a second to devices of the same host, to other hosts, and to the host's memory.
-        source: Whose figures these are.
-        network: Whose figure the one between hosts is.
+        teraflops: In float64, float32, bfloat16 and float16, by matrix units where torch uses them by
+            default; 0 for dtypes that the device lacks.
+        memory: GB, and GB/s.
+        links: GB/s to devices of the same host, to other hosts, and to the host's memory.
+        network: The source of the figure between hosts.
     """
     size, bandwidth = memory
     within, between, host = (each * _GIGA for each in links)
@@ -50,75 +48,43 @@ def _machine(
     )
 
 
-_A100, _HOPPER = "NVIDIA A100 Tensor Core GPU data sheet", "NVIDIA H100 Tensor Core GPU data sheet"
-_DGX_A100 = "DGX A100, 200 Gb/s a GPU"
-_DGX_H100 = "DGX H100, 400 Gb/s a GPU"
-_PCIE = "assumed, 100 Gb/s a GPU"
+_V100, _A100 = "NVIDIA V100 Tensor Core GPU data sheet", "NVIDIA A100 Tensor Core GPU data sheet"
+_H100, _H200 = "NVIDIA H100 Tensor Core GPU data sheet", "NVIDIA H200 Tensor Core GPU data sheet"
+_B200 = "NVIDIA Blackwell Architecture Technical Brief, HGX B200 at 1000 W"
+_MI300X, _MI325X = "AMD Instinct MI300X data sheet", "AMD Instinct MI325X data sheet"
+_MI250X = "AMD Instinct MI250X data sheet, halved"
+_DGX_1, _DGX_A100 = "DGX-1, 4 x 100 Gb/s for 8 GPUs", "DGX A100, 200 Gb/s a GPU"
+_DGX_H100, _DGX_H200 = "DGX H100, 400 Gb/s a GPU", "DGX H200, 400 Gb/s a GPU"
+_DGX_B200, _PLATFORM = "DGX B200, 400 Gb/s a GPU", "AMD Instinct MI300X platform, 400 Gb/s a GPU"
+_PCIE, _DIE, _GPU = "assumed, 100 Gb/s a GPU", "assumed, 200 Gb/s a die", "assumed, 400 Gb/s a GPU"
+
+_AMPERE, _HOPPER, _CDNA3 = (19.5, 19.5, 312, 312), (67, 67, 989, 989), (163.4, 163.4, 1307.4, 1307.4)
 
 PRESETS = MappingProxyType(
     {
-        "v100": _machine(
-            "V100 SXM2 32 GB",
-            (7.8, 15.7, 0, 125),
-            (32, 900),
-            (150, 6.25, 16),
-            "NVIDIA V100 Tensor Core GPU data sheet",
-            "DGX-1, 4 x 100 Gb/s for 8 GPUs",
-        ),
-        "a100-40gb": _machine(
-            "A100 SXM 40 GB", (19.5, 19.5, 312, 312), (40, 1555), (300, 25, 32), _A100, _DGX_A100
-        ),
-        "a100-80gb": _machine(
-            "A100 SXM 80 GB", (19.5, 19.5, 312, 312), (80, 2039), (300, 25, 32), _A100, _DGX_A100
-        ),
-        "a100-pcie-80gb": _machine(
-            "A100 PCIe 80 GB", (19.5, 19.5, 312, 312), (80, 1935), (32, 12.5, 32), _A100, _PCIE
-        ),
+        "v100": _machine("V100 SXM2 32 GB", (7.8, 15.7, 0, 125), (32, 900), (150, 6.25, 16), _V100, _DGX_1),
+        "a100-40gb": _machine("A100 SXM 40 GB", _AMPERE, (40, 1555), (300, 25, 32), _A100, _DGX_A100),
+        "a100-80gb": _machine("A100 SXM 80 GB", _AMPERE, (80, 2039), (300, 25, 32), _A100, _DGX_A100),
+        "a100-pcie-80gb": _machine("A100 PCIe 80 GB", _AMPERE, (80, 1935), (32, 12.5, 32), _A100, _PCIE),
         "l40s": _machine(
             "L40S", (1.4, 91.6, 362, 362), (48, 864), (32, 12.5, 32), "NVIDIA L40S GPU data sheet", _PCIE
         ),
-        "h100": _machine("H100 SXM", (67, 67, 989, 989), (80, 3350), (450, 50, 64), _HOPPER, _DGX_H100),
-        "h100-pcie": _machine("H100 PCIe", (51, 51, 756, 756), (80, 2000), (64, 12.5, 64), _HOPPER, _PCIE),
-        "h200": _machine(
-            "H200 SXM",
-            (67, 67, 989, 989),
-            (141, 4800),
-            (450, 50, 64),
-            "NVIDIA H200 Tensor Core GPU data sheet",
-            "DGX H200, 400 Gb/s a GPU",
-        ),
+        "h100": _machine("H100 SXM", _HOPPER, (80, 3350), (450, 50, 64), _H100, _DGX_H100),
+        "h100-pcie": _machine("H100 PCIe", (51, 51, 756, 756), (80, 2000), (64, 12.5, 64), _H100, _PCIE),
+        "h200": _machine("H200 SXM", _HOPPER, (141, 4800), (450, 50, 64), _H200, _DGX_H200),
         "b200": _machine(
-            "B200 of an HGX",
-            (40, 80, 2250, 2250),
-            (180, 8000),
-            (900, 50, 64),
-            "NVIDIA Blackwell Architecture Technical Brief, HGX B200 at 1000 W",
-            "DGX B200, 400 Gb/s a GPU",
+            "B200 of an HGX", (40, 80, 2250, 2250), (180, 8000), (900, 50, 64), _B200, _DGX_B200
         ),
         "mi250x": _machine(
             "MI250X, one of its two dies",
             (47.9, 47.9, 191.5, 191.5),
             (64, 1638),
             (100, 25, 32),
-            "AMD Instinct MI250X data sheet, halved",
-            "assumed, 200 Gb/s a die",
+            _MI250X,
+            _DIE,
         ),
-        "mi300x": _machine(
-            "MI300X",
-            (163.4, 163.4, 1307.4, 1307.4),
-            (192, 5300),
-            (448, 50, 64),
-            "AMD Instinct MI300X data sheet",
-            "AMD Instinct MI300X platform, 400 Gb/s a GPU",
-        ),
-        "mi325x": _machine(
-            "MI325X",
-            (163.4, 163.4, 1307.4, 1307.4),
-            (256, 6000),
-            (448, 50, 64),
-            "AMD Instinct MI325X data sheet",
-            "assumed, 400 Gb/s a GPU",
-        ),
+        "mi300x": _machine("MI300X", _CDNA3, (192, 5300), (448, 50, 64), _MI300X, _PLATFORM),
+        "mi325x": _machine("MI325X", _CDNA3, (256, 6000), (448, 50, 64), _MI325X, _GPU),
     }
 )
 """Machines by the names that `--machine` takes."""
@@ -129,7 +95,7 @@ def preset(name: str, *, attained: float = 1.0) -> Machine:
 
     Args:
         name: One of `PRESETS`, such as "h100".
-        attained: Which part of the peak of its FLOP/s and of its memory's bandwidth programs reach.
+        attained: The fraction of its peak FLOP/s and memory bandwidth that programs reach.
 
     Raises:
         ValueError: If there is none of that name, or `attained` is not in (0, 1].

@@ -1,17 +1,16 @@
-"""What was planned beside what a timeline has measured."""
+"""Planned figures beside those that a timeline has measured."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fsdp_wrap.tools.planning.page import seconds, size
+from fsdp_wrap._core import format_bytes, format_seconds
+from fsdp_wrap.tools.planning.figures import UnitPlan
 from fsdp_wrap.tools.timeline import Timeline
 from fsdp_wrap.tools.timeline.analysis import own_times
-
-if TYPE_CHECKING:
-    from fsdp_wrap.tools.planning.plan import Plan
+from fsdp_wrap.tools.timeline.records import RankRecord
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,11 @@ class ComparedUnit:
     Attributes:
         name: Fully qualified name, "" for the root.
         planned_bytes: Bytes of the full buffers that are gathered and reduced for it.
-        measured_bytes: The same as it was.
+        measured_bytes: The same, measured.
         planned_compute: Seconds in which it computes; None where no time was predicted.
-        measured_compute: The same as it was.
+        measured_compute: The same, measured.
         planned_wait: Seconds in which the computation waits for its collectives; None likewise.
-        measured_wait: The same as it was.
+        measured_wait: The same, measured.
     """
 
     name: str
@@ -39,13 +38,13 @@ class ComparedUnit:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside what was measured.
+    """A plan beside a measurement.
 
     Attributes:
         steps: How many steps were measured; all figures are of one.
         units: By unit, in the plan's order.
         planned_seconds: Of a step; None where no time was predicted.
-        measured_seconds: The same as it was.
+        measured_seconds: The same, measured.
     """
 
     steps: int
@@ -55,38 +54,42 @@ class Comparison:
 
     def __str__(self) -> str:
         """The table that a person reads: planned left, measured right."""
-        planned = seconds(self.planned_seconds) or "not predicted"
-        lines = [
-            f"A step, planned and measured ({self.steps} steps): {planned}, {seconds(self.measured_seconds)}"
-        ]
+        planned = format_seconds(self.planned_seconds) or "not predicted"
+        measured = format_seconds(self.measured_seconds)
+        lines = [f"A step, planned and measured ({self.steps} steps): {planned}, {measured}"]
         lines.append(f"{'Unit':<22}{'travels':^20}{'computes':^19}{'waits':^19}")
         for unit in self.units:
-            travels = f"{size(unit.planned_bytes):>9} {size(unit.measured_bytes):>9}"
-            computes = f"{seconds(unit.planned_compute):>9} {seconds(unit.measured_compute):>8}"
-            waits = f"{seconds(unit.planned_wait):>9} {seconds(unit.measured_wait):>8}"
+            travels = f"{format_bytes(unit.planned_bytes):>9} {format_bytes(unit.measured_bytes):>9}"
+            computes = f"{format_seconds(unit.planned_compute):>9} {format_seconds(unit.measured_compute):>8}"
+            waits = f"{format_seconds(unit.planned_wait):>9} {format_seconds(unit.measured_wait):>8}"
             lines.append(f"{(unit.name or '(root)')[-21:]:<22}{travels} {computes} {waits}".rstrip())
         return "\n".join(lines)
 
 
-def compared(plan: Plan, timeline: Timeline) -> Comparison:
-    """Sets a plan beside what was measured.
-
-    Args:
-        plan: It.
-        timeline: Of steps like that which was planned.
+def record_of(timeline: Timeline, rank: int, ranks: int) -> RankRecord:
+    """Returns the record of a plan's rank.
 
     Raises:
-        ValueError: If it has no record of the plan's rank, or of none of the plan's units.
+        ValueError: If there is none, or the timeline is of more ranks than the plan.
     """
-    record = next((each for each in timeline.ranks if each.rank == plan.rank), None)
+    record = next((each for each in timeline.ranks if each.rank == rank), None)
     if record is None:
         there = ", ".join(str(each.rank) for each in timeline.ranks) or "none"
-        raise ValueError(f"the plan is of rank {plan.rank}, and the timeline has records of ranks {there}")
-    sizes = {len(transfer.ranks) for transfer in record.transfers}
-    if sizes and max(sizes) > plan.ranks:
-        raise ValueError(f"the plan is of {plan.ranks} ranks, and the timeline of {max(sizes)} or more")
+        raise ValueError(f"the plan is of rank {rank}, and the timeline has records of ranks {there}")
+    most = max((len(transfer.ranks) for transfer in record.transfers), default=0)
+    if most > ranks:
+        raise ValueError(f"the plan is of {ranks} ranks, and the timeline of {most} or more")
+    return record
+
+
+def compared(units: Sequence[UnitPlan], planned_seconds: float | None, record: RankRecord) -> Comparison:
+    """Returns the units' planned figures beside a rank's record.
+
+    Raises:
+        ValueError: If the record is of none of the units.
+    """
     computes, nbytes, waits = own_times(record), Counter[str](), Counter[str]()
-    gathered = {unit.name: unit.gathered_bytes for unit in plan.units}
+    gathered = {unit.name: unit.gathered_bytes for unit in units}
     for transfer in record.transfers:
         whole = sum(gathered.get(name, 0) for name in transfer.units) or 1
         nbytes.update({name: transfer.nbytes * gathered.get(name, 0) // whole for name in transfer.units})
@@ -95,7 +98,7 @@ def compared(plan: Plan, timeline: Timeline) -> Comparison:
         names = ", ".join(repr(name) for name in [*nbytes][:3]) or "none"
         raise ValueError(f"the timeline is of other units than the plan's: {names}")
     steps = max(1, len(record.passes))
-    units = tuple(
+    rows = tuple(
         ComparedUnit(
             unit.name,
             unit.payload_bytes,
@@ -105,7 +108,7 @@ def compared(plan: Plan, timeline: Timeline) -> Comparison:
             unit.wait_seconds,
             waits[unit.name] / steps / 1e9,
         )
-        for unit in plan.units
+        for unit in units
     )
     begin = record.passes[0] if record.passes else record.begin
-    return Comparison(steps, units, plan.predicted_seconds, (record.end - begin) / steps / 1e9)
+    return Comparison(steps, rows, planned_seconds, (record.end - begin) / steps / 1e9)

@@ -1,6 +1,6 @@
-"""Functions for which torch chooses a kernel by the device, and what it chooses there.
+"""Functions for which torch chooses a fused kernel by the device.
 
-On the meta device it would take these functions apart into operators that need far more memory.
+On the meta device it would compose them of operators that need far more memory.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """Computes attention in parts, where torch would; else returns None."""
+    """Computes attention by a fused kernel where torch would; else returns None."""
     if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
         return None
     three, half = (query, key, value), query.dtype in _HALF
-    made: Any = None
+    result: Any = None
     if device_type == "cpu":
         if not dropout_p and not enable_gqa and query.shape[-1] == value.shape[-1]:
-            made = flash_attention_on_cpu(*three, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+            result = flash_attention_on_cpu(*three, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     elif attn_mask is None and half and query.shape[-1] <= 256:
-        made = flash_attention(*three, dropout_p, is_causal, False, scale=scale)
+        result = flash_attention(*three, dropout_p, is_causal, False, scale=scale)
     elif not enable_gqa:
         if attn_mask is not None:
             mask = (
                 torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
             )
             attn_mask = mask.expand(*query.shape[:3], key.shape[2])
-        made = efficient_attention(*three, attn_mask, True, dropout_p, is_causal, scale=scale)
-    return None if made is None else made[0]
+        result = efficient_attention(*three, attn_mask, True, dropout_p, is_causal, scale=scale)
+    return None if result is None else result[0]
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Takes what the kernel takes: the result and a number for each row, and reads and writes as much."""
+    """Allocates, reads and writes as much as the fused kernel: the result, and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -80,4 +80,4 @@ KERNELS: dict[Any, Callable[..., torch.Tensor | None]] = {
     F.scaled_dot_product_attention: attention,
     torch.rms_norm: rms_norm,
 }
-"""By the function: what does its work on a type of device, given first."""
+"""By function of torch: its implementation, whose first argument is the type of the device."""

@@ -1,4 +1,4 @@
-"""What a prediction of time needs to know of the machines that train."""
+"""`Machine`: the figures of hardware that a prediction of time rests on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hosts that are alike, each with some devices, one for each rank.
+    """Hosts that are alike, with one device for each rank.
 
-    All figures are of one rank: what its device computes, and its part of what links carry.
+    All figures are of one rank: its device, and its share of the links.
 
     Attributes:
-        name: For people.
+        name: Shown in pages.
         flops: Floating-point operations a second that multiplications of matrices reach, by dtype ("float32",
-            "bfloat16"). For a dtype that is not named, the slowest that is.
+            "bfloat16"). A dtype that is missing counts as the slowest of them.
         memory_bandwidth: Bytes a second that the device reads and writes in its own memory.
         bandwidth_within: Bytes a second that a rank receives from others of its host.
         bandwidth_between: Bytes a second that a rank receives from other hosts, while its neighbours do too.
-        latency_within: Seconds that a collective takes at least among ranks of one host.
-        latency_between: Seconds that it takes at least among hosts.
+        latency_within: Least seconds of a collective among ranks of one host.
+        latency_between: Least seconds of a collective between hosts.
         ranks_per_host: How many ranks share a host.
         host_bandwidth: Bytes a second between the device and memory of its host.
-        operator_seconds: Seconds that any operator takes at least.
+        operator_seconds: Least seconds of any operator.
         device_memory: Bytes that a rank may use; None if not known.
         source: Where the figures come from.
     """
@@ -55,23 +55,16 @@ class Machine:
             raise ValueError(
                 f"Machine '{self.name}': flops must name a dtype at least, as in {{'float32': 1e12}}"
             )
+        rates = ("memory_bandwidth", "bandwidth_within", "bandwidth_between", "host_bandwidth")
         figures = {f"flops['{dtype}']": value for dtype, value in self.flops.items()}
-        for name in (
-            "memory_bandwidth",
-            "bandwidth_within",
-            "bandwidth_between",
-            "ranks_per_host",
-            "host_bandwidth",
-        ):
-            figures[name] = getattr(self, name)
+        figures |= {name: getattr(self, name) for name in (*rates, "ranks_per_host")}
         for name, value in figures.items():
             if not value > 0:
                 raise ValueError(f"Machine '{self.name}': {name} must be positive, not {value}")
         for name in ("latency_within", "latency_between", "operator_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"Machine '{self.name}': {name} must not be negative, as {getattr(self, name)} is"
-                )
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"Machine '{self.name}': {name} must not be negative, as {value} is")
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Returns floating-point operations a second in a dtype."""
@@ -83,7 +76,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Machine:
-        """Makes one of what `to_dict` returned.
+        """Makes a machine of the figures that `to_dict` returned.
 
         Raises:
             ValueError: If a figure is missing, unknown or out of range.

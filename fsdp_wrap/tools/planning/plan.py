@@ -1,166 +1,59 @@
-"""`Plan`: what one training step will hold in memory, send and take, as found without running it."""
+"""`Plan`: memory, communication and time of a training step, and the page that shows them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_wrap.tools.planning.comparison import Comparison, compared
+from fsdp_wrap._core import format_bytes, format_count, format_seconds
+from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
+from fsdp_wrap.tools.planning.figures import HostMemory, Moment, Place, UnitPlan
 from fsdp_wrap.tools.planning.machine import Machine
-from fsdp_wrap.tools.planning.page import page_of
 from fsdp_wrap.tools.planning.picture import draw
+from fsdp_wrap.tools.timeline import Timeline
 
-if TYPE_CHECKING:
-    from fsdp_wrap.tools.timeline import Timeline
-
-KINDS = (
-    "shards",
-    "gathered",
-    "gradients",
-    "reduce buffers",
-    "activations",
-    "optimizer state",
-    "optimizer temporaries",
-    "communicator",
-    "others",
-)
-"""What memory of the device is used for.
-
-"gradients" are those of leaves on their way and those of sharded parameters; "activations" is all else that a
-forward or backward makes, batches and losses included; "communicator" is what collectives need beside what
-travels; "others" are buffers of modules and tensors of the user.
-"""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place in a step.
-
-    Attributes:
-        unit: Fully qualified name of the unit that computes; "" for the root and outside of units.
-        phase: "forward", "backward", "optimizer", or "step" for what lies between.
-    """
-
-    unit: str
-    phase: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.phase} of {self.unit or 'the root'}"
-            if self.phase in ("forward", "backward")
-            else self.phase
-        )
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The time that a step spends at one place.
-
-    Attributes:
-        place: It.
-        bytes_by_kind: What was held when most was held there, by kind; see `KINDS`.
-        begin: Predicted seconds from the beginning of the step; None without a machine.
-    """
-
-    place: Place
-    bytes_by_kind: Mapping[str, int]
-    begin: float | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Their sum."""
-        return sum(self.bytes_by_kind.values())
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One unit's part in a step.
-
-    Attributes:
-        name: Fully qualified name, "" for the root.
-        parameters: How many numbers its parameters have in all ranks together.
-        shard_bytes: Bytes of this rank's part, in the master dtype.
-        gathered_bytes: Bytes of its full parameters as it computes with them.
-        gathers: How often they are gathered in a step.
-        reductions: How often its gradients are reduced in a step.
-        payload_bytes: Bytes of the full buffers that are gathered and reduced for it in a step.
-        wire_bytes: Bytes that this rank receives for it in a step, by kind of collective.
-        compute_seconds: Predicted seconds in which it computes; None without a machine.
-        communication_seconds: Predicted seconds in which its collectives run; None without a machine.
-        wait_seconds: Predicted seconds in which its computation waits for them; None without a machine.
-        padding_bytes: Bytes of all ranks' shards that belong to no parameter, in the master dtype, where
-            `shard_alignment` says where these begin; else 0.
-    """
-
-    name: str
-    parameters: int
-    shard_bytes: int
-    gathered_bytes: int
-    gathers: int
-    reductions: int
-    payload_bytes: int
-    wire_bytes: Mapping[str, int]
-    compute_seconds: float | None = None
-    communication_seconds: float | None = None
-    wait_seconds: float | None = None
-    padding_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Bytes of the host's memory that one rank needs, where its device has memory of its own.
-
-    Attributes:
-        offloaded: Tensors that lie there from step to step: shards, gradients and optimizer state.
-        pinned: Those of them that the device copies by itself.
-        peak: The most that tensors take there in a step.
-        loading: What the model's full values take where a full state dict is read before it is loaded.
-        checkpoint: What an asynchronous save of model and optimizer holds meanwhile.
-    """
-
-    offloaded: int = 0
-    pinned: int = 0
-    peak: int = 0
-    loading: int = 0
-    checkpoint: int = 0
+_BAR, _NAME = 24, 24  # columns
+_MOST_UNITS = 16  # lines of the table of units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one rank holds, sends and does in a training step that was not run.
+    """A training step of one rank, found without running it: its memory, communication and predicted time.
 
-    All bytes are of this rank, and of its device save in `host`. The step is the second, in which the
+    All bytes are of this rank, and of its device except in `host`. The step is the second one: by then the
     optimizer has its state.
 
     Attributes:
-        ranks: How many ranks train.
-        rank: Which of them this is.
+        ranks: Number of ranks.
+        rank: The rank that was planned.
         device: Type of the device, such as "cuda".
-        parameters: How many numbers the model's parameters have, in all ranks together.
+        parameters: Number of elements of the model's parameters, over all ranks.
         rest_bytes: Bytes held between steps.
         rest_by_kind: The same by kind; see `KINDS`.
         peak_bytes: The most bytes that are held at any time in the step.
-        peak_by_kind: What they are.
-        peak_at: Where in the step that is.
+        peak_by_kind: The same by kind.
+        peak_at: The place of the peak in the step.
         first_peak_bytes: The most bytes at any time in the first step, in which optimizers make their state.
         setup_peak_bytes: The most bytes at any time while the model was built.
         moments: The step in the order of time, by place.
         units: The units in the order of the model.
         wire_bytes: Bytes that this rank receives in a step by kind of collective: "all_gather",
             "reduce_scatter", "all_reduce", "broadcast", "all_to_all".
-        collectives: How many collectives are issued in a step, by kind.
-        payload_bytes: Bytes of the full tensors that those gather, reduce or send, by kind.
+        collectives: Number of collectives issued in a step, by kind.
+        payload_bytes: Bytes of the full tensors of these collectives, by kind.
         host: Memory of the host.
         flops: Floating-point operations of a step, as torch counts them: matrices, convolutions, attention.
         machine: The machine of the prediction; None if none was given.
         predicted_seconds: Of a step; None without a machine.
-        compute_seconds: In which the device computes; None without a machine.
-        communication_seconds: In which collectives run; None without a machine.
-        exposed_seconds: In which the computation waits for collectives and copies; None without a machine.
+        compute_seconds: Seconds in which the device computes; None without a machine.
+        communication_seconds: Seconds in which collectives run; None without a machine.
+        exposed_seconds: Seconds in which the computation waits for collectives and copies; None without a
+            machine.
     """
 
     ranks: int
@@ -189,7 +82,8 @@ class Plan:
 
     def __str__(self) -> str:
         """The page that a person reads: at most 80 columns."""
-        return page_of(self)
+        sections = (_head(self), _memory(self), _wire(self), _time(self), _units(self))
+        return "\n\n".join("\n".join(section) for section in sections)
 
     def plot(self, path: str | Path) -> None:
         """Draws the step's memory by kind, and writes it to a file.
@@ -200,18 +94,19 @@ class Plan:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        draw(self, path)
+        title = f"Memory of rank {self.rank} of {self.ranks} on {self.device}"
+        draw(path, title, self.moments, Moment(self.peak_at, self.peak_by_kind), self.predicted_seconds)
 
     def compare(self, timeline: Timeline) -> Comparison:
-        """Sets what was planned beside what a timeline has measured, by unit.
+        """Sets planned figures beside those that a timeline has measured, by unit.
 
         Args:
-            timeline: What `fsdp_wrap.timeline` gave for steps like the one planned.
+            timeline: A recording of steps like the one planned.
 
         Raises:
             ValueError: If the timeline is of other units, of more ranks, or has no record of the plan's rank.
         """
-        return compared(self, timeline)
+        return compared(self.units, self.predicted_seconds, record_of(timeline, self.rank, self.ranks))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""
@@ -222,21 +117,101 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Makes a plan of what `to_json` returned.
+        """Makes a plan of the text that `to_json` returned.
 
         Raises:
-            ValueError: If it is not such a text.
+            ValueError: If it is another text.
         """
         try:
-            told: dict[str, Any] = json.loads(text)
-            machine = told["machine"]
-            told.update(
-                peak_at=Place(**told["peak_at"]),
-                moments=tuple(Moment(Place(**each.pop("place")), **each) for each in told["moments"]),
-                units=tuple(UnitPlan(**each) for each in told["units"]),
-                host=HostMemory(**told["host"]),
+            plain: dict[str, Any] = json.loads(text)
+            machine = plain["machine"]
+            plain.update(
+                peak_at=Place(**plain["peak_at"]),
+                moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
+                units=tuple(UnitPlan(**each) for each in plain["units"]),
+                host=HostMemory(**plain["host"]),
                 machine=None if machine is None else Machine.from_dict(machine),
             )
-            return cls(**told)
+            return cls(**plain)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Plan.to_json() writes: {error}") from error
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    yield f"Plan of one step: rank {plan.rank} of {plan.ranks}, on {plan.device}"
+    parameters, flops = format_count(plan.parameters), format_count(plan.flops)
+    yield f"{parameters} parameters in {len(plan.units)} units, {flops} FLOPs a rank"
+    yield ""
+    yield f"  at rest  {format_bytes(plan.rest_bytes):>9}"
+    limit, fits = None if plan.machine is None else plan.machine.device_memory, ""
+    if limit is not None:
+        fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
+    yield f"  peak     {format_bytes(plan.peak_bytes):>9}  in {plan.peak_at}{fits}"
+    first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
+    yield f"  peak of the first step {first}, of setup {setup}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield f"{'Memory':<24}{'at rest':>10}{'at the peak':>13}"
+    kinds = {**plan.peak_by_kind, **plan.rest_by_kind}
+    for kind in sorted(kinds, key=lambda kind: -plan.peak_by_kind.get(kind, 0)):
+        rest, peak = plan.rest_by_kind.get(kind, 0), plan.peak_by_kind.get(kind, 0)
+        bar = "#" * round(_BAR * peak / max(plan.peak_bytes, 1))
+        yield f"  {kind:<22}{format_bytes(rest):>10}{format_bytes(peak):>13}  {bar}".rstrip()
+    host = plan.host
+    if plan.device != "cpu" and host.offloaded > 1 << 20:
+        held, pinned, peak_bytes = map(format_bytes, (host.offloaded, host.pinned, host.peak))
+        yield f"  on the host: {held} held ({pinned} pinned), {peak_bytes} at most"
+    if host.checkpoint:
+        held = format_bytes(host.checkpoint)
+        yield f"  an asynchronous checkpoint holds {held} of the host's memory meanwhile,"
+        yield f"  a full state dict {format_bytes(host.loading)}"
+
+
+def _wire(plan: Plan) -> Iterator[str]:
+    yield f"{'Received in a step':<24}{'times':>10}{'bytes':>13}"
+    for kind, nbytes in plan.wire_bytes.items():
+        yield f"  {kind:<22}{plan.collectives[kind]:>10}{format_bytes(nbytes):>13}"
+    if not plan.wire_bytes:
+        yield "  nothing"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    if plan.machine is None or plan.predicted_seconds is None:
+        yield "No time is predicted: pass machine= (--machine on the command line)"
+        return
+    yield f"Predicted on {plan.machine.name}"
+    computes, waits = format_seconds(plan.compute_seconds), format_seconds(plan.exposed_seconds)
+    yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    yield f"  collectives run for {format_seconds(plan.communication_seconds)} beside it"
+
+
+def _units(plan: Plan) -> Iterator[str]:
+    timed = f"{'computes':>9}{'waits':>8}" if plan.predicted_seconds is not None else ""
+    yield f"{'Unit':<{_NAME}}{'shard':>10}{'gathered':>10}{'gathers':>9}{'received':>10}{timed}"
+    rows = [*_rows(plan.units)]
+    for name, cells in rows[:_MOST_UNITS]:
+        yield f"{name if len(name) < _NAME else f'..{name[3 - _NAME :]}':<{_NAME}}{cells}"
+    if len(rows) > _MOST_UNITS:
+        yield f"... and {len(rows) - _MOST_UNITS} more lines: see Plan.units"
+    most = max(plan.units, key=lambda unit: unit.padding_bytes, default=None)
+    if most is not None and most.padding_bytes:
+        padding = format_bytes(sum(unit.padding_bytes for unit in plan.units))
+        yield f"Aligned shards take {padding} of padding in all ranks together,"
+        yield f"most in {most.name or '(root)'}: {format_bytes(most.padding_bytes)}"
+
+
+def _rows(units: Sequence[UnitPlan]) -> Iterable[tuple[str, str]]:
+    """Yields names and figures of the units, one row for neighbours that are alike."""
+    for cells, group in groupby(units, key=_cells):
+        members = [*group]
+        first, last = members[0].name or "(root)", members[-1].name
+        yield first if len(members) == 1 else f"{first} .. {last.rpartition('.')[2]}", cells
+
+
+def _cells(unit: UnitPlan) -> str:
+    shard, gathered = format_bytes(unit.shard_bytes), format_bytes(unit.gathered_bytes)
+    cells = f"{shard:>10}{gathered:>10}{unit.gathers:>9}{format_bytes(sum(unit.wire_bytes.values())):>10}"
+    if unit.compute_seconds is None:
+        return cells
+    return f"{cells}{format_seconds(unit.compute_seconds):>9}{format_seconds(unit.wait_seconds):>8}"

@@ -1,4 +1,4 @@
-"""`plan()`: runs the runtime on tensors without numbers, and tells what it did."""
+"""`plan()`: runs the runtime on tensors without values, and records what it does."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from fsdp_wrap._core import watching_steps
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit, units_in
-from fsdp_wrap.tools.planning import ledger as kinds
-from fsdp_wrap.tools.planning.answers import Answers
+from fsdp_wrap.tools.planning import figures
+from fsdp_wrap.tools.planning.fake_device import FakeDevice
+from fsdp_wrap.tools.planning.figures import HostMemory, Moment, UnitPlan
 from fsdp_wrap.tools.planning.ledger import History, Ledger
 from fsdp_wrap.tools.planning.machine import Machine
-from fsdp_wrap.tools.planning.plan import HostMemory, Moment, Plan, UnitPlan
+from fsdp_wrap.tools.planning.plan import Plan
 from fsdp_wrap.tools.planning.prediction import Prediction, predicted
 from fsdp_wrap.tools.planning.recalled import gathered_bytes, remember
-from fsdp_wrap.tools.planning.recorder import OPTIMIZER, STEP, Recorder
-from fsdp_wrap.tools.planning.tensors import Operators, PlanningError
+from fsdp_wrap.tools.planning.recorder import PlanRecorder
+from fsdp_wrap.tools.planning.tensors import MetaDispatch, PlanningError
 from fsdp_wrap.tools.planning.world import world_of
 
 Setup = Callable[[], tuple[nn.Module, Any, Callable[[], object]]]
-"""Returns a model, its optimizer (or several), and what runs one step."""
+"""Returns a model, its optimizer (or several), and a function for one step."""
 
 __all__ = ["PlanningError", "Setup", "plan"]
 
@@ -44,32 +45,32 @@ def plan(
     machine: Machine | None = None,
     rank: int = 0,
 ) -> Plan:
-    """Finds out what a training step will hold in memory, send and take, without running it.
+    """Predicts memory, communication and time of a training step without running it.
 
-    `setup` is run in this process, as one rank of many, on tensors that have shapes and no numbers. So are
-    two steps: by the second the optimizer has its state. Nothing is allocated, and neither the device nor
-    other ranks need be there. What is planned is what the runtime does, since it is the runtime that runs.
+    `setup` and two steps run in this process, as one rank of many, on tensors that have shapes and no values;
+    by the second step the optimizer has its state. Nothing is allocated, and neither the device nor other
+    ranks need exist. The real runtime runs, so the plan is of what it does.
 
-    The step must not depend on numbers: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention
-    by `scaled_dot_product_attention` is taken to be computed in parts wherever it can be. `torch.compile` is
-    not followed, and `torch.autocast` refused.
+    The step must not depend on values: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention by
+    `scaled_dot_product_attention` is planned with a fused kernel wherever there is one. `torch.compile` is
+    not followed, and `torch.autocast` is refused.
 
     Args:
         setup: Builds the model (under `torch.device("meta")` or not), shards it by `fully_shard` or
             `FullyShardedDataParallel`, makes the optimizer, and returns (model, optimizer, step); `step()`
             makes a batch and trains on it once. Several optimizers come in a list. It may make meshes.
-        ranks: How many ranks train, up to 16,384.
-        device: Type of the device on which the model computes: "cpu" or "cuda". Setup names it as it would.
-        machine: On what time is predicted; None for no prediction.
-        rank: Whose part is planned.
+        ranks: Number of ranks, up to 16,384.
+        device: Type of the device on which the model computes: "cpu" or "cuda".
+        machine: The machine for predicted times; None for no prediction.
+        rank: The rank that is planned.
 
     Returns:
         The plan.
 
     Raises:
         ValueError: If there is a process group already, an argument is out of range, or the step depends on
-            numbers.
-        TypeError: If `setup` does not return what it should.
+            values.
+        TypeError: If `setup` returns something else.
 
     Example:
         def setup():
@@ -89,14 +90,14 @@ def plan(
     """
     _check(setup, ranks, device, rank)
     with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
-        gc.collect()  # what others left is not freed meanwhile
+        gc.collect()  # so that earlier garbage is not freed during the plan
         planner = _Planner(device)
         try:
             with planner.watching():
                 planner.build(setup)
                 first = planner.run()
                 second = planner.run()
-            return remember(planner.tell(first, second, ranks, rank, machine))
+            return remember(planner.make_plan(first, second, ranks, rank, machine))
         finally:
             planner.forget()
             clear_sharding_caches()  # of meshes of this world
@@ -114,79 +115,70 @@ def _check(setup: Setup, ranks: int, device: str, rank: int) -> None:
 
 
 class _Planner:
-    """One run of a user's setup and steps.
-
-    Args:
-        device_type: Where the model computes.
-    """
+    """One run of a user's setup and steps."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._ledger = Ledger(device_type)
-        self._recorder = Recorder(self._ledger)
-        self._operators = Operators(self._ledger, self._recorder.operator)
+        self._recorder = PlanRecorder(self._ledger)
+        self._dispatch = MetaDispatch(self._ledger, self._recorder.operator)
         self._setup_peak = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Lets tensors have no numbers, and watches what the runtime does."""
+        """Runs tensors without values, and records the runtime."""
         with ExitStack() as stack:
             stack.enter_context(watching_buffers(self._recorder.resized))
             stack.enter_context(watching_steps(self._recorder))
-            answers = Answers(self._ledger, self._operators)
-            stack.enter_context(answers.in_hooks())
-            stack.enter_context(answers)
-            stack.enter_context(self._operators)
+            fake = FakeDevice(self._ledger, self._dispatch)
+            stack.enter_context(fake.in_hooks())
+            stack.enter_context(fake)
+            stack.enter_context(self._dispatch)
             yield
 
     def build(self, setup: Setup) -> None:
-        """Runs the user's setup.
-
-        Raises:
-            TypeError: If it does not return what it should.
-        """
-        made = setup()
-        self._model, self._optimizers, self._step = _taken_apart(made)
+        """Runs the user's setup."""
+        self._model, self._optimizers, self._step = _checked(setup())
         self._setup_peak = self._ledger.history().peak.nbytes
         self._units = units_in(self._model)
         self._recorder.names = {id(unit): name for name, unit in self._units.items()}
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._recorder.in_phase(OPTIMIZER))
+            optimizer.register_step_pre_hook(lambda *_: self._recorder.in_phase(figures.OPTIMIZER))
             optimizer.register_step_post_hook(lambda *_: self._end_optimizer())
         self._assign()
 
     def _end_optimizer(self) -> None:
         self._assign()
-        self._recorder.in_phase(STEP)
+        self._recorder.in_phase(figures.STEP)
 
     def _assign(self) -> None:
-        """Tells the ledger what parameters, gradients and state lie in."""
+        """Tells the ledger the storages of parameters, gradients and optimizer state."""
         params = [*self._model.parameters()]
         for unit in self._units.values():
             if unit.handle is not None:
                 params += [layout.flat_param for layout in unit.handle.layouts]
         grads = [param.grad for param in params if param.grad is not None]
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
-        self._ledger.assign(map(to_local, params), kinds.SHARDS)
-        self._ledger.assign(map(to_local, grads), kinds.GRADIENTS)
+        self._ledger.assign(map(to_local, params), figures.SHARDS)
+        self._ledger.assign(map(to_local, grads), figures.GRADIENTS)
         tensors = (each for each in state if isinstance(each, torch.Tensor))
-        self._ledger.assign(map(to_local, tensors), kinds.OPTIMIZER_STATE)
+        self._ledger.assign(map(to_local, tensors), figures.OPTIMIZER_STATE)
 
     def run(self) -> tuple[History, History]:
-        """Runs one step; returns how memory of the device and of the host came and went."""
+        """Runs one step; returns the histories of the device's and of the host's memory."""
         self._ledger.begin()
         self._recorder.restart()
-        self._recorder.in_phase(STEP)
+        self._recorder.in_phase(figures.STEP)
         self._step()
         self._assign()
         return self._ledger.history(), self._ledger.history(on_host=True)
 
     def forget(self) -> None:
-        """Lets go of the user's objects, of which none is to outlive the plan."""
+        """Frees the user's objects: none is to outlive the plan."""
         self.__dict__.clear()
         gc.collect()
 
-    def tell(
+    def make_plan(
         self,
         first: tuple[History, History],
         second: tuple[History, History],
@@ -194,7 +186,7 @@ class _Planner:
         rank: int,
         machine: Machine | None,
     ) -> Plan:
-        """Makes the plan of what was recorded."""
+        """Returns the plan of the recorded steps."""
         recorder, history = self._recorder, second[0]
         prediction = Prediction()
         if machine is not None:
@@ -209,14 +201,14 @@ class _Planner:
             device=self._device_type,
             parameters=sum(map(_parameters_of, self._units.values())),
             rest_bytes=sum(history.rest.values()),
-            rest_by_kind=_told(history.rest),
+            rest_by_kind=_without_zeros(history.rest),
             peak_bytes=history.peak.nbytes,
-            peak_by_kind=_told(history.peak.by_kind),
+            peak_by_kind=_without_zeros(history.peak.by_kind),
             peak_at=history.peak.place,
             first_peak_bytes=first[0].peak.nbytes,
             setup_peak_bytes=self._setup_peak,
             moments=tuple(
-                Moment(place, _told(held), prediction.begins.get(visit) if machine else None)
+                Moment(place, _without_zeros(held), prediction.begins.get(visit) if machine else None)
                 for visit, place, _, held in history.spans
             ),
             units=tuple(self._unit(name, unit, prediction) for name, unit in self._units.items()),
@@ -257,7 +249,7 @@ class _Planner:
         )
 
     def _share(self, name: str, units: Sequence[str]) -> float:
-        """Returns a unit's part of what travels for several."""
+        """Returns a unit's share of a collective for several units."""
         sizes = {each: gathered_bytes(self._units[each]) for each in units if each in self._units}
         return sizes.get(name, 0) / (sum(sizes.values()) or 1)
 
@@ -266,7 +258,7 @@ class _Planner:
         layouts = [layout for handle in handles for layout in handle.layouts]
         live = [record for record in self._ledger.live if self._ledger.on_host(record)]
         state = [
-            record for record in self._ledger.live if record.kind in (kinds.SHARDS, kinds.OPTIMIZER_STATE)
+            record for record in self._ledger.live if record.kind in (figures.SHARDS, figures.OPTIMIZER_STATE)
         ]
         return HostMemory(
             offloaded=sum(record.nbytes for record in live),
@@ -277,11 +269,11 @@ class _Planner:
         )
 
 
-def _taken_apart(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
-    """Takes apart what a user's setup has returned."""
+def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
+    """Checks the return value of a user's setup."""
     if not isinstance(made, tuple) or len(made) != 3:
-        told = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise TypeError(f"setup() must return (model, optimizer, step), and returned {told}")
+        returned = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise TypeError(f"setup() must return (model, optimizer, step), and returned {returned}")
     model, optimizer, step = made
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that setup() returns must be an nn.Module, not {type(model).__name__}")
@@ -311,5 +303,5 @@ def _full_bytes(layout: Layout) -> int:
     return layout.dtype.itemsize * sum(extent.shape.numel() for extent in layout.extents)
 
 
-def _told(held: dict[str, int]) -> dict[str, int]:
+def _without_zeros(held: dict[str, int]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in held.items() if nbytes}

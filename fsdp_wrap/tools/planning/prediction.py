@@ -1,4 +1,4 @@
-"""How long a recorded step takes on a machine: its order replayed on lanes that run side by side."""
+"""How long a recorded step takes on a machine: its order replayed on resources that run side by side."""
 
 from __future__ import annotations
 
@@ -6,30 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, Place
 from fsdp_wrap.tools.planning.machine import Machine
-from fsdp_wrap.tools.planning.plan import Place
-from fsdp_wrap.tools.planning.recorder import ALL_COPIES, BACKWARD, FORWARD, Collective, Lane, Wait, Work
-
-COMPUTING = (FORWARD, BACKWARD)
-
-
-Seconds = dict[str, float]
-"""By unit."""
+from fsdp_wrap.tools.planning.recorder import ALL_COPIES, CollectiveCall, Resource, Wait, Work
 
 
 @dataclass
 class Prediction:
-    """When what happens; in seconds, and nothing where nothing was predicted.
+    """Predicted seconds of a step; None and empty where nothing was predicted.
 
-    Attributes:
-        seconds: Of the step.
-        compute_seconds: In which the device computes.
-        communication_seconds: In which collectives run.
-        exposed_seconds: In which the computation waits.
-        begins: When the program comes to a place, by the number of the visit.
-        computes: In which each unit computes.
-        runs: In which the collectives of each unit run.
-        waits: In which the computation waits for those.
+    `begins` is by index of the visit of a place. `computes`, `runs` (collectives) and `waits` (of the
+    computation for them) are by unit.
     """
 
     seconds: float | None = None
@@ -37,76 +24,60 @@ class Prediction:
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
     begins: dict[int, float] = field(default_factory=dict)
-    computes: Seconds = field(default_factory=dict)
-    runs: Seconds = field(default_factory=dict)
-    waits: Seconds = field(default_factory=dict)
+    computes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    runs: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def of_unit(self, name: str) -> dict[str, float | None]:
-        """Returns what concerns one unit, under the names of `UnitPlan`."""
-        found = {
-            "compute_seconds": self.computes,
-            "communication_seconds": self.runs,
-            "wait_seconds": self.waits,
-        }
+        """Returns one unit's seconds under the names of `UnitPlan`."""
+        if self.seconds is None:
+            return {}
         return {
-            key: None if self.seconds is None else by_unit.get(name, 0.0) for key, by_unit in found.items()
+            "compute_seconds": self.computes.get(name, 0.0),
+            "communication_seconds": self.runs.get(name, 0.0),
+            "wait_seconds": self.waits.get(name, 0.0),
         }
 
 
 def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
-    """Replays a step: the computation issues works and waits for some; each lane does its works in order.
+    """Replays works and waits in the order of the program.
 
-    A work begins when it was issued, its lane is free, and the works of its ticket before it are done.
-
-    Args:
-        entries: Works and waits, in the order of the program.
-        places: Where that comes, by the number of the visit.
-        machine: Where it runs.
+    A work begins when it was issued, its resource is free, and earlier works of its ticket are done.
     """
     now = exposed = 0.0
-    free = {Lane.WIRE: 0.0, Lane.COPIES: 0.0}
+    free = {Resource.NETWORK: 0.0, Resource.COPIES: 0.0}
     done: dict[int, float] = {}
-    begins: dict[int, float] = {}
-    busy: dict[Lane, float] = defaultdict(float)
-    computes, waits, runs = (
-        defaultdict[str, float](float),
-        defaultdict[str, float](float),
-        defaultdict[str, float](float),
-    )
+    busy: dict[Resource, float] = defaultdict(float)
+    found = Prediction()
     for entry in entries:
-        begins.setdefault(entry.visit, now)
+        found.begins.setdefault(entry.visit, now)
         if isinstance(entry, Wait):
-            until = free[Lane.COPIES] if entry.ticket == ALL_COPIES else done.get(entry.ticket, 0.0)
-            waits[entry.unit] += max(0.0, until - now)
-            exposed, now = exposed + max(0.0, until - now), max(now, until)
+            until = free[Resource.COPIES] if entry.ticket == ALL_COPIES else done.get(entry.ticket, 0.0)
+            waited = max(0.0, until - now)
+            found.waits[entry.unit] += waited
+            exposed, now = exposed + waited, now + waited
             continue
         seconds = _seconds(entry, machine)
-        busy[entry.lane] += seconds
-        if entry.lane is Lane.COMPUTE:
-            if places[entry.visit].phase in COMPUTING:
-                computes[places[entry.visit].unit] += seconds
+        busy[entry.resource] += seconds
+        if entry.resource is Resource.COMPUTE:
+            if places[entry.visit].phase in (FORWARD, BACKWARD):
+                found.computes[places[entry.visit].unit] += seconds
             now += seconds
             continue
-        end = max(now, free[entry.lane], done.get(entry.ticket, 0.0)) + seconds
-        free[entry.lane] = done[entry.ticket] = end
+        end = max(now, free[entry.resource], done.get(entry.ticket, 0.0)) + seconds
+        free[entry.resource] = done[entry.ticket] = end
         units = () if entry.collective is None else entry.collective.units
         for unit in units:
-            runs[unit] += seconds / len(units)
-    end = max(now, *free.values())
-    return Prediction(
-        end,
-        busy[Lane.COMPUTE],
-        busy[Lane.WIRE],
-        exposed + end - now,
-        begins,
-        dict(computes),
-        dict(runs),
-        dict(waits),
-    )
+            found.runs[unit] += seconds / len(units)
+    found.seconds = max(now, *free.values())
+    found.compute_seconds = busy[Resource.COMPUTE]
+    found.communication_seconds = busy[Resource.NETWORK]
+    found.exposed_seconds = exposed + found.seconds - now
+    return found
 
 
 def _seconds(work: Work, machine: Machine) -> float:
-    if work.lane is Lane.COPIES:
+    if work.resource is Resource.COPIES:
         return machine.operator_seconds + work.nbytes / machine.host_bandwidth
     if work.collective is not None:
         return collective_seconds(work.collective, machine)
@@ -114,15 +85,11 @@ def _seconds(work: Work, machine: Machine) -> float:
     return max(machine.operator_seconds, computing, work.nbytes / machine.memory_bandwidth)
 
 
-def collective_seconds(collective: Collective, machine: Machine) -> float:
+def collective_seconds(collective: CollectiveCall, machine: Machine) -> float:
     """Predicts how long a collective takes.
 
-    Within a host each rank receives its bytes from its neighbours. Among hosts, each host has to receive what
-    its own ranks do not have, over the links of those of its ranks that take part.
-
-    Args:
-        collective: It.
-        machine: Where.
+    Within a host each rank receives its bytes from its neighbours. Between hosts each host has to receive
+    the bytes that its own ranks lack, over the links of its ranks that take part.
     """
     size = len(collective.ranks)
     if size < 2:
@@ -131,6 +98,6 @@ def collective_seconds(collective: Collective, machine: Machine) -> float:
     within = collective.received / machine.bandwidth_within
     if len(hosts) == 1:
         return machine.latency_within + within
-    share = (1 - 1 / len(hosts)) / (1 - 1 / size)  # of what a rank receives, the part of other hosts
+    share = (1 - 1 / len(hosts)) / (1 - 1 / size)  # of the bytes a rank receives, the part from other hosts
     between = collective.received * share / max(hosts.values()) / machine.bandwidth_between
     return machine.latency_between + max(within if max(hosts.values()) > 1 else 0.0, between)

@@ -1,4 +1,4 @@
-"""What happens in a step, in its order: operators, collectives, waits, and which unit they belong to."""
+"""Records a step in its order: operators, collectives, waits, and the units they belong to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_wrap._core import Computing, Span, SpanKind
 from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
-from fsdp_wrap.tools.planning import ledger as kinds
+from fsdp_wrap.tools.planning import figures
+from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, STEP, Place
 from fsdp_wrap.tools.planning.ledger import Ledger
-from fsdp_wrap.tools.planning.plan import Place
-
-FORWARD, BACKWARD, OPTIMIZER, STEP = "forward", "backward", "optimizer", "step"
 
 _COLLECTIVES = {
     "all_gather": (
@@ -35,20 +33,20 @@ _COLLECTIVES = {
     "scatter": ("scatter_",),
     "message": ("recv_",),
 }
-"""The operators of collectives, by kind; `send` is the other end of a message."""
+"""Operators of collectives by kind; `send` is left out as the other end of a message."""
 
 _KINDS = {name: kind for kind, names in _COLLECTIVES.items() for name in names}
 
 _ROLES = {
-    SpanKind.GATHER: kinds.COMMUNICATOR,
-    SpanKind.AWAIT_GATHER: kinds.COMMUNICATOR,
-    SpanKind.REDUCE: kinds.REDUCE_BUFFERS,
-    SpanKind.AWAIT_REDUCTION: kinds.GRADIENTS,
+    SpanKind.GATHER: figures.COMMUNICATOR,
+    SpanKind.AWAIT_GATHER: figures.COMMUNICATOR,
+    SpanKind.REDUCE: figures.REDUCE_BUFFERS,
+    SpanKind.AWAIT_REDUCTION: figures.GRADIENTS,
 }
-"""What tensors are for that come in a span."""
+"""The use of tensors that are made in a span."""
 
 _MESSAGES = {SpanKind.GATHER: "all_gather", SpanKind.REDUCE: "reduce_scatter"}
-"""What messages are parts of that are sent in a span."""
+"""The collective that messages of a span make up."""
 
 _FREE = {
     torch.ops.aten.empty.memory_format,
@@ -61,25 +59,17 @@ ALL_COPIES = -2
 """The ticket of all copies between host and device."""
 
 
-class Lane(Enum):
-    """Where something runs."""
+class Resource(Enum):
+    """The resource that a work occupies while it runs."""
 
     COMPUTE = "compute"
-    WIRE = "wire"
+    NETWORK = "network"
     COPIES = "copies"
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective that was issued.
-
-    Attributes:
-        kind: What it is.
-        received: Bytes that this rank receives.
-        nbytes: Bytes of the full tensor.
-        ranks: Those that take part.
-        units: For whom.
-    """
+class CollectiveCall:
+    """One collective that was issued: bytes this rank receives, bytes of the full tensor, and for whom."""
 
     kind: str
     received: int
@@ -90,56 +80,35 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """Something that takes time.
+    """An operator, collective or copy; works of one ticket run one after the other.
 
-    Attributes:
-        lane: Where it runs.
-        visit: The number of the visit of a place in which it is issued.
-        nbytes: Bytes that it moves: in memory, over the wire or between host and device.
-        flops: Floating-point operations.
-        dtype: In which.
-        collective: What it is if it runs on the wire.
-        ticket: What waits name; works of one ticket run one after the other.
+    `visit` is the index of the visit of a place in which it is issued; `nbytes` is moved in memory, over the
+    network or between host and device.
     """
 
-    lane: Lane
+    resource: Resource
     visit: int
     nbytes: int
     flops: int = 0
     dtype: torch.dtype = torch.float32
-    collective: Collective | None = None
+    collective: CollectiveCall | None = None
     ticket: int = -1
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The computation waits for works.
-
-    Attributes:
-        ticket: Theirs.
-        visit: The number of the visit of a place in which it waits.
-        unit: For whom.
-    """
+    """The computation waits for the works of a ticket, for a unit."""
 
     ticket: int
     visit: int
     unit: str
 
 
-class Recorder:
-    """Watches a step, as a `StepWatcher`, and its operators.
+class PlanRecorder:
+    """A `StepWatcher` that also sees the operators, and tells the ledger the place in the step.
 
-    Args:
-        ledger: Is told where in the step the program is.
-
-    Attributes:
-        names: Of units, by identity; others are named as they name themselves.
-        entries: Works and waits, in their order.
-        collectives: Those that were issued.
-        gathers: How often each unit was gathered.
-        reductions: How often each unit's gradients were reduced.
-        payload: Bytes of the full buffers that were gathered and reduced for each unit.
-        flops: Floating-point operations in all.
+    `names` are the units' by identity; other units have their own `fqn`. `gathers`, `reductions` and
+    `payload` (bytes of full buffers) are by unit.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -153,25 +122,25 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Begins to record anew."""
+        """Forgets the recorded step."""
         self.entries: list[Work | Wait] = []
-        self.collectives: list[Collective] = []
+        self.collectives: list[CollectiveCall] = []
         self.gathers: Counter[str] = Counter()
         self.reductions: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
         self.flops = 0
-        self._messages: list[Collective] = []
+        self._messages: list[CollectiveCall] = []
 
-    # where in the step the program is
+    # the place in the step
 
     def in_phase(self, phase: str) -> None:
-        """Notes that another part of a step begins."""
+        """Notes that another phase of the step begins."""
         self._phase = phase
         self._follow()
 
     def _follow(self) -> None:
         place = Place("", self._phase)
-        kind = kinds.OPTIMIZER_TEMPORARIES if self._phase == OPTIMIZER else kinds.ACTIVATIONS
+        kind = figures.OPTIMIZER_TEMPORARIES if self._phase == OPTIMIZER else figures.ACTIVATIONS
         if self._computing:
             owner, what = self._computing[-1]
             place = Place(self._name(owner), FORWARD if what is Computing.FORWARD else BACKWARD)
@@ -206,9 +175,9 @@ class Recorder:
             for owner in span.owners:
                 issued = self._tickets.pop((id(owner), gathers), None)
                 if issued is not None:
-                    self._add(Wait(issued, self._ledger.visit, self._name(owner)))
+                    self.entries.append(Wait(issued, self._ledger.visit, self._name(owner)))
         elif span.kind is SpanKind.AWAIT_COPIES:
-            self._add(Wait(ALL_COPIES, self._ledger.visit, ""))
+            self.entries.append(Wait(ALL_COPIES, self._ledger.visit, ""))
 
     def end(self, span: Span) -> None:
         if self._messages:
@@ -232,20 +201,18 @@ class Recorder:
         return None
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes that memory of a buffer has come or gone."""
+        """Notes that a buffer's memory was allocated or freed."""
         gathers = any(span.kind in (SpanKind.GATHER, SpanKind.AWAIT_GATHER) for span, _ in self._spans)
-        self._ledger.resized(storage, kinds.GATHERED if gathers else kinds.REDUCE_BUFFERS)
+        self._ledger.resized(storage, figures.GATHERED if gathers else figures.REDUCE_BUFFERS)
 
-    # what runs
+    # operators and collectives
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes an operator that was run."""
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, kwargs, result)
             return
-        tensors = [
-            each for each in pytree.tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)
-        ]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         if not tensors or func in _FREE:
             return
         formula = flop_registry.get(func.overloadpacket)
@@ -253,16 +220,13 @@ class Recorder:
         self.flops += flops
         nbytes = sum({id(each): each.nbytes for each in tensors}.values())
         floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
-        lane, ticket = Lane.COMPUTE, -1
+        resource, ticket = Resource.COMPUTE, -1
         if func.overloadpacket in copying_operators:
             self._take_gradients(args, kwargs)
             if self._crosses(tensors):
-                lane, ticket = Lane.COPIES, self._spans[-1][1] if self._spans else -1
+                resource, ticket = Resource.COPIES, self._spans[-1][1] if self._spans else -1
                 nbytes = tensors[0].nbytes
-        self._add(Work(lane, self._ledger.visit, nbytes, flops, floating, ticket=ticket))
-
-    def _add(self, entry: Work | Wait) -> None:
-        self.entries.append(entry)
+        self.entries.append(Work(resource, self._ledger.visit, nbytes, flops, floating, ticket=ticket))
 
     def _crosses(self, tensors: list[torch.Tensor]) -> bool:
         """Whether an operator copies between host and device."""
@@ -270,17 +234,17 @@ class Recorder:
         return len({record.device.type for record in records if record is not None}) > 1
 
     def _take_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes that what is copied into a reduce buffer is gradients."""
+        """Marks tensors that are copied into a reduce buffer as gradients."""
         target, sources = (kwargs["out"], args[0]) if "out" in kwargs else (args[0], args[1:2])
         if isinstance(target, (list, tuple)):
             target, sources = (target[0] if target else None), args[1]
         there = None if target is None else self._ledger.record_of(target)
-        if there is None or there.kind != kinds.REDUCE_BUFFERS:
+        if there is None or there.kind != figures.REDUCE_BUFFERS:
             return
         for each in sources:
             record = self._ledger.record_of(each) if isinstance(each, torch.Tensor) else None
-            if record is not None and record.kind == kinds.ACTIVATIONS:
-                record.kind = kinds.GRADIENTS
+            if record is not None and record.kind == figures.ACTIVATIONS:
+                record.kind = figures.GRADIENTS
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         kind = _KINDS.get(func._schema.name.partition("::")[2])
@@ -294,25 +258,24 @@ class Recorder:
             received *= 2
         span = next((span for span, _ in reversed(self._spans) if span.kind in _MESSAGES), None)
         units = tuple(self._name(owner) for owner in span.owners) if span is not None else ()
-        collective = Collective(kind, received, nbytes, ranks, units)
+        collective = CollectiveCall(kind, received, nbytes, ranks, units)
         if kind == "message" and span is not None:
             self._messages.append(replace(collective, kind=_MESSAGES[span.kind]))
         else:
             self._issue(collective)
 
-    def _issue(self, collective: Collective) -> None:
+    def _issue(self, collective: CollectiveCall) -> None:
         self.collectives.append(collective)
         ticket = self._spans[-1][1] if self._spans else -1
-        self._add(
-            Work(Lane.WIRE, self._ledger.visit, collective.nbytes, collective=collective, ticket=ticket)
+        self.entries.append(
+            Work(
+                Resource.NETWORK, self._ledger.visit, collective.nbytes, collective=collective, ticket=ticket
+            )
         )
 
 
 def _heads_alike(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns arguments of attention with as many heads of keys and values as of queries, which is the same.
-
-    The formula of torch before 2.12 wants it so.
-    """
+    """Expands keys and values of attention to the queries' heads, as torch's formula before 2.12 wants it."""
     if "scaled_dot_product" not in func._schema.name:
         return args
     batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
@@ -330,7 +293,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the ranks that take part in a collective, as the default group counts them."""
+    """Returns the global ranks that take part in a collective."""
     for value in (*args, *kwargs.values()):
         group = None
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):

@@ -1,11 +1,10 @@
-"""Tensors that have a shape, a dtype and a device, and no numbers: so a step runs without being computed.
+"""Tensors with shapes, dtypes and devices, and without values: a step runs and nothing is computed.
 
-They are torch's own tensors on the meta device, of which plain Python is told that they are elsewhere. So
-types are as they would be, autograd runs as it would, and nothing is allocated. `Answers` answers what Python
-asks of a tensor; `Operators` runs each operator on the meta device and keeps the ledger.
+They are torch's own tensors on the meta device, so types and autograd are real. `FakeDevice` answers
+reads of their attributes; `MetaDispatch` runs each operator on the meta device and keeps the ledger.
 
-Small tensors of integers in memory of the host have numbers: meshes, indices, batches of tokens, and the
-steps that optimizers count.
+Small tensors of integers in memory of the host keep their values: meshes, indices, batches of tokens, and the
+step counts of optimizers.
 """
 
 from __future__ import annotations
@@ -23,39 +22,33 @@ from fsdp_wrap.tools.planning.ledger import Ledger
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 _MOST_KNOWN = 1 << 20
-"""Bytes of tensors whose numbers are kept."""
+"""Bytes of the largest tensors that keep their values."""
 
 Operator = Any
 """An overload of torch's operators."""
 
 
 class PlanningError(ValueError):
-    """Something in the user's step that cannot be planned."""
+    """A part of the user's step that cannot be planned."""
 
 
-def depends_on_data(what: str) -> PlanningError:
+def depends_on_data(asked: str) -> PlanningError:
     return PlanningError(
-        f"{what} asks for numbers, and a plan has none: what the step does must not depend on them. Leave "
+        f"{asked} asks for numbers, and a plan has none: what the step does must not depend on them. Leave "
         "out of setup() and step() what reads values, such as loss.item(), print(loss), bool(mask.any()), "
         "tensor.tolist(), tensor.numpy(), tensor.nonzero(), x[mask], or a gradient scaler"
     )
 
 
-class Operators(TorchDispatchMode):
-    """Runs operators on the meta device.
+class MetaDispatch(TorchDispatchMode):
+    """Runs operators on the meta device, notes storages in the ledger, and tells `recorded` of computation.
 
-    Args:
-        ledger: Where storages are noted.
-        tell: Called with each operator that computes: it, its arguments, and what it returned.
-
-    Attributes:
-        asked: The device that Python asked for, where operators are told the meta device.
-        pins: Whether what comes now is pinned memory.
+    Operators that name the meta device return tensors of the device `asked`, in pinned memory if `pins`.
     """
 
-    def __init__(self, ledger: Ledger, tell: Callable[[Operator, Any, Any, Any], None]) -> None:
+    def __init__(self, ledger: Ledger, recorded: Callable[[Operator, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._tell = ledger, tell
+        self._ledger, self._recorded = ledger, recorded
         self.asked: torch.device | None = None
         self.pins = False
 
@@ -65,7 +58,7 @@ class Operators(TorchDispatchMode):
         if shapes_are_asked():
             return func(*args, **(kwargs or {}))
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
-            return NotImplemented  # tensors made of others: they call operators for these
+            return NotImplemented  # wrapper subclasses: they call operators on their inner tensors
         with DisableTorchFunction():
             return self._run(func, args, dict(kwargs or {}))
 
@@ -93,7 +86,7 @@ class Operators(TorchDispatchMode):
         if any(not each.is_meta for each in written):
             return self._spoil(written)
         if len(planned) < len(tensors):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         if "device" in kwargs:
             kwargs.update(device=META)
         for unknown in ("pin_memory", "generator"):
@@ -101,11 +94,11 @@ class Operators(TorchDispatchMode):
         result = self._call(func, name, args, kwargs)
         self._note(result, device)
         if not func.is_view:
-            self._tell(func, args, kwargs, result)
+            self._recorded(func, args, kwargs, result)
         return result
 
     def _refuse_foreign(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuses parameters that were there before."""
+        """Refuses parameters that were made before the plan."""
         for each in tensors:
             if isinstance(each, nn.Parameter) and not each.is_meta and self._ledger.record_of(each) is None:
                 raise PlanningError(
@@ -126,7 +119,7 @@ class Operators(TorchDispatchMode):
     def _device(
         self, func: Operator, tensors: list[torch.Tensor], kwargs: dict[str, Any]
     ) -> torch.device | None:
-        """Returns where the result of an operator is; None for the meta device, if the user wants that."""
+        """Returns the device of an operator's result; None if the user wants the meta device."""
         if kwargs.get("device") is not None:
             wanted = torch.device(kwargs["device"])
             return self.asked if wanted == META else complete(wanted)
@@ -135,7 +128,7 @@ class Operators(TorchDispatchMode):
             there = self._where(tensor)
             if there is not None and (found is None or (found.type == "cpu" and tensor.dim() > 0)):
                 found = there
-        if not tensors and _makes(func):
+        if not tensors and _is_factory(func):
             kwargs["device"] = found = CPU
         return found
 
@@ -148,7 +141,7 @@ class Operators(TorchDispatchMode):
     def _is_known(
         self, func: Operator, name: str, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
     ) -> bool:
-        """Whether the result of an operator, which takes nothing without numbers, is to have numbers."""
+        """Whether the result of an operator on the host is to keep its values."""
         if self.pins or kwargs.get("pin_memory") or name.startswith(("empty", "new_empty")):
             return False
         records = [self._ledger.record_of(each) for each in tensors]
@@ -156,15 +149,15 @@ class Operators(TorchDispatchMode):
             return False
         if _written(func, args, kwargs) or name in _READING or func.is_view or name == "lift_fresh":
             return True
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = META
         kwargs.pop("generator", None)
         outcome = pytree.tree_leaves(func(*args, **kwargs))
-        return all(_keeps_numbers(each) for each in outcome if isinstance(each, torch.Tensor))
+        return all(_keeps_values(each) for each in outcome if isinstance(each, torch.Tensor))
 
     def _spoil(self, written: Iterable[torch.Tensor]) -> Any:
-        """Notes that tensors that had numbers have others now, which nobody knows."""
+        """Notes that the values of tensors are no longer known."""
         written = list(written)
         for each in written:
             record = self._ledger.record_of(each)
@@ -173,16 +166,14 @@ class Operators(TorchDispatchMode):
         return written[0] if len(written) == 1 else None
 
     def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
-        for each in result if isinstance(result, (list, tuple)) else (result,):
+        for each in pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 record = self._ledger.add(each, device)
                 record.known, record.pinned = record.known or known, record.pinned or self.pins
-            elif isinstance(each, (list, tuple)):
-                self._note(each, device, known)
 
     @contextmanager
     def asking(self, device: torch.device, pins: bool = False) -> Iterator[None]:
-        """Lets operators that are told the meta device return what is on another one."""
+        """Lets operators that name the meta device return tensors of another device."""
         before, self.asked, self.pins = (self.asked, self.pins), device, pins
         try:
             yield
@@ -203,17 +194,17 @@ _READING = {
     "_unique",
     "_unique2",
 }
-"""Operators whose result, or its shape, depends on numbers."""
+"""Operators whose result, or its shape, depends on values."""
 
 
-def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-def _makes(func: Operator) -> bool:
-    """Whether an operator makes a tensor of no other."""
+def _is_factory(func: Operator) -> bool:
+    """Whether an operator is a factory."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
@@ -229,7 +220,7 @@ def _written(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return found
 
 
-def _keeps_numbers(tensor: torch.Tensor) -> bool:
+def _keeps_values(tensor: torch.Tensor) -> bool:
     plain = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 1
     return plain and tensor.nbytes <= _MOST_KNOWN
 

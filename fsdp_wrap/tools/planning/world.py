@@ -1,4 +1,4 @@
-"""The world of a plan: a process group that carries nothing, and a device that need not be there."""
+"""A process group that communicates nothing, and a device that need not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore
 
 
 class NoStream:
-    """Stands for a stream or an event of a device that is not there: nothing runs, so all is done."""
+    """A stream or event of a device that does not exist; all of its work is done."""
 
     def __enter__(self) -> NoStream:
         return self
@@ -24,21 +24,21 @@ class NoStream:
         return None
 
     def record_event(self, *_: Any) -> NoStream:
-        """Returns an event that has happened."""
+        """Returns a completed event."""
         return self
 
     def query(self) -> bool:
-        """Says that it has happened."""
+        """Says that the work is done."""
         return True
 
     def wait_stream(self, *_: Any) -> None:
-        """Waits for nothing, as do the following."""
+        """Waits for nothing, like the methods below."""
 
     wait_event = synchronize = wait = record = wait_stream
 
 
 class PlannedAccelerator(Accelerator):
-    """An accelerator that need not be there."""
+    """An accelerator that need not exist."""
 
     def current_stream(self) -> Any:
         return NoStream()
@@ -75,7 +75,7 @@ def _make_group(common: Any, options: Any) -> Any:
 
 @contextmanager
 def _without_launcher() -> Iterator[None]:
-    """Hides which device torchrun has given us: a mesh would choose it, though it need not be there."""
+    """Hides `LOCAL_RANK`, by which a mesh would choose a device that need not exist."""
     local_rank = os.environ.pop("LOCAL_RANK", None)
     try:
         yield
@@ -86,12 +86,7 @@ def _without_launcher() -> Iterator[None]:
 
 @contextmanager
 def world_of(ranks: int, rank: int, device_type: str) -> Iterator[None]:
-    """Makes this process one rank of many on some device, as far as it can see, while the context is open.
-
-    Args:
-        ranks: How many.
-        rank: Which of them.
-        device_type: Type of the device.
+    """Makes this process one rank of many on a type of device while the context is open.
 
     Raises:
         ValueError: If there is a process group.

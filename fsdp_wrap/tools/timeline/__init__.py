@@ -1,4 +1,4 @@
-"""A step after it ran: what each unit computed, gathered, reduced and waited for, on each rank."""
+"""Timelines: computation, transfers and waits of each unit on each rank, recorded while steps run."""
 
 from fsdp_wrap.tools.timeline.recording import Timeline, load, merge, timeline
 

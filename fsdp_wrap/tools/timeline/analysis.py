@@ -1,7 +1,7 @@
-"""What records of ranks tell together: who came last to a transfer, what waits were for, what was achieved.
+"""The records of all ranks together: the last rank of each transfer, waits by cause, achieved bandwidth.
 
-A rank waits for a late rank until the last of those that take part has begun to issue the transfer; what it
-waits after that is the transfer itself.
+Until the last rank has begun to issue a transfer, the others wait for that rank; from then on they wait for
+the transfer itself.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from fsdp_wrap._core import Computing
-from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, RankRecord, Transfer, Wait
+from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, RankRecord, Transfer, TransferWait
 
 _COMPUTES = ("forward", "recompute", "backward")
-_NOTHING = "\0"
-"""Stands for a unit where nothing is computed."""
+_NOTHING = "\0"  # stands for a unit where nothing is computed
 LATE_NS = 100_000
-"""A rank is late where the others began so much earlier; what is less is how ranks always differ."""
+"""A rank is late if the others began so much earlier."""
 
 
 @dataclass(frozen=True)
 class Joint:
-    """One transfer as those ranks saw it that depend on the same ranks, in the clock of rank 0.
+    """One transfer of the ranks that depend on the same ranks, in the clock of rank 0.
 
     Attributes:
-        own: What each of them has recorded.
-        begins: When each rank that they depend on began to issue it, where there is a record of it.
+        own: The records of these ranks.
+        begins: When each rank that they depend on began to issue it, as far as recorded.
         last: The rank that began last.
-        complete: Whether there is a record of each rank that they depend on.
+        complete: Whether all ranks that they depend on are recorded.
     """
 
     own: Mapping[int, Transfer]
@@ -39,26 +38,23 @@ class Joint:
 
     @property
     def lateness(self) -> int:
-        """How much later the last rank began than the one in the middle; nanoseconds."""
+        """Nanoseconds from the median begin to the last one."""
         begins = sorted(self.begins.values())
         return begins[-1] - begins[(len(begins) - 1) // 2]
 
 
 @dataclass(frozen=True)
 class SplitWait:
-    """A wait, and what it was for.
+    """A unit's wait on a rank for a kind of transfer, split by its cause.
 
     Attributes:
-        unit: Who waited.
-        rank: On which rank.
-        kind: For which kind of transfer.
-        phase: In which that was issued.
-        way: How that travels, as of `Transfer`.
-        begin: When, in the clock of rank 0.
+        phase: The phase of the transfer's issue.
+        way: How the transfer is sent; see `Transfer`.
+        begin: In the clock of rank 0.
         late: Nanoseconds until the last rank had begun.
         transfer: Nanoseconds after that.
         last: The rank that began last.
-        head: Nanoseconds from its issue to the wait: how early it was asked for.
+        head: Nanoseconds from the transfer's issue to the wait.
     """
 
     unit: str
@@ -74,18 +70,18 @@ class SplitWait:
 
     @property
     def total(self) -> int:
-        """Its nanoseconds."""
+        """All nanoseconds of the wait."""
         return self.late + self.transfer
 
 
 @dataclass
-class Travelled:
-    """What one kind of transfer of a unit took, summed over ranks and passes.
+class TransferTotals:
+    """One kind of transfer of a unit, summed over ranks and passes.
 
     Attributes:
-        nanoseconds: From when the last rank began until it was complete.
-        nbytes: What came and went, as the ranks of a ring would send it: (n - 1) / n of the full buffers.
-        bounded: Whether of some it is only known that they took no longer.
+        nanoseconds: From the begin of the last rank to the end.
+        nbytes: Bytes that a rank of a ring receives: (n - 1) / n of the full buffers.
+        bounded: Whether some ends are only known as bounds.
         issuing: Nanoseconds in which the host issued it.
     """
 
@@ -95,29 +91,25 @@ class Travelled:
     issuing: float = 0
 
     @property
-    def gigabytes_per_second(self) -> float:
-        """Achieved; 0 where nothing travelled."""
-        return self.nbytes / self.nanoseconds if self.nanoseconds else 0.0
+    def bandwidth(self) -> float:
+        """Achieved bytes a second; 0 where nothing was sent."""
+        return 1e9 * self.nbytes / self.nanoseconds if self.nanoseconds else 0.0
 
 
 @dataclass
 class UnitTimes:
-    """What a unit's transfers took, over all ranks of which there are records.
+    """One unit's transfers over all recorded ranks.
 
     Attributes:
-        unit: Its name.
-        gathers: Its gathers.
-        reductions: Its reductions.
-        waits: For either.
-        peak: The most bytes of its full parameters, and of gradients on their way.
+        peak: The most bytes of its full parameters and reduced gradients.
         lasts: How often each rank came last, and late.
-        lateness: By how many nanoseconds in sum.
-        transfers: How many of its transfers all ranks have recorded.
+        lateness: Nanoseconds by which each rank came late, in sum.
+        transfers: Number of its transfers that all ranks have recorded.
     """
 
     unit: str
-    gathers: Travelled = field(default_factory=Travelled)
-    reductions: Travelled = field(default_factory=Travelled)
+    gathers: TransferTotals = field(default_factory=TransferTotals)
+    reductions: TransferTotals = field(default_factory=TransferTotals)
     waits: list[SplitWait] = field(default_factory=list)
     peak: int = 0
     lasts: Counter[int] = field(default_factory=Counter)
@@ -126,18 +118,14 @@ class UnitTimes:
 
 
 class Analysis:
-    """What records of ranks tell together.
-
-    Args:
-        ranks: The records.
+    """The records of all ranks together.
 
     Attributes:
         joint: The transfers, in the order of their issue.
-        units: By name, in the order in which they were first gathered or reduced.
-        passes: How many outermost forwards each rank has begun at least.
-        pass_ns: Nanoseconds from one to the next, on average; of the whole record where there is one.
-        computed: Of each rank, the nanoseconds that it computed in each unit, without those within; see
-            `own_times`.
+        units: By name, in the order of their first transfers.
+        passes: The least number of passes of a rank, at least 1.
+        pass_ns: Average nanoseconds of a pass.
+        computed: `own_times` of each rank.
     """
 
     def __init__(self, ranks: Sequence[RankRecord]) -> None:
@@ -159,7 +147,7 @@ class Analysis:
 
     def _add(self, joint: Joint) -> None:
         for rank, own in joint.own.items():
-            self._add_travelled(joint, rank, own)
+            self._add_transfer(joint, rank, own)
             for wait in own.waits:
                 self._unit(wait.unit).waits.append(self._split(joint, rank, own, wait))
         first = next(iter(joint.own.values()))
@@ -171,22 +159,22 @@ class Analysis:
                     unit.lasts[joint.last] += 1
                     unit.lateness[joint.last] += joint.lateness
 
-    def _add_travelled(self, joint: Joint, rank: int, own: Transfer) -> None:
-        """Adds one rank's transfer to its units, each its even share where they travel together."""
+    def _add_transfer(self, joint: Joint, rank: int, own: Transfer) -> None:
+        """Adds one rank's transfer to its units in even shares."""
         offset, size = self._ranks[rank].offset, len(own.ranks)
         begin = max(joint.begins[joint.last], own.begin + offset)
-        if own.way.startswith("shared memory") and own.waits:  # nothing travels before somebody waits
+        if own.way.startswith("shared memory") and own.waits:  # nothing is copied before somebody waits
             begin = max(begin, own.waits[0].begin + offset)
         nanoseconds = max(0, own.end + offset - begin) if size > 1 else 0
         for name in own.units:
             unit = self._unit(name)
-            travelled = unit.gathers if own.kind == GATHER else unit.reductions
-            travelled.nanoseconds += nanoseconds / len(own.units)
-            travelled.nbytes += own.nbytes * (size - 1) / max(1, size) / len(own.units)
-            travelled.bounded |= own.known == AT_MOST
-            travelled.issuing += (own.issued - own.begin) / len(own.units)
+            totals = unit.gathers if own.kind == GATHER else unit.reductions
+            totals.nanoseconds += nanoseconds / len(own.units)
+            totals.nbytes += own.nbytes * (size - 1) / max(1, size) / len(own.units)
+            totals.bounded |= own.known == AT_MOST
+            totals.issuing += (own.issued - own.begin) / len(own.units)
 
-    def _split(self, joint: Joint, rank: int, own: Transfer, wait: Wait) -> SplitWait:
+    def _split(self, joint: Joint, rank: int, own: Transfer, wait: TransferWait) -> SplitWait:
         offset = self._ranks[rank].offset
         begin, end = wait.begin + offset, wait.end + offset
         last = joint.begins[joint.last] if joint.complete else begin
@@ -198,7 +186,7 @@ class Analysis:
 
     @property
     def updates(self) -> tuple[int, int]:
-        """How many nanoseconds all updates took in threads of the host, and how many of them beside units."""
+        """Nanoseconds of all updates in threads of the host, and of those beside a backward."""
         found = [_beside_units(record) for record in self._ranks.values()]
         return sum(whole for whole, _ in found), sum(beside for _, beside in found)
 
@@ -209,10 +197,9 @@ class Analysis:
             yield from unit.waits
 
     def slower_in(self, rank: int) -> tuple[str | None, float]:
-        """Returns the unit in which a rank computes most longer than the others; None for outside of all.
+        """Returns the unit (None: outside of all) in which a rank is slowest, and by how much.
 
-        Returns:
-            It, and by how many nanoseconds of a pass, as against the one in the middle of the others.
+        That is in nanoseconds of a pass over the median of the other ranks.
         """
         others = [computed for other, computed in self.computed.items() if other != rank]
 
@@ -225,13 +212,12 @@ class Analysis:
 
 
 def own_times(record: RankRecord) -> Counter[str | None]:
-    """Returns how long a rank computed in each unit by itself, in nanoseconds.
+    """Returns the nanoseconds that a rank computed in each unit, without inner units, waits and issues.
 
-    That is without the units within, and without what it waited and issued. Under None stands the time
-    outside of all: the loss, the optimizer, what comes between steps.
+    None stands for the time outside of all units: the loss, the optimizer, the time between steps.
     """
     times: Counter[str | None] = Counter({None: record.end - record.begin})
-    around: list[tuple[int, str | None]] = []  # when it ends, and who computes in it
+    around: list[tuple[int, str | None]] = []  # the end of a slice, and its unit
     for each in record.compute:
         while around and around[-1][0] <= each.begin:
             around.pop()
@@ -244,14 +230,14 @@ def own_times(record: RankRecord) -> Counter[str | None]:
 
 
 def _pass_ns(record: RankRecord) -> float:
-    """Returns how long a pass took, on average, from its beginning to that of the next."""
+    """Returns the average nanoseconds of a pass; of the whole record where there is none."""
     if not record.passes:
         return float(record.end - record.begin)
     return (max(record.end, record.passes[-1]) - record.passes[0]) / len(record.passes)
 
 
 def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
-    """Yields what is the same transfer on several ranks as one."""
+    """Yields each transfer of several ranks once."""
     found: dict[tuple[str, tuple[str, ...], int], dict[int, Transfer]] = defaultdict(dict)
     offsets = {}
     for record in ranks:
@@ -260,7 +246,7 @@ def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
             found[each.kind, each.units, each.number][record.rank] = each
     joints = []
     for of_ranks in found.values():
-        # With replicas a sum depends on the ranks of the own copy, and on those with the same part of others.
+        # With replicas a reduction involves the ranks of the own replica, and the same shard's of the others.
         for needed in dict.fromkeys(each.ranks for each in of_ranks.values()):
             own = {rank: each for rank, each in of_ranks.items() if each.ranks == needed}
             begins = {rank: of_ranks[rank].begin + offsets[rank] for rank in needed if rank in of_ranks}
@@ -271,7 +257,7 @@ def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
 
 
 def _beside_units(record: RankRecord) -> tuple[int, int]:
-    """Returns how long the updates of a rank took in a thread, and how long backwards went on meanwhile."""
+    """Returns the nanoseconds of a rank's updates in a thread, and of those beside a backward."""
     whole = beside = 0
     computing = [each for each in record.compute if each.what == Computing.BACKWARD.value]
     for update in record.updates:

@@ -1,18 +1,30 @@
-"""From a recorder's log to a `RankRecord`: what was issued when, complete when, waited for how long."""
+"""From a recorder's log to a `RankRecord`: each transfer's issue, end and waits, and slices that nest."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_wrap._core import Computing, Span, SpanKind, encloses
-from fsdp_wrap.tools.timeline.recorder import Entry, Lane, Mark, Recorder
-from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, REDUCE, SEEN, TOLD, Level, Slice, Transfer, Wait
+from fsdp_wrap.tools.timeline.clocks import ClockOffset
+from fsdp_wrap.tools.timeline.recorder import EntryKind, LogEntry, StreamRange, TimelineRecorder
+from fsdp_wrap.tools.timeline.records import (
+    AT_MOST,
+    GATHER,
+    REDUCE,
+    SEEN,
+    TOLD,
+    Level,
+    RankRecord,
+    Slice,
+    Transfer,
+    TransferWait,
+)
 
 BLOCKED_NS = 50_000
-"""A wait of so long has seen the end of what it waited for; a shorter one may have come after it."""
+"""A wait of so long ended with its transfer; the transfer of a shorter one may have ended before it."""
 
 _ISSUES = {SpanKind.GATHER: GATHER, SpanKind.REDUCE: REDUCE}
 _AWAITED = {SpanKind.AWAIT_GATHER: GATHER, SpanKind.AWAIT_REDUCTION: REDUCE}
@@ -22,12 +34,12 @@ _SLICES = {
     SpanKind.AWAIT_COPIES: "wait for copies",
     SpanKind.UPDATE: "update",
 }
-OPTIMIZER = "optimizer"
+BACKWARD, OPTIMIZER = Computing.BACKWARD.value, "optimizer"
 
 
 @dataclass
-class _Open:
-    """A slice that has not ended."""
+class _OpenSlice:
+    """A slice that has not ended; `transfer` is the index of the one that it issues or waits for."""
 
     what: str
     unit: str
@@ -37,97 +49,106 @@ class _Open:
 
 
 class Track:
-    """Slices that nest: what begins within another ends within it.
-
-    Attributes:
-        slices: Those that have ended.
-    """
+    """Slices that nest: one that begins within another ends within it."""
 
     def __init__(self) -> None:
-        self.slices: list[Slice] = []
-        self._open: list[_Open] = []
+        self._ended: list[Slice] = []
+        self._open: list[_OpenSlice] = []
 
-    def begin(self, opened: _Open) -> None:
-        """Begins one within those that are open."""
+    def begin(self, opened: _OpenSlice) -> None:
+        """Begins a slice within those that are open."""
         self._open.append(opened)
 
-    def end(self, at: int) -> _Open | None:
-        """Ends the innermost one."""
+    def end(self, at: int) -> _OpenSlice | None:
+        """Ends the innermost slice, if there is one."""
         if not self._open:
             return None
         ended = self._open.pop()
-        self.slices.append(Slice(ended.what, ended.unit, ended.begin, max(at, ended.begin), ended.transfer))
+        self._ended.append(Slice(ended.what, ended.unit, ended.begin, max(at, ended.begin), ended.transfer))
         return ended
 
-    def end_until(self, at: int, wanted: Callable[[_Open], bool]) -> bool:
-        """Ends the innermost one that is wanted and those within it; returns False if there is none."""
-        if not any(map(wanted, self._open)):
-            return False
-        while not wanted(self._open[-1]):
+    def end_until(self, at: int, wanted: Callable[[_OpenSlice], bool]) -> None:
+        """Ends the innermost slice that is wanted, and those within it; none if none is wanted."""
+        if any(map(wanted, self._open)):
+            self.end_while(at, lambda each: not wanted(each))
             self.end(at)
-        self.end(at)
-        return True
 
-    def end_while(self, at: int, unwanted: Callable[[_Open], bool]) -> None:
-        """Ends the innermost ones as long as they are unwanted."""
+    def end_while(self, at: int, unwanted: Callable[[_OpenSlice], bool]) -> None:
+        """Ends the innermost slices as long as they are unwanted."""
         while self._open and unwanted(self._open[-1]):
             self.end(at)
 
-    @property
-    def depth(self) -> int:
-        """How many are open."""
-        return len(self._open)
+    def has(self, what: str) -> bool:
+        """Whether a slice of some kind is open."""
+        return any(each.what == what for each in self._open)
 
     def closed(self, at: int) -> tuple[Slice, ...]:
-        """Ends all, and returns them in the order of their beginnings, the outer ones first."""
-        while self._open:
-            self.end(at)
-        return tuple(sorted(self.slices, key=lambda each: (each.begin, -each.end)))
+        """Ends all slices, and returns them in the order of their beginnings, outer ones first."""
+        self.end_while(at, lambda _: True)
+        return tuple(sorted(self._ended, key=lambda each: (each.begin, -each.end)))
 
 
 @dataclass
-class _Transfer:
-    """A transfer that is being put together."""
+class _OpenTransfer:
+    """A transfer that is being assembled."""
 
     span: Span
     units: tuple[str, ...]
     number: int
     begin: int
-    issued: int = 0
-    waits: list[Wait] = field(default_factory=list)
+    issued: int
+    waits: list[TransferWait] = field(default_factory=list)
 
 
 class Assembler:
-    """Puts one rank's record together.
+    """Assembles one rank's record of a recorder that has stopped, at `end` by the host's clock."""
 
-    Args:
-        recorder: That has stopped.
-        end: When it did, by the host's clock.
-    """
-
-    def __init__(self, recorder: Recorder, end: int) -> None:
+    def __init__(self, recorder: TimelineRecorder, end: int) -> None:
         self._recorder, self._end = recorder, end
         self._on_device = recorder.base is not None
         self.track, self.host = Track(), Track()
-        self.passes: list[int] = []
-        self._transfers: list[_Transfer] = []
+        self._passes: list[int] = []
+        self._transfers: list[_OpenTransfer] = []
         self._numbers: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._of_span: dict[Span, int] = {}
-        self._awaited: dict[tuple[str, Any], int] = {}  # by kind and unit: the transfer
+        self._of_span: dict[Span, _OpenTransfer] = {}
+        self._awaited: dict[tuple[str, Any], int] = {}  # index of the transfer by kind and unit
         self._levels = _Levels(recorder.names)
         act = {
-            Mark.BEGIN: self._begin,
-            Mark.END: self._end_span,
-            Mark.ENTER: self._enter,
-            Mark.LEAVE: self._leave,
-            Mark.HOLD: self._hold,
-            Mark.OPTIMIZE: self._optimize,
-            Mark.OPTIMIZED: self._optimized,
+            EntryKind.BEGIN: self._begin,
+            EntryKind.END: self._end_span,
+            EntryKind.ENTER: self._enter,
+            EntryKind.LEAVE: self._leave,
+            EntryKind.HOLD: self._hold,
+            EntryKind.OPTIMIZE: self._optimize,
+            EntryKind.OPTIMIZED: self._optimized,
         }
         for entry in recorder.log:
-            act[entry.mark](entry)
+            act[entry.kind](entry)
 
-    def _time(self, entry: Entry) -> int:
+    def record(self, rank: int, device: str, clock: ClockOffset, begin: int) -> RankRecord:
+        """Returns the record of a recording that began at `begin`."""
+        return RankRecord(
+            rank=rank,
+            host=clock.host,
+            device=device,
+            offset=clock.offset,
+            clock_error=clock.error,
+            begin=begin,
+            end=self._end,
+            passes=tuple(self._passes),
+            compute=self.track.closed(self._end),
+            host_side=self.host.closed(self._end),
+            copies=tuple(self._copies()),
+            transfers=tuple(self._closed_transfers()),
+            levels=tuple(self._levels.levels),
+            peaks=self._levels.peaks,
+            updates=tuple(
+                Slice(_SLICES[span.kind], self._name(span.owners[0]), begin, end)
+                for span, begin, end in self._recorder.updates
+            ),
+        )
+
+    def _time(self, entry: LogEntry) -> int:
         """Returns when the computation came to an entry."""
         return entry.at if entry.event is None else self._recorder.time_of(entry.event)
 
@@ -136,30 +157,27 @@ class Assembler:
 
     # spans
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: LogEntry) -> None:
         span = entry.subject
-        issued = _ISSUES.get(span.kind)
-        if issued is not None:
-            self._issue(span, issued, entry)
+        if span.kind in _ISSUES:
+            self._issue(span, _ISSUES[span.kind], entry.at)
         elif span.kind in _SLICES:
-            unit = self._name(span.owners[0])
-            number = self._awaited.get((_AWAITED.get(span.kind, ""), span.owners[0]), -1)
+            index = self._awaited.get((_AWAITED.get(span.kind, ""), span.owners[0]), -1)
             track = self.host if self._on_device and span.kind is SpanKind.AWAIT_COPIES else self.track
             at = entry.at if track is self.host else self._time(entry)
-            track.begin(_Open(_SLICES[span.kind], unit, at, span, number))
+            track.begin(_OpenSlice(_SLICES[span.kind], self._name(span.owners[0]), at, span, index))
 
-    def _issue(self, span: Span, kind: str, entry: Entry) -> None:
+    def _issue(self, span: Span, kind: str, at: int) -> None:
         units = tuple(map(self._name, span.owners))
-        number = self._numbers[kind, units]
+        index = len(self._transfers)
+        transfer = self._of_span[span] = _OpenTransfer(span, units, self._numbers[kind, units], at, at)
+        self._transfers.append(transfer)
         self._numbers[kind, units] += 1
-        index = self._of_span[span] = len(self._transfers)
-        self._transfers.append(_Transfer(span, units, number, entry.at))
-        for owner in span.owners:
-            self._awaited[kind, owner] = index
+        self._awaited.update({(kind, owner): index for owner in span.owners})
         track = self.host if self._on_device else self.track
-        track.begin(_Open(f"issue {kind}", units[0], entry.at, span, index))
+        track.begin(_OpenSlice(f"issue {kind}", units[0], at, span, index))
 
-    def _end_span(self, entry: Entry) -> None:
+    def _end_span(self, entry: LogEntry) -> None:
         span = entry.subject
         kind, awaited = _ISSUES.get(span.kind), _AWAITED.get(span.kind)
         on_track = awaited is not None or span.kind is SpanKind.UPDATE
@@ -167,126 +185,98 @@ class Assembler:
         at = entry.at if track is self.host else self._time(entry)
         opened = track.end(at) if kind or span.kind in _SLICES else None
         if kind is not None and span in self._of_span:
-            self._transfers[self._of_span[span]].issued = entry.at
+            self._of_span[span].issued = entry.at
             if kind == REDUCE:
                 self._levels.add_gradients(entry.at, span.owners, span.nbytes)
         elif awaited is not None and opened is not None:
             for owner in span.owners:
                 self._awaited.pop((awaited, owner), None)
             if opened.transfer >= 0:
-                wait = Wait(opened.unit, opened.begin, at)
-                self._transfers[opened.transfer].waits.append(wait)
+                transfer = self._transfers[opened.transfer]
+                transfer.waits.append(TransferWait(opened.unit, opened.begin, at))
                 if awaited == REDUCE:
-                    self._levels.drop_gradients(entry.at, self._transfers[opened.transfer].span.owners)
+                    self._levels.drop_gradients(entry.at, transfer.span.owners)
 
-    # what units compute
+    # computation
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: LogEntry) -> None:
         at, unit, what = self._time(entry), self._name(entry.subject), entry.detail
-        if what is Computing.FORWARD and not self._computes(Computing.FORWARD):
-            self.track.end_while(at, lambda _: True)  # whatever a backward has left
-            self.passes.append(at)
+        if what is Computing.FORWARD and not self.track.has(what.value):
+            self.track.end_while(at, lambda _: True)  # rests of a backward
+            self._passes.append(at)
         elif what is Computing.BACKWARD:
-            backward = Computing.BACKWARD.value
-            self.track.end_while(at, lambda each: each.what == backward and not encloses(each.unit, unit))
-        self.track.begin(_Open(what.value, unit, at, entry.subject))
+            self.track.end_while(at, lambda each: each.what == BACKWARD and not encloses(each.unit, unit))
+        self.track.begin(_OpenSlice(what.value, unit, at, entry.subject))
 
-    def _computes(self, what: Computing) -> bool:
-        return any(each.what == what.value for each in self.track._open)
-
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: LogEntry) -> None:
         what, owner = entry.detail.value, entry.subject
         self.track.end_until(self._time(entry), lambda each: each.what == what and each.owner is owner)
 
-    def _optimize(self, entry: Entry) -> None:
+    def _optimize(self, entry: LogEntry) -> None:
         at = self._time(entry)
-        self.track.end_while(at, lambda each: each.what == Computing.BACKWARD.value)
-        self.track.begin(_Open(OPTIMIZER, "", at))
+        self.track.end_while(at, lambda each: each.what == BACKWARD)
+        self.track.begin(_OpenSlice(OPTIMIZER, "", at))
 
-    def _optimized(self, entry: Entry) -> None:
+    def _optimized(self, entry: LogEntry) -> None:
         self.track.end_until(self._time(entry), lambda each: each.what == OPTIMIZER)
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: LogEntry) -> None:
         self._levels.hold(entry.at, entry.subject, entry.detail)
 
-    # results
+    # transfers and copies
 
-    def transfers(self) -> Iterable[Transfer]:
-        """Yields the transfers, in the order of their issue."""
-        lanes: dict[Span, list[Lane]] = {}
-        for lane in self._recorder.lanes:
-            if lane.purpose in (GATHER, REDUCE):
-                lanes.setdefault(lane.span, []).append(lane)
-        for each in self._transfers:
-            span, kind = each.span, _ISSUES[each.span.kind]
-            begin, issued = each.begin, each.issued or each.begin
-            end, known = self._completion(each)
-            if self._on_device and span in lanes:
-                begin = self._recorder.time_of(lanes[span][0].begin)
-                end, known = self._recorder.time_of(lanes[span][-1].end), TOLD
-                issued = begin
-            dtypes, way, ranks = _travels(span, kind)
+    def _closed_transfers(self) -> Iterator[Transfer]:
+        """Yields the transfers in the order of their issue."""
+        ranges: dict[Span, list[StreamRange]] = {}
+        for each in self._recorder.stream_ranges:
+            if each.purpose in (GATHER, REDUCE):
+                ranges.setdefault(each.span, []).append(each)
+        for transfer in self._transfers:
+            span, kind = transfer.span, _ISSUES[transfer.span.kind]
+            begin, issued = transfer.begin, transfer.issued
+            end, known = self._completion(transfer)
+            if self._on_device and span in ranges:
+                begin = issued = self._recorder.time_of(ranges[span][0].begin)
+                end, known = self._recorder.time_of(ranges[span][-1].end), TOLD
+            dtypes, way, ranks = _communication(span, kind)
             yield Transfer(
-                kind,
-                each.units,
-                each.number,
-                span.phase.value if span.phase is not None else "",
-                span.nbytes,
-                dtypes,
-                way,
-                ranks,
-                begin,
-                issued,
-                max(end, issued),
-                known,
-                tuple(each.waits),
+                kind=kind,
+                units=transfer.units,
+                number=transfer.number,
+                phase=span.phase.value if span.phase is not None else "",
+                nbytes=span.nbytes,
+                dtypes=dtypes,
+                way=way,
+                ranks=ranks,
+                begin=begin,
+                issued=issued,
+                end=max(end, issued),
+                known=known,
+                waits=tuple(transfer.waits),
             )
 
-    def _completion(self, each: _Transfer) -> tuple[int, str]:
+    def _completion(self, transfer: _OpenTransfer) -> tuple[int, str]:
         """Returns when a transfer was complete, and how well that is known."""
-        told = self._recorder.completed.get(each.span, [])
-        if told and len(told) >= self._recorder.works.get(each.span, -1) > 0:
-            return max(told), TOLD
-        if not each.waits:
+        completed = self._recorder.completed.get(transfer.span, [])
+        if completed and len(completed) >= self._recorder.works.get(transfer.span, -1) > 0:
+            return max(completed), TOLD
+        if not transfer.waits:
             return self._end, AT_MOST
-        first = each.waits[0]
+        first = transfer.waits[0]
         return first.end, SEEN if first.end - first.begin >= BLOCKED_NS else AT_MOST
 
-    def copies(self) -> Iterable[Slice]:
+    def _copies(self) -> Iterator[Slice]:
         """Yields copies between host and device."""
-        for span, purpose, begin, end in self._recorder.lanes:
+        for span, purpose, begin, end in self._recorder.stream_ranges:
             if purpose not in (GATHER, REDUCE):
                 times = self._recorder.time_of(begin), self._recorder.time_of(end)
                 yield Slice(purpose, self._name(span.owners[0]), *times, -1, span.nbytes)
 
-    def updates(self) -> Iterable[Slice]:
-        """Yields the updates of units beside the backward."""
-        for span, begin, end in self._recorder.updates:
-            yield Slice(_SLICES[span.kind], self._name(span.owners[0]), begin, end)
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """What was held."""
-        return tuple(self._levels.levels)
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The most bytes of each unit."""
-        return self._levels.peaks
-
 
 class _Levels:
-    """What is held: full parameters, and gradients on their way.
+    """Bytes of full parameters and reduced gradients: after each change, and the peak of each unit."""
 
-    Args:
-        names: Of the units.
-
-    Attributes:
-        levels: After each change.
-        peaks: The most bytes of each unit.
-    """
-
-    def __init__(self, names: Any) -> None:
+    def __init__(self, names: Mapping[Any, str]) -> None:
         self._names = names
         self._held: dict[Any, int] = {}
         self._reducing: dict[Any, int] = {}
@@ -295,14 +285,13 @@ class _Levels:
 
     def hold(self, at: int, owner: Any, nbytes: int) -> None:
         self._held[owner] = self._held.get(owner, 0) + nbytes
-        if self._held[owner] <= 0:  # what was held before the recording began is freed
+        if self._held[owner] <= 0:  # it was gathered before the recording began
             del self._held[owner]
         self._note(at, [owner])
 
     def add_gradients(self, at: int, owners: Iterable[Any], nbytes: int) -> None:
         first, *others = owners
-        self._reducing[first] = nbytes
-        self._reducing.update(dict.fromkeys(others, 0))
+        self._reducing |= {first: nbytes, **dict.fromkeys(others, 0)}
         self._note(at, [first, *others])
 
     def drop_gradients(self, at: int, owners: Iterable[Any]) -> None:
@@ -319,10 +308,10 @@ class _Levels:
             self.peaks[name] = max(self.peaks.get(name, 0), nbytes)
 
 
-def _travels(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
-    """Returns the dtypes and the way in which something travels, and the ranks between which it does."""
+def _communication(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
+    """Returns the dtypes of a transfer, the way that it takes, and its ranks."""
     handle = span.owners[0].handle
-    if handle is None:  # its module has gone since
+    if handle is None:  # the module was freed since
         return (), "", ()
     communicator, reduces = handle.communicator, kind == REDUCE
     members = communicator.members

@@ -1,8 +1,8 @@
-"""How the clocks of ranks differ: on one host not at all, else by what messages through a store tell.
+"""Offsets between the clocks of ranks: 0 on one host, else measured by messages through a store.
 
-On Linux all processes of a host read one monotonic clock, which begins when the host starts. So ranks
-compare what names that start. One rank of each other host asks rank 0 for the time, again and again: the
-quickest answer is wrong by half of what it took at most.
+On Linux all processes of a host read one monotonic clock, which begins when the host boots. So ranks compare
+boot ids. One rank of each other host asks rank 0 for the time, again and again: the error of the quickest
+answer is at most half of its round trip.
 """
 
 from __future__ import annotations
@@ -11,35 +11,19 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fsdp_wrap._comm import host_id
 
 _ROUNDS = 16
 PATIENCE = timedelta(seconds=60)
-"""For ranks that have yet to begin to record."""
+"""Time for all ranks to begin the recording."""
 
 
-class Store(Protocol):
-    """What a `torch.distributed.Store` can do, as far as it is needed."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-
-
-class Clock(NamedTuple):
-    """How a rank's clock relates to that of rank 0.
-
-    Attributes:
-        host: Names the rank's host and its start.
-        offset: What to add to the rank's times, nanoseconds.
-        error: How wrong that may be at most.
-    """
+class ClockOffset(NamedTuple):
+    """The nanoseconds to add to a rank's times for those of rank 0, and their largest error."""
 
     host: str
     offset: int
@@ -47,7 +31,7 @@ class Clock(NamedTuple):
 
 
 def this_host() -> str:
-    """Names this host and its start, so that a clock that began with it is known by the name."""
+    """Returns the name of this host and its boot, which names its monotonic clock."""
     return f"{socket.gethostname()} {host_id()}"
 
 
@@ -58,16 +42,10 @@ def align(
     host: str,
     now: Callable[[], int] = perf_counter_ns,
     patience: timedelta = PATIENCE,
-) -> Clock:
-    """Finds out how this rank's clock relates to that of rank 0; collective.
+) -> ClockOffset:
+    """Returns the offset of this rank's clock `now` to that of rank 0; collective.
 
-    Args:
-        store: Through which the ranks meet; with keys of nobody else's.
-        rank: This process's rank.
-        size: How many ranks there are.
-        host: Names the host of this rank and its clock.
-        now: Reads the clock, nanoseconds.
-        patience: How long to wait for the others.
+    The store's keys must be nobody else's; `host` names this rank's host and clock.
 
     Raises:
         RuntimeError: If some ranks do not come.
@@ -86,11 +64,11 @@ def align(
             if store.get(f"host of {asker}").decode() != of_first:
                 _answer(store, asker, now)
     if host == of_first:
-        return Clock(host, 0, 0)
+        return ClockOffset(host, 0, 0)
     if first:
         store.set(f"clock of {host}", "{} {}".format(*_ask(store, str(rank), now)))
     offset, error = store.get(f"clock of {host}").split()
-    return Clock(host, int(offset), int(error))
+    return ClockOffset(host, int(offset), int(error))
 
 
 def _await(store: Store, key: str, rank: int, size: int, patience: timedelta) -> None:
@@ -112,14 +90,14 @@ def _answer(store: Store, asker: str, now: Callable[[], int]) -> None:
 
 
 def _ask(store: Store, asker: str, now: Callable[[], int]) -> tuple[int, int]:
-    """Returns the offset and its error."""
+    """Returns the offset and its largest error."""
     best: tuple[int, int] | None = None
     for turn in range(_ROUNDS):
         begin = now()
         store.set(f"asked by {asker}, {turn}", "")
-        told = int(store.get(f"told to {asker}, {turn}"))
+        answer = int(store.get(f"told to {asker}, {turn}"))
         end = now()
         if best is None or end - begin < 2 * best[1]:
-            best = told - (begin + end) // 2, (end - begin + 1) // 2
+            best = answer - (begin + end) // 2, (end - begin + 1) // 2
     assert best is not None
     return best

@@ -1,4 +1,4 @@
-"""The picture of a timeline: one pass, each rank's computation, waits and transfers, and what was held."""
+"""The picture of a timeline: one pass with each rank's computation, waits and transfers, and memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from fsdp_wrap.tools.drawing import drawn
 from fsdp_wrap.tools.timeline.analysis import Analysis
 from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
 
-MOST_RANKS = 8
-"""More would not be told apart."""
-
-
+MOST_RANKS = 8  # in the picture
 COLORS = {
     "forward": "#7fb3d5",
     "recompute": "#b3a2d9",
@@ -29,11 +26,11 @@ COLORS = {
 }
 _COMPUTE, _TRANSFERS = 0.0, -1.0
 _HEIGHT, _ROW = 0.8, 2.4
-"""Of a bar, and from one rank to the next."""
+"""The height of a bar, and the distance of ranks."""
 
 
-class _Bar(NamedTuple):
-    """A bar of the picture; times in nanoseconds, in the clock of rank 0."""
+class _Rectangle(NamedTuple):
+    """A bar; times in nanoseconds, in the clock of rank 0."""
 
     what: str
     begin: int
@@ -42,7 +39,7 @@ class _Bar(NamedTuple):
 
 
 def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
-    """Draws the pass of which the time is closest to the average, as SVG or what the name's ending says.
+    """Draws the pass whose time is closest to the average.
 
     Raises:
         ImportError: If matplotlib is missing.
@@ -62,31 +59,31 @@ def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
 
 
 def _window(record: RankRecord, found: Analysis) -> tuple[int, int]:
-    """Returns when the pass that is shown began and ended, in the clock of rank 0."""
+    """Returns the times of the pass that is shown, in the clock of rank 0."""
     ends = [*record.passes[1:], record.end]
     spans = [*zip(record.passes, ends)] or [(record.begin, record.end)]
     begin, end = min(spans, key=lambda span: abs(span[1] - span[0] - found.pass_ns))
     return begin + record.offset, end + record.offset
 
 
-def _bars(record: RankRecord, found: Analysis) -> Iterator[_Bar]:
-    """Yields a rank's bars; what lies within others comes after them, and so over them."""
+def _bars(record: RankRecord, found: Analysis) -> Iterator[_Rectangle]:
+    """Yields a rank's bars, inner ones later, and so above outer ones."""
     offset = record.offset
     for each in (*record.compute, *record.host_side):
         if each.what in COLORS:
-            yield _Bar(each.what, each.begin + offset, each.end + offset, _HEIGHT)
+            yield _Rectangle(each.what, each.begin + offset, each.end + offset, _HEIGHT)
     for wait in found.waits:
         if wait.rank == record.rank:
             middle = wait.begin + wait.late
-            yield _Bar("wait for a late rank", wait.begin, middle, _HEIGHT)
-            yield _Bar("wait for a transfer", middle, middle + wait.transfer, _HEIGHT)
+            yield _Rectangle("wait for a late rank", wait.begin, middle, _HEIGHT)
+            yield _Rectangle("wait for a transfer", middle, middle + wait.transfer, _HEIGHT)
     for transfer in record.transfers:
-        yield _Bar(transfer.kind, transfer.begin + offset, transfer.end + offset, _HEIGHT)
+        yield _Rectangle(transfer.kind, transfer.begin + offset, transfer.end + offset, _HEIGHT)
     for copy in record.copies:
-        yield _Bar(copy.what, copy.begin + offset, copy.end + offset, _HEIGHT)
+        yield _Rectangle(copy.what, copy.begin + offset, copy.end + offset, _HEIGHT)
 
 
-def _draw_bar(axes: Any, bar: _Bar, row: int, begin: int, end: int) -> None:
+def _draw_bar(axes: Any, bar: _Rectangle, row: int, begin: int, end: int) -> None:
     first, last = max(bar.begin, begin), min(bar.end, end)
     travels = bar.what in ("gather", "reduce", "to device", "to host")
     level, height = (_TRANSFERS, bar.height / 2) if travels else (_COMPUTE, bar.height)
@@ -120,17 +117,17 @@ def _label(axes: Any, shown: Sequence[RankRecord], ranks: Sequence[RankRecord], 
 
 
 def _draw_levels(axes: Any, record: RankRecord, begin: int, end: int) -> None:
-    """Draws what a rank held."""
+    """Draws the memory of a rank."""
     points = [level for level in record.levels if begin <= level.at + record.offset <= end]
     before = [level for level in record.levels if level.at + record.offset < begin][-1:]
     times = [max(0.0, (level.at + record.offset - begin) / 1e6) for level in (*before, *points)]
     values: Mapping[str, list[float]] = {
-        "full parameters": [level.unsharded / 2**20 for level in (*before, *points)],
-        "gradients on their way": [level.gradients / 2**20 for level in (*before, *points)],
+        "full parameters": [level.unsharded / 1e6 for level in (*before, *points)],
+        "gradients on their way": [level.gradients / 1e6 for level in (*before, *points)],
     }
     for (label, heights), kind in zip(values.items(), (GATHER, "reduce")):
         axes.step(times, heights, where="post", label=label, color=COLORS[kind])
-    axes.set_ylabel(f"MiB, rank {record.rank}", fontsize=8)
+    axes.set_ylabel(f"MB, rank {record.rank}", fontsize=8)
     axes.set_xlabel("milliseconds")
     axes.set_xlim(0, (end - begin) / 1e6)
     axes.legend(loc="upper right", frameon=False, fontsize=8)

@@ -1,7 +1,4 @@
-"""`Recorder`: writes down what the runtime tells of its steps, with the time, and nothing else.
-
-What it means is worked out afterwards (`assemble.py`), so that recording costs a step little.
-"""
+"""`TimelineRecorder`: a log of the runtime's steps with times, which `assemble.py` interprets afterwards."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from fsdp_wrap._comm import Accelerator, when_completed
 from fsdp_wrap._core import Computing, Span, SpanKind
 
 
-class Mark(Enum):
-    """What an entry of the log tells."""
+class EntryKind(Enum):
+    """The kind of an entry of the log."""
 
     BEGIN = "begin"
     END = "end"
@@ -32,26 +29,21 @@ class Mark(Enum):
     OPTIMIZED = "optimized"
 
 
-class Entry(NamedTuple):
-    """One line of the log.
+class LogEntry(NamedTuple):
+    """One entry: nanoseconds of the host's clock, a timing event of the current stream (None on a CPU).
 
-    Attributes:
-        at: The host's clock, nanoseconds.
-        event: A timing event on the current stream; None on a CPU.
-        mark: What it tells.
-        subject: The span, or the unit.
-        detail: What a unit computes, or how many bytes more it holds.
+    The subject is a span or a unit; the detail is a `Computing`, or a change of bytes.
     """
 
     at: int
     event: Any
-    mark: Mark
+    kind: EntryKind
     subject: Any
     detail: Any = None
 
 
-class Lane(NamedTuple):
-    """What a span has issued on an accelerator's stream, between two timing events."""
+class StreamRange(NamedTuple):
+    """The work of a span on an accelerator's stream, between two timing events."""
 
     span: Span
     purpose: str
@@ -59,28 +51,19 @@ class Lane(NamedTuple):
     end: Any
 
 
-class Update(NamedTuple):
-    """An update of a unit beside the backward, in a thread of its own, by the host's clock."""
+class HostUpdate(NamedTuple):
+    """The update of a unit in a thread beside the backward, by the host's clock."""
 
     span: Span
     begin: int
     end: int
 
 
-class Recorder:
-    """A `StepWatcher` that keeps what concerns some units.
+class TimelineRecorder:
+    """A `StepWatcher` that logs the units in `names`, and optimizers that step one of `params`.
 
-    Args:
-        names: The units, and how to call them.
-        params: Those of their modules: optimizers that step others are not recorded.
-        accelerator: Where the units compute; None for the CPU.
-
-    Attributes:
-        completed: Of each span, when its works were complete.
-        works: Of each span, of how many works that is told.
-        lanes: What was issued on streams.
-        updates: Of units, beside the backward.
-        base: The host's clock and a timing event of the same moment; None for the CPU.
+    `completed` has the completion times of each span's works, and `works` their number. `base` is one moment
+    as the host's clock and as a timing event; None on a CPU.
     """
 
     def __init__(
@@ -88,19 +71,19 @@ class Recorder:
     ) -> None:
         self.names = names
         self._params = {id(param) for param in params}
-        # A list for each column, and not one of rows, each an object that the garbage collector would visit.
+        # Columns, since the garbage collector would visit every row.
         self._at: list[int] = []
         self._events: list[Any] = []
-        self._marks: list[Mark] = []
+        self._kinds: list[EntryKind] = []
         self._subjects: list[Any] = []
         self._details: list[Any] = []
         self.completed: dict[Span, list[int]] = {}
         self.works: dict[Span, int] = {}
-        self.lanes: list[Lane] = []
-        self.updates: list[Update] = []
-        self._updating: dict[Span, int] = {}  # those that are beside it now, and since when
+        self.stream_ranges: list[StreamRange] = []
+        self.updates: list[HostUpdate] = []
+        self._updating: dict[Span, int] = {}  # their beginnings
         self._accelerator = accelerator
-        self._running: dict[int, list[Span]] = {}  # by thread: those of one thread nest
+        self._running: dict[int, list[Span]] = {}  # by thread, in which they nest
         self._hooks = ExitStack()
         self.base: tuple[int, Any] | None = None
         if accelerator is not None:
@@ -108,21 +91,21 @@ class Recorder:
             event.synchronize()
             self.base = perf_counter_ns(), event
 
-    def _note(self, mark: Mark, subject: Any, detail: Any = None) -> None:
+    def _note(self, kind: EntryKind, subject: Any, detail: Any = None) -> None:
         if self._accelerator is not None:
             if self._accelerator.captures:
-                return  # into a graph: its replays tell nothing
+                return  # a graph is captured, whose replays are not seen
             self._events.append(self._accelerator.record_time())
         self._at.append(perf_counter_ns())
-        self._marks.append(mark)
+        self._kinds.append(kind)
         self._subjects.append(subject)
         self._details.append(detail)
 
     @property
-    def log(self) -> Iterator[Entry]:
-        """What was told, in order."""
+    def log(self) -> Iterator[LogEntry]:
+        """The entries in order."""
         events = self._events or repeat(None)
-        return map(Entry, self._at, events, self._marks, self._subjects, self._details)
+        return map(LogEntry, self._at, events, self._kinds, self._subjects, self._details)
 
     # as a StepWatcher
 
@@ -134,7 +117,7 @@ class Recorder:
         if span.beside:
             self._updating[span] = perf_counter_ns()
         elif not running[0].beside:  # two threads must not write to one log
-            self._note(Mark.BEGIN, span)
+            self._note(EntryKind.BEGIN, span)
 
     def end(self, span: Span) -> None:
         running = self._running.get(get_ident())
@@ -142,68 +125,68 @@ class Recorder:
             return
         running.pop()
         if span.beside:
-            self.updates.append(Update(span, self._updating.pop(span), perf_counter_ns()))
+            self.updates.append(HostUpdate(span, self._updating.pop(span), perf_counter_ns()))
         elif not running or not running[0].beside:
-            self._note(Mark.END, span)
+            self._note(EntryKind.END, span)
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
         if owner in self.names:
-            self._note(Mark.ENTER, owner, what)
+            self._note(EntryKind.ENTER, owner, what)
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
         if owner in self.names:
-            self._note(Mark.LEAVE, owner, what)
+            self._note(EntryKind.LEAVE, owner, what)
 
     def hold(self, owner: Any, unit: str, nbytes: int) -> None:
         if owner in self.names:
-            self._note(Mark.HOLD, owner, nbytes)
+            self._note(EntryKind.HOLD, owner, nbytes)
 
     def issued(self, works: Sequence[Any]) -> None:
         running = self._running.get(get_ident())
         if running:
             span = running[-1]
             completed = self.completed.setdefault(span, [])
-            told = [when_completed(work, lambda: completed.append(perf_counter_ns())) for work in works]
+            called = [when_completed(work, lambda: completed.append(perf_counter_ns())) for work in works]
             self.works[span] = self.works.get(span, 0) + len(works)
-            if not all(told):  # of some nobody knows, so of all
+            if not all(called):  # some works have no callback, so the end is unknown
                 self.works[span] = -1
 
     def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
         running = self._running.get(get_ident())
         if running:
-            self.lanes.append(Lane(running[-1], purpose, begin, end))
+            self.stream_ranges.append(StreamRange(running[-1], purpose, begin, end))
 
     # optimizers
 
     def follow_optimizers(self) -> None:
-        """Records the steps of optimizers as well, until `stop`."""
-        for register, mark in (
-            (register_optimizer_step_pre_hook, Mark.OPTIMIZE),
-            (register_optimizer_step_post_hook, Mark.OPTIMIZED),
+        """Records the steps of optimizers too, until `stop`."""
+        for register, kind in (
+            (register_optimizer_step_pre_hook, EntryKind.OPTIMIZE),
+            (register_optimizer_step_post_hook, EntryKind.OPTIMIZED),
         ):
-            self._hooks.callback(register(self._optimizer_hook(mark)).remove)
+            self._hooks.callback(register(self._optimizer_hook(kind)).remove)
 
-    def _optimizer_hook(self, mark: Mark) -> Callable[[Any, Any, Any], None]:
+    def _optimizer_hook(self, kind: EntryKind) -> Callable[[Any, Any, Any], None]:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if any(each.kind is SpanKind.UPDATE for each in self._running.get(get_ident(), ())):
-                return  # a step in the backward, which its span tells
+                return  # a step in the backward, whose span is recorded
             if any(
                 id(param) in self._params for group in optimizer.param_groups for param in group["params"][:1]
             ):
-                self._note(mark, None)
+                self._note(kind, None)
 
         return note
 
     def stop(self) -> None:
-        """Ends what `follow_optimizers` began, and waits for what was measured on an accelerator."""
+        """Removes the hooks of optimizers, and waits for the timing events."""
         self._hooks.close()
         if self._accelerator is not None:
             self._accelerator.record_time().synchronize()
-            for lane in self.lanes:
-                lane.end.synchronize()
+            for each in self.stream_ranges:
+                each.end.synchronize()
 
     def time_of(self, event: Any) -> int:
-        """Returns when a timing event has happened, by the host's clock."""
+        """Returns the time of a timing event by the host's clock."""
         assert self.base is not None
         at, base = self.base
         milliseconds: float = base.elapsed_time(event)

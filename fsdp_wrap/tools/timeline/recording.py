@@ -1,4 +1,4 @@
-"""`timeline`: records the steps that run in a context, and what can be done with the record."""
+"""`timeline`: records the steps that run in a context."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fsdp_wrap.tools.memory import explain_memory_errors
 from fsdp_wrap.tools.models import Models, modules_of, named_units
 from fsdp_wrap.tools.timeline import trace
 from fsdp_wrap.tools.timeline.assemble import Assembler
-from fsdp_wrap.tools.timeline.clocks import Clock, align, this_host
+from fsdp_wrap.tools.timeline.clocks import ClockOffset, align, this_host
 from fsdp_wrap.tools.timeline.picture import draw
-from fsdp_wrap.tools.timeline.recorder import Recorder
+from fsdp_wrap.tools.timeline.recorder import TimelineRecorder
 from fsdp_wrap.tools.timeline.records import RankRecord
 from fsdp_wrap.tools.timeline.report import report_lines
 
@@ -28,12 +28,12 @@ _RECORDINGS = "fsdp_wrap recordings"
 
 
 class Timeline:
-    """What ranks did when: in which units, for what they waited, what travelled.
+    """The recorded steps of some ranks: computation, transfers and waits of each unit.
 
-    While the context of `timeline` is open there is nothing in it yet.
+    It is empty while the context of `timeline` is open.
 
     Args:
-        ranks: The records, none of two of one rank.
+        ranks: The records, at most one of each rank.
 
     Attributes:
         ranks: The records, by rank.
@@ -44,7 +44,7 @@ class Timeline:
         self.fill(ranks)
 
     def fill(self, ranks: Iterable[RankRecord]) -> None:
-        """Puts records in the place of those that are there.
+        """Replaces the records.
 
         Raises:
             ValueError: If there are two of one rank.
@@ -74,7 +74,7 @@ class Timeline:
         return "\n".join(report_lines(self._recorded()))
 
     def plot(self, path: str | Path) -> None:
-        """Draws one pass to a file: SVG, or what matplotlib makes of the name's ending.
+        """Draws one pass to a file, whose ending tells matplotlib the format.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -83,7 +83,7 @@ class Timeline:
         draw(self._recorded(), path)
 
     def save(self, path: str | Path) -> None:
-        """Writes a Chrome trace of all ranks of which there are records, which Perfetto opens.
+        """Writes a Chrome trace of all recorded ranks, which Perfetto opens.
 
         Args:
             path: Of the file; compressed if it ends in ".gz".
@@ -99,16 +99,16 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     """Records the training steps that run in the context.
 
     Collective over the default process group: all ranks open and close it, since they compare their clocks
-    and exchange what they recorded. If the context is left by an error they do not
-    exchange anything; an error for lack of memory tells what the units held (docs/timeline.md).
+    and exchange their records. They exchange nothing if an error leaves the context; an out-of-memory error
+    then lists the memory of the units (docs/timeline.md).
 
     Args:
         models: Wrapped or sharded, or with such modules inside. Of several, names of units begin with their
             names or numbers.
         path: A folder, into which each rank writes its own trace, "rank-00000.json"; `merge` joins them.
             None to write none.
-        gather: Whether every rank gets the records of all. Without, each has its own alone, to `save` or to
-            be found in the folder: for many ranks.
+        gather: Whether every rank gets the records of all. With many ranks False is better: each rank then
+            has its own record alone, to `save` or in the folder.
 
     Yields:
         The timeline, which is complete when the context has ended.
@@ -129,10 +129,10 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     names = named_units(models, "timeline")
     together = dist.is_initialized() and dist.get_world_size() > 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    clock = _common_clock(rank) if together else Clock(this_host(), 0, 0)
+    clock = _common_clock(rank) if together else ClockOffset(this_host(), 0, 0)
     device = next((unit.handle.communicator.device for unit in names if unit.handle), torch.device("cpu"))
     params = [param for module in modules_of(models).values() for param in module.parameters()]
-    recorder, recorded = Recorder(names, params, accelerator_of(device)), Timeline()
+    recorder, recorded = TimelineRecorder(names, params, accelerator_of(device)), Timeline()
     begin, failed = perf_counter_ns(), True
     recorder.follow_optimizers()
     try:
@@ -141,41 +141,15 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
         failed = False
     finally:
         recorder.stop()
-        record = _record_of(recorder, rank, device.type, clock, begin)
+        record = Assembler(recorder, perf_counter_ns()).record(rank, device.type, clock, begin)
         if path is not None:
             trace.write([record], Path(path) / f"rank-{rank:05d}.json")
-        recorded.fill(_of_all_ranks(record) if together and gather and not failed else [record])
+        shared = together and gather and not failed
+        recorded.fill(all_gather_object(record, default_group("timeline()")) if shared else [record])
 
 
-def _record_of(recorder: Recorder, rank: int, device: str, clock: Clock, begin: int) -> RankRecord:
-    end = perf_counter_ns()
-    found = Assembler(recorder, end)
-    return RankRecord(
-        rank,
-        clock.host,
-        device,
-        clock.offset,
-        clock.error,
-        begin,
-        end,
-        tuple(found.passes),
-        found.track.closed(end),
-        found.host.closed(end),
-        tuple(found.copies()),
-        tuple(found.transfers()),
-        found.levels,
-        found.peaks,
-        tuple(found.updates()),
-    )
-
-
-def _of_all_ranks(record: RankRecord) -> list[RankRecord]:
-    """Returns every rank's record; collective."""
-    return all_gather_object(record, default_group("timeline()"))
-
-
-def _common_clock(rank: int) -> Clock:
-    """Compares the clocks of all ranks."""
+def _common_clock(rank: int) -> ClockOffset:
+    """Returns this clock's offset; collective."""
     store = default_store()
     number = store.add(f"{_RECORDINGS} of {rank}", 1)
     prefixed = PrefixStore(f"{_RECORDINGS} {number}", store)
@@ -187,7 +161,7 @@ def load(path: str | Path) -> Timeline:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is nothing of the kind.
+        ValueError: If it is no such trace.
     """
     return Timeline(trace.read(path))
 

@@ -1,6 +1,6 @@
-"""What one rank has recorded of its steps: plain data, which travels and is saved as it is.
+"""The record of one rank's steps: plain data to exchange and to save.
 
-All times are nanoseconds of the rank's own clock; `RankRecord.offset` takes them to that of rank 0.
+All times are nanoseconds of the rank's own clock; `RankRecord.offset` converts them to the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FORMAT = 2
-"""Of saved records; another one is refused."""
+"""Version of saved records; others are refused."""
 
 GATHER, REDUCE = "gather", "reduce"
 
-# How well it is known when a transfer was complete.
+# How well the end of a transfer is known.
 TOLD, SEEN, AT_MOST = "told", "seen", "at most"
 
 
 @dataclass(frozen=True)
-class Wait:
-    """A wait for a transfer, which held up the computation.
-
-    Attributes:
-        unit: Who waited.
-        begin: When.
-        end: Until when; what is done at once with what came is part of it.
-    """
+class TransferWait:
+    """A wait of a unit for a transfer, which held up the computation."""
 
     unit: str
     begin: int
@@ -35,23 +29,19 @@ class Wait:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A gather or a reduction of one unit, or of several that travel together.
+    """A gather or a reduction of one unit, or of several in one collective.
 
     Attributes:
         kind: "gather" or "reduce".
-        units: Whose buffers travel.
-        number: How many of this kind and of these units came before, since the recording began.
-        phase: Where in the iteration it was issued: "forward", "backward", ...
+        number: How many transfers of this kind and of these units came before.
+        phase: The phase of its issue: "forward", "backward", ...
         nbytes: Bytes of the full buffers.
-        dtypes: In which they travel.
-        way: How they travel, if not by the process group's own collectives.
-        ranks: Who takes part, as the default group counts them.
+        way: How it is sent, if not by the process group's own collectives.
+        ranks: The global ranks that take part.
         begin: When this rank began to issue it.
         issued: When it had issued it.
-        end: When it was complete, as far as is known.
-        known: How well: "told" (by the work or an event of the device), "seen" (by a wait that it ended) or
-            "at most" (it was complete when somebody waited; when it became so nobody knows).
-        waits: For it.
+        known: How well `end` is known: "told" (by the work or an event of the device), "seen" (it ended a
+            wait) or "at most" (it was complete before somebody waited).
     """
 
     kind: str
@@ -66,22 +56,18 @@ class Transfer:
     issued: int
     end: int
     known: str
-    waits: tuple[Wait, ...]
+    waits: tuple[TransferWait, ...]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that took a while on the computation's track, or a copy.
-
-    Those of the computation nest.
+    """A slice of a track of the computation, where slices nest, or a copy.
 
     Attributes:
         what: "forward", "recompute", "backward", "issue gather", "issue reduce", "wait for gather",
             "wait for reduction", "wait for copies", "optimizer", "update", "to device" or "to host".
-        unit: Of whom; "" for the root, or where it is nobody's.
-        begin: When it began.
-        end: When it ended.
-        transfer: The number, in the record, of the transfer that it issues or waits for; -1 for none.
+        unit: Its unit; "" for the root and where there is none.
+        transfer: Index in the record of the transfer that it issues or waits for; -1 for none.
         nbytes: Bytes that it copies.
     """
 
@@ -95,14 +81,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Level:
-    """What was held from some moment on.
-
-    Attributes:
-        at: When.
-        unsharded: Bytes of full parameters.
-        units: How many units' full parameters.
-        gradients: Bytes of gradients that are being reduced.
-    """
+    """Memory from one moment on: bytes of full parameters, of how many units, and of reduced gradients."""
 
     at: int
     unsharded: int
@@ -112,24 +91,22 @@ class Level:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has recorded.
+    """The record of one rank.
 
     Attributes:
-        rank: As the default group counts.
-        host: Names its host, so that ranks of one host are known as such.
-        device: Where it computes: "cpu", or an accelerator's type.
-        offset: What to add to its times so that they are those of rank 0.
-        clock_error: How wrong that may be at most; 0 where both read one clock.
-        begin: When the recording began.
-        end: When it ended.
+        rank: The global rank.
+        host: The name of its host and boot, equal for ranks of one host.
+        device: "cpu", or an accelerator's type.
+        offset: Added to its times, gives those of rank 0.
+        clock_error: The largest error of the offset; 0 where both read one clock.
         passes: When the outermost forwards began.
-        compute: On the computation's track, in the order of their beginnings.
-        host_side: Of what an accelerator's host did, likewise; none on a CPU, where both are one.
-        copies: Between host and device.
+        compute: Slices of the computation, in the order of their beginnings.
+        host_side: Slices of an accelerator's host; none on a CPU.
+        copies: Copies between host and device.
         transfers: Gathers and reductions, in the order of their issue.
-        levels: What was held.
-        peaks: The most bytes of each unit's full parameters and of its gradients on their way at once.
-        updates: Of units by `step_in_backward`, in a thread of the host beside the backward.
+        levels: Memory after each change.
+        peaks: The most bytes of each unit's full parameters and reduced gradients at once.
+        updates: Updates by `step_in_backward` in a thread of the host beside the backward.
     """
 
     rank: int
@@ -149,7 +126,7 @@ class RankRecord:
     updates: tuple[Slice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the same as JSON knows it: lists of values in place of objects."""
+        """Returns the record for JSON: lists of values in place of objects."""
         plain = asdict(self)
         for name, kind in _ROWS.items():
             plain[name] = [_row(each, kind) for each in getattr(self, name)]
@@ -157,10 +134,10 @@ class RankRecord:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RankRecord:
-        """Returns what `to_json` was made of.
+        """Makes a record of the value that `to_json` returned.
 
         Raises:
-            KeyError, TypeError: If it is nothing of the kind.
+            KeyError, TypeError: If it is another value.
         """
         given = {field.name: plain[field.name] for field in fields(cls)}
         for name, kind in _ROWS.items():
@@ -181,12 +158,12 @@ _ROWS: Mapping[str, type[Any]] = {
 def _row(value: Any, kind: type[Any]) -> list[Any]:
     row = [getattr(value, field.name) for field in fields(kind)]
     if kind is Transfer:
-        row[-1] = [_row(wait, Wait) for wait in value.waits]
+        row[-1] = [_row(wait, TransferWait) for wait in value.waits]
     return row
 
 
 def _from_row(row: Sequence[Any], kind: type[Any]) -> Any:
     values = [tuple(each) if isinstance(each, list) else each for each in row]
     if kind is Transfer:
-        values[-1] = tuple(Wait(*wait) for wait in values[-1])
+        values[-1] = tuple(TransferWait(*wait) for wait in values[-1])
     return kind(*values)

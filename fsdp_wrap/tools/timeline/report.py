@@ -1,20 +1,21 @@
-"""The report of a timeline: a table by unit, and a sentence of advice where one is due."""
+"""The report of a timeline: a table by unit, and advice for units that wait."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from fsdp_wrap._core import format_bytes
 from fsdp_wrap.tools.timeline.analysis import Analysis, SplitWait, UnitTimes
 from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
 
 ROOT = "(root)"
 WORTH_NS, WORTH = 50_000, 0.01
-"""What a unit waits in a pass for advice to be due: so many nanoseconds, and such a part of the pass."""
+"""The least wait in a pass that is worth advice: nanoseconds, and a part of the pass."""
 _SOON = 0.2
-"""A transfer was asked for too late if that was earlier than its wait by less than this part of the wait."""
+"""A gather was issued too late if it came before its wait by less than this part of the wait."""
 
-_COLUMNS = ("unit", "gather", "reduce", "issue", "wait", "late", "transfer", "GB/s", "peak MiB", "last rank")
+_COLUMNS = ("unit", "gather", "reduce", "issue", "wait", "late", "transfer", "GB/s", "peak MB", "last rank")
 
 
 def report_lines(ranks: Sequence[RankRecord]) -> Iterator[str]:
@@ -55,7 +56,7 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
 
 
 def _updates(found: Analysis, passes: int) -> Iterator[str]:
-    """Tells how long units were updated in threads of the host, if they were."""
+    """Yields the line about updates in threads of the host, if there were any."""
     whole, beside = found.updates
     if whole:
         yield (
@@ -65,7 +66,7 @@ def _updates(found: Analysis, passes: int) -> Iterator[str]:
 
 
 def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
-    """Names the rank for which the others wait most, if it is worth it, and where it is slower."""
+    """Yields the line about the rank that the others wait for most, if it is worth one."""
     held_up: Counter[int] = Counter()
     for wait in waits:
         held_up[wait.last] += wait.late
@@ -82,7 +83,7 @@ def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Itera
 
 
 def _least(found: Analysis) -> float:
-    """Returns how many nanoseconds of a pass are worth a sentence."""
+    """Returns the nanoseconds of a pass that are worth a sentence."""
     return max(WORTH_NS, WORTH * found.pass_ns)
 
 
@@ -104,7 +105,7 @@ def _row(unit: UnitTimes, found: Analysis, ranks: int) -> tuple[str, ...]:
         _ms(late),
         _ms(transfer),
         rate,
-        f"{unit.peak / 2**20:.2f}",
+        f"{unit.peak / 1e6:.2f}",
         _last(unit),
     )
 
@@ -129,15 +130,15 @@ def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _advice(found: Analysis, ranks: int) -> Iterator[str]:
-    """Yields a sentence for each unit that is worth one, those that wait longest first."""
+    """Yields a sentence for each unit whose wait is worth it, the longest first."""
     passes = found.passes * ranks
     least = _least(found)
     due = []
     for unit in found.units.values():
-        of_kind: dict[tuple[str, str], list[SplitWait]] = defaultdict(list)
+        by_place: dict[tuple[str, str], list[SplitWait]] = defaultdict(list)
         for wait in unit.waits:
-            of_kind[wait.kind, wait.phase].append(wait)
-        worst = max(of_kind.values(), key=_total, default=[])
+            by_place[wait.kind, wait.phase].append(wait)
+        worst = max(by_place.values(), key=_total, default=[])
         if _total(worst) / passes >= least:
             due.append((_total(worst), _sentence(unit, worst, passes)))
     yield from (sentence for _, sentence in sorted(due, reverse=True))
@@ -160,27 +161,21 @@ def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
         return (
             f"{what}, {late / total:.0%} of it for rank {rank}, which comes last: give that rank less to do."
         )
-    travelled = unit.gathers if gathers else unit.reductions
-    rate = f"{travelled.gigabytes_per_second:.3g} GB/s"
+    totals = unit.gathers if gathers else unit.reductions
+    rate = f"{format_bytes(totals.bandwidth)}/s"
     fewer = "a param dtype of 16 bits, SHARD_GRAD_OP" if gathers else "a reduce dtype of 16 bits, no_sync"
     if wait.way.startswith("shared memory"):
-        copies = f"which it copies then, at {rate}, from what ranks share"
-        return f"{what}, {copies}: let fewer bytes travel ({fewer})."
+        return f"{what}, which it copies from shared memory at {rate}: send fewer bytes ({fewer})."
     if gathers and sum(each.head for each in waits) < _SOON * total:
-        call = "set_modules_to_forward_prefetch" if wait.phase == "forward" else "backward_prefetch"
-        return f"{what}, which is asked for when it is needed: prefetch it ({_prefetch(wait.phase, call)})."
+        how = "forward_prefetch=True" if wait.phase == "forward" else "backward_prefetch"
+        call = f"set_modules_to_{'forward' if wait.phase == 'forward' else 'backward'}_prefetch"
+        return f"{what}, which is issued only when it is needed: prefetch it ({how}, or {call})."
     if gathers:
         return (
             f"{what}, though that was prefetched: at {rate} it takes longer than what is computed meanwhile; "
-            f"let fewer bytes travel ({fewer}) or compute more in a pass."
+            f"send fewer bytes ({fewer}) or compute more in a pass."
         )
-    return f"{what} at {rate}: let fewer bytes travel ({fewer})."
-
-
-def _prefetch(phase: str, call: str) -> str:
-    if phase == "forward":
-        return f"forward_prefetch=True, or {call}"
-    return "backward_prefetch, or set_modules_to_backward_prefetch"
+    return f"{what} at {rate}: send fewer bytes ({fewer})."
 
 
 def _ms(nanoseconds: float) -> str:

@@ -1,8 +1,8 @@
-"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open; and back.
+"""Chrome traces of timelines, for Perfetto and chrome://tracing.
 
 A process is a rank. Its tracks are the computation, gathers, reductions, copies, and on an accelerator the
-host. Slices of a track nest: transfers that overlap lie on several tracks of one name and a number. Beside
-the events the file has the records themselves, so what was merged or reported once can be so again.
+host. Slices of a track nest, so transfers that overlap lie on several numbered tracks. Beside the events the
+file holds the records, to merge and report them again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fsdp_wrap.tools.timeline.records import FORMAT, GATHER, REDUCE, RankRecord,
 _KEY = "fsdp_wrap"
 COMPUTE, HOST, COPIES, UPDATES = "compute", "host", "host copies", "host updates"
 _FIRST = {COMPUTE: 1, HOST: 2, GATHER: 10, REDUCE: 30, COPIES: 50, UPDATES: 60}
-"""The number of each kind of track; those of transfers that overlap follow."""
+"""The number of each kind's first track."""
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
-    """Writes records as a trace; compressed if the name ends in ".gz"."""
+    """Writes records as a trace, compressed if the name ends in ".gz"."""
     begin = min(record.begin + record.offset for record in ranks)
     events = [event for record in ranks for event in _events_of(record, begin)]
     saved = {"format": FORMAT, "ranks": [record.to_json() for record in ranks]}
@@ -60,13 +60,8 @@ def read(path: str | Path) -> list[RankRecord]:
         raise ValueError(f"{path} is damaged: a rank's record in it lacks {error}") from error
 
 
-def _events_of(record: RankRecord, begin: int) -> Iterator[Event]:
-    """Yields the events of one rank.
-
-    Args:
-        record: The rank's.
-        begin: The moment, in the clock of rank 0, from which times count.
-    """
+def _events_of(record: RankRecord, begin: int) -> Iterator[TraceEvent]:
+    """Yields the events of one rank; times count from `begin` in the clock of rank 0."""
     tracks = _Tracks(record, record.offset - begin)
     yield from tracks.names()
     on = HOST if record.host_side else COMPUTE
@@ -84,7 +79,7 @@ def _events_of(record: RankRecord, begin: int) -> Iterator[Event]:
 
 
 def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
-    """Yields for each transfer the row among those of its kind where it overlaps none, and its number."""
+    """Yields a row for each transfer in which it overlaps none of its kind, and its index."""
     ends: dict[str, list[int]] = {GATHER: [], REDUCE: []}
     for number in sorted(range(len(transfers)), key=lambda each: transfers[each].begin):
         transfer = transfers[number]
@@ -95,12 +90,7 @@ def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
 
 
 class _Tracks:
-    """Makes the events of one rank.
-
-    Args:
-        record: The rank's.
-        shift: What to add to its times.
-    """
+    """Makes the events of one rank, whose times are shifted by some nanoseconds."""
 
     def __init__(self, record: RankRecord, shift: int) -> None:
         self._record, self._shift = record, shift
@@ -110,10 +100,10 @@ class _Tracks:
     def _at(self, nanoseconds: int) -> float:
         return (nanoseconds + self._shift) / 1000  # microseconds
 
-    def _event(self, kind: str, track: int, name: str, at: int, **more: Any) -> Event:
+    def _event(self, kind: str, track: int, name: str, at: int, **more: Any) -> TraceEvent:
         return {"ph": kind, "pid": self._record.rank, "tid": track, "name": name, "ts": self._at(at), **more}
 
-    def names(self) -> Iterator[Event]:
+    def names(self) -> Iterator[TraceEvent]:
         """Yields the names of the process and of its tracks."""
         record = self._record
         yield self._meta(
@@ -131,12 +121,12 @@ class _Tracks:
                 yield self._meta("thread_name", track, kind if not row else f"{kind} {row + 1}")
                 yield {**self._meta("thread_sort_index", track, ""), "args": {"sort_index": track}}
 
-    def _meta(self, what: str, track: int, name: str) -> Event:
+    def _meta(self, what: str, track: int, name: str) -> TraceEvent:
         return {"ph": "M", "pid": self._record.rank, "tid": track, "name": what, "args": {"name": name}}
 
-    def slice(self, track: int, each: Slice) -> Event:
-        """Returns a slice of the computation, or a copy."""
-        name = f"{each.what} {each.unit}".strip() if each.unit else each.what
+    def slice(self, track: int, each: Slice) -> TraceEvent:
+        """Returns the event of a slice."""
+        name = f"{each.what} {each.unit}".strip()
         args: dict[str, Any] = {"unit": each.unit}
         if each.transfer >= 0:
             args["transfer"] = each.transfer
@@ -145,8 +135,8 @@ class _Tracks:
         duration = (each.end - each.begin) / 1000
         return self._event("X", track, name, each.begin, dur=duration, cat=each.what, args=args)
 
-    def transfer(self, track: int, each: Transfer) -> Event:
-        """Returns a transfer's slice."""
+    def transfer(self, track: int, each: Transfer) -> TraceEvent:
+        """Returns the event of a transfer."""
         args = {
             "unit": each.units[0],
             "units": ", ".join(each.units),
@@ -162,8 +152,8 @@ class _Tracks:
         name = f"{each.kind} {args['units']}".strip()
         return self._event("X", track, name, each.begin, dur=duration, cat=each.kind, args=args)
 
-    def flow(self, number: int, track: int, issued_on: int) -> Iterator[Event]:
-        """Yields the arrows from a transfer's issue to it, and on to the first wait for it."""
+    def flow(self, number: int, track: int, issued_on: int) -> Iterator[TraceEvent]:
+        """Yields the arrows from a transfer's issue to it, and on to its first wait."""
         transfer = self._record.transfers[number]
         flow = {"id": (self._record.rank << 24) + number, "cat": "flow", "bp": "e"}
         issue = self._issues.get(number)
@@ -174,8 +164,8 @@ class _Tracks:
         yield self._event("t", track, name, max(transfer.begin, issue.begin), **flow)
         yield self._event("f", _FIRST[COMPUTE], name, transfer.waits[0].begin, **flow)
 
-    def counters(self) -> Iterator[Event]:
-        """Yields what was held."""
+    def counters(self) -> Iterator[TraceEvent]:
+        """Yields the counters of memory."""
         for level in self._record.levels:
             yield self._event("C", 0, "unsharded bytes", level.at, args={"bytes": level.unsharded})
             yield self._event("C", 0, "units held", level.at, args={"units": level.units})
