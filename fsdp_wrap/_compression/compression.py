@@ -1,7 +1,6 @@
 """Compression: gathers and reductions that send fewer bytes than the numbers they stand for.
 
-What users see and save stays exact: `summon_full_params`, state dicts and optimizers know the sharded
-parameters in master dtype, and nothing of how units compute with them.
+Full parameters, state dicts and optimizers stay exact: they use the sharded parameters in master dtype.
 """
 
 from __future__ import annotations
@@ -70,17 +69,7 @@ def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
 
 
 class CompressedTransport:
-    """How a unit's parameters and gradients travel encoded (a `Transport`).
-
-    Args:
-        communicator: Moves the bytes.
-        gathers: How parameters travel; None: as they are.
-        reductions: The same of gradients.
-
-    Attributes:
-        keeps_notes: Whether what layouts note in a reduction arrives.
-        compresses_reductions: Whether gradients travel encoded.
-    """
+    """A `Transport` that encodes a unit's parameters and gradients; without a codec they stay as they are."""
 
     def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
         self._communicator = communicator

@@ -18,7 +18,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, entries_of, read_metadata, told, verify
+from fsdp_wrap.checkpoint._manifest import (
+    METADATA,
+    Manifest,
+    entries_of,
+    format_faults,
+    read_metadata,
+    verify,
+)
 from fsdp_wrap.checkpoint._sources import (
     Source,
     is_foreign,
@@ -178,12 +185,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
-    """Returns a line on a step folder, and whether it is as it was written.
-
-    Args:
-        folder: The step's.
-        every_byte: Read all of it; otherwise names and sizes count.
-    """
+    """Returns a line on a step folder, and whether it is as it was written."""
     if is_foreign(folder):
         lacks = "; ".join(lacks_of_foreign(folder, read_metadata(folder)))
         fine = "all its files are there; it has no checksums" if not lacks else f"incomplete: {lacks}"
@@ -191,7 +193,11 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     lack = lack_of(folder)
     if lack is None:
         manifest = Manifest.read(folder)
-        lack = "\n  ".join(told(folder, manifest.faults(folder, shown=verifying))) if every_byte else None
+        lack = (
+            "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
+            if every_byte
+            else None
+        )
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
@@ -200,16 +206,7 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
 
 
 def _described(dir: Path, step: int | None) -> Iterator[str]:
-    """Yields lines on the content of one step.
-
-    Args:
-        dir: Of steps, or a step folder.
-        step: Which one; None for the newest complete one.
-
-    Raises:
-        DamagedCheckpoint: If its list of content is missing or damaged.
-        ValueError: If there is no such step.
-    """
+    """Yields lines on the content of one step."""
     folder, manifest, metadata = _looked_at(dir, step)
     if manifest is None:
         yield f"{folder} (by torch.distributed.checkpoint)"
@@ -230,7 +227,7 @@ def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Meta
     manifest = Manifest.read(folder)
     pieces = (piece for piece in manifest.pieces() if piece.file == METADATA)
     if faults := [*verify(folder, pieces)]:
-        refuse(folder, told(folder, faults))
+        refuse(folder, format_faults(folder, faults))
     return folder, manifest, read_metadata(folder)
 
 

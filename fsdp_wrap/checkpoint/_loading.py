@@ -25,9 +25,9 @@ from fsdp_wrap.checkpoint._manifest import (
     Manifest,
     Shown,
     entries_of,
+    format_faults,
     listed,
     read_metadata,
-    told,
 )
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
@@ -123,11 +123,7 @@ def _found(
 
 
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
-    """Returns the step folder that the first rank has found, as this rank names it.
-
-    Raises:
-        ValueError: If there is none, or not all ranks see that one.
-    """
+    """Returns the step folder that the first rank has found, as this rank names it."""
     within = team.on_first(lambda: folders.find(dir, step).relative_to(dir))
     folder = dir / within
     found = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
@@ -152,23 +148,17 @@ def _lacking(is_there: bool, manifest: int | str | None) -> str:
 
 
 def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
-    """Has every byte read by some rank; returns the manifest or raises the same on all ranks.
-
-    Args:
-        team: The ranks.
-        folder: The step's.
-        shown: As for `Manifest.faults`.
-    """
+    """Verifies every byte on some rank; returns the manifest, or raises the same on all ranks."""
     manifest = team.on_first(lambda: _read_manifest(folder))
     mine = team.together(lambda: manifest.faults(folder, team.rank, team.size, shown))
     faults = _of_all_ranks(team.gather((place_of(folder), mine)))
     if faults:
-        team.on_first(lambda: refuse(folder, told(folder, faults)))
+        team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
     return manifest
 
 
 def refuse(folder: Path, lacks: list[str]) -> NoReturn:
-    """Tells what a step folder lacks, and which step is complete."""
+    """Raises a `DamagedCheckpoint` that names the faults, and the step before that is complete."""
     earlier = folders.complete_before(folder)
     hint = "no earlier step beside it is complete"
     if earlier is not None:
@@ -198,20 +188,13 @@ def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
 
 
 def _of_no_rank(team: Team, lacking: list[str]) -> list[str]:
-    """Returns what no rank's model has: each may have another stage of a pipeline."""
+    """Returns the names that no rank's model has: each may have another stage of a pipeline."""
     common = set.intersection(*map(set, team.gather(lacking)))
     return [name for name in lacking if name in common]
 
 
 class _Content:
-    """A rank's model beside what a checkpoint holds.
-
-    Attributes:
-        model: The model's state, of pieces where it is sharded.
-        metadata: What `torch.distributed.checkpoint` knows of the checkpoint.
-        saved: Names of the checkpoint's model.
-        lacking: Those of them that this rank's model lacks.
-    """
+    """A rank's model beside what a checkpoint holds."""
 
     def __init__(self, model: Mapping[str, Any], metadata: Metadata) -> None:
         self.model, self.metadata = model, metadata
@@ -220,24 +203,7 @@ class _Content:
 
 
 class _Reading:
-    """What one rank reads of a checkpoint, aside.
-
-    Attributes:
-        metadata: What `torch.distributed.checkpoint` knows of it.
-        flat: Values by the names of the metadata: tensors to read into, None for what is pickled.
-
-    Args:
-        subject: What it is for.
-        content: Its model beside what the checkpoint holds.
-        folder: The step's.
-        manifest: Of the step.
-        team: The ranks that load.
-        strict: Whether names must be the same.
-        unexpected: Names in the checkpoint that no rank's model has.
-
-    Raises:
-        ValueError: If names or shapes do not fit.
-    """
+    """One rank's reads of a checkpoint, into memory of their own; refuses other names and shapes."""
 
     def __init__(
         self,
@@ -261,7 +227,7 @@ class _Reading:
         self.flat = dict(self._allocated(model))
 
     def found(self, trusted: bool) -> dict[str, Any]:
-        """Returns what was read: "model", "optim", "extra", "random"; None for what is not to be loaded."""
+        """Returns the values read: "model", "optim", "extra", "random"; None for parts not to be loaded."""
         state: dict[str, Any] = unflatten_state_dict(self.flat, self.metadata.planner_data)
         packed = state.get("extra", {}).get(self._rank, {})
         extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in packed.items()}
@@ -271,7 +237,7 @@ class _Reading:
         return {"model": state.get("model", {}), "optim": optim, "extra": extra, "random": random}
 
     def _own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves what this rank's model lacks out of the groups of parameters."""
+        """Drops names that this rank's model lacks from the groups of parameters."""
         if not self._content.lacking or "param_groups" not in optim:
             return dict(optim)
         lacking = set(self._content.lacking)

@@ -23,7 +23,7 @@ from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
-    Piece,
+    ByteRange,
     entries_of,
     extents,
     listed,
@@ -41,15 +41,7 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True)
 class Source:
-    """A model's tensors as a checkpoint holds them.
-
-    Attributes:
-        kind: What the checkpoint is, for messages.
-        place: Where it lies.
-        described: Shape and dtype by name.
-        read: Returns the tensor of a name; one that lies in a mapped file is read as it is used.
-        left_out: Names of what is no tensor.
-    """
+    """A model's tensors as a checkpoint holds them."""
 
     kind: str
     place: Path
@@ -58,11 +50,7 @@ class Source:
     left_out: list[str] = field(default_factory=list)
 
     def tensors(self, doing: str) -> Iterator[Named]:
-        """Yields names and tensors, of which it holds one at a time.
-
-        Args:
-            doing: What is done with them, for the bar.
-        """
+        """Yields names and tensors, of which it holds one at a time."""
         total = sum(map(self.size_of, self.described))
         for name in watched(self.described, f"{doing} {self.place.name}", self.size_of, total):
             yield name, self.read(name)
@@ -74,17 +62,7 @@ class Source:
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """Opens a checkpoint of any kind, of which a step folder is verified first.
-
-    Args:
-        path: A folder of steps, one step's, DCP's or one with safetensors; or a file.
-        step: Of several the one to open; None for the newest complete one.
-
-    Raises:
-        DamagedCheckpoint: If a step folder is not as it was written.
-        RuntimeError: If another one is damaged.
-        ValueError: If there is nothing of the kind.
-    """
+    """Opens a checkpoint of any kind, of which a step folder is verified first."""
     require_there(path)
     if path.is_file() or is_safetensors(path):
         if step is not None:
@@ -130,11 +108,7 @@ def _of_safetensors(path: Path) -> Source:
 
 
 def load_file(file: Path) -> dict[str, Any]:
-    """Returns what a file by `torch.save` holds, mapped: `model`, and `optim` if it is there.
-
-    Raises:
-        ValueError: If it is none, or holds no state dict.
-    """
+    """Returns the content of a file by `torch.save`, mapped: `model`, and `optim` if it is there."""
     try:
         state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -149,7 +123,7 @@ def load_file(file: Path) -> dict[str, Any]:
 
 
 def of_state(file: Path, state: Mapping[str, Any]) -> Source:
-    """Returns the model of what `load_file` has read."""
+    """Returns the source of a state that `load_file` has read."""
     tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
     described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
     left_out = [name for name in state["model"] if name not in tensors]
@@ -160,14 +134,9 @@ def of_state(file: Path, state: Mapping[str, Any]) -> Source:
 
 
 def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
-    """Verifies a folder of DCP, and returns it with what DCP knows of it.
+    """Verifies a folder of DCP, and returns it with DCP's metadata.
 
-    Of a step folder every byte is compared with its checksum. Of others, which have none, the files' sizes
-    are compared with what DCP notes.
-
-    Raises:
-        DamagedCheckpoint: If it is not as it was written.
-        ValueError: If there is no such step.
+    In a step folder every byte is compared with its checksum. Other folders have none: sizes are compared.
     """
     refuse_parent(dir)
     folder = find(dir, step)
@@ -180,7 +149,7 @@ def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
     return folder, read_metadata(folder)
 
 
-def verifying(pieces: list[Piece]) -> Iterator[Piece]:
+def verifying(pieces: list[ByteRange]) -> Iterator[ByteRange]:
     """Yields pieces of files to be verified, with a bar."""
     return watched(pieces, "verifying", lambda piece: piece.length, sum(piece.length for piece in pieces))
 
@@ -238,14 +207,7 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:
-    """Yields things, and shows at a terminal how far the one who takes them has come.
-
-    Args:
-        things: What is yielded.
-        doing: What is done with them, before the bar.
-        size_of: The bytes of one.
-        total: The bytes of all.
-    """
+    """Yields things, and shows a bar of the bytes taken at a terminal."""
     # `None` shows none where standard error is no terminal.
     how = {"delay": PATIENCE, "leave": False, "disable": None, "file": sys.stderr}
     with tqdm(total=total, desc=doing, unit="B", unit_scale=True, **how) as bar:

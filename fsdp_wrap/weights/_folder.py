@@ -32,7 +32,7 @@ class WeightFolder:
     """Writes a model's weights, whole or what changed, into a folder that receivers read at their own pace.
 
     Every rank makes one and calls `send`; the first rank, which alone has a path, also calls `send_changes`.
-    What is written is numbered. Needs the extra `safetensors` where it is read. It alone deletes versions.
+    Updates are numbered. Needs the extra `safetensors` where it is read. It alone deletes versions.
 
     Args:
         path: Of the folder, on the first rank; None on all others.
@@ -269,12 +269,12 @@ def _next(folder: Path, after: int) -> int | None:
 
 def _read(folder: Path, version: int) -> Update | None:
     """Returns an update that is as it was written; None if it was removed meanwhile."""
-    from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, told
+    from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, format_faults
     from fsdp_wrap.checkpoint._safetensors import read_safetensors
 
     place = folder / _NAME.format(version)
     try:
-        faults = told(place, Manifest.read(place).faults(place))
+        faults = format_faults(place, Manifest.read(place).faults(place))
         if faults:
             raise DamagedCheckpoint("; ".join(faults))
         about = json.loads((place / _ABOUT).read_bytes())

@@ -1,4 +1,4 @@
-"""`Team`: the ranks that have some matrices between them. It brings each to its owner and the result back."""
+"""`OwnerGroup`: brings matrices that are sharded over the same ranks to their owners, and results back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap.optim._owners import Load, owners_of, rounds_of
-from fsdp_wrap.optim._parts import Held, Overlap, overlaps
+from fsdp_wrap.optim._sharded_params import Overlap, ShardedParam, overlaps
 from fsdp_wrap.optim._views import Block
 
 _STACKED = 1 << 18
@@ -29,7 +29,7 @@ class Matrix:
         parameter: Name of the parameter.
         shape: Rows and columns.
         owner: The rank that computes with it, as the default group counts.
-        cost: What that takes, in the unit in which ranks share costs: rows x columns x the smaller of them.
+        cost: Of the computation, in the unit in which ranks share it: rows x columns x the smaller of them.
         block: Where it is in the parameter.
     """
 
@@ -51,24 +51,15 @@ _Moves = list[tuple[int, Overlap]]
 """Numbers of matrices, and parts of them that a message carries."""
 
 
-class Team:
-    """The ranks that have parameters between them, and the matrices in these. Making one is collective.
-
-    Args:
-        communicator: Of these ranks.
-        held: The parameters.
-        blocks: The matrices in each.
-        most: How many elements an owner gets in a round.
-
-    Attributes:
-        communicator: The same.
-        held: The same.
-        matrices: All matrices, in the order of the parameters.
-        dtype: The widest of the parameters'.
-    """
+class OwnerGroup:
+    """The ranks over which some parameters are sharded, and the matrices in these; made collectively."""
 
     def __init__(
-        self, communicator: Communicator, held: Sequence[Held], blocks: Sequence[list[Block]], most: int
+        self,
+        communicator: Communicator,
+        held: Sequence[ShardedParam],
+        blocks: Sequence[list[Block]],
+        most: int,
     ) -> None:
         self.communicator, self.held, self._most = communicator, held, most
         told = [
@@ -155,14 +146,7 @@ class Team:
         ]
 
     def agreed(self, present: Sequence[bool | None]) -> list[bool]:
-        """Returns for which parameters there are values, after all ranks have told; collective.
-
-        Args:
-            present: For each whether this rank has a value; None where it has nothing of the parameter.
-
-        Raises:
-            RuntimeError: On all ranks, if some have values of their parts, and others have none.
-        """
+        """Returns which parameters have values; refused on all ranks if some lack one. Collective."""
         own = [2 if each is None else int(each) for each in present]
         if self.communicator.size == 1:
             return [each == 1 for each in own]
@@ -183,24 +167,14 @@ class Team:
     def update(
         self, values: Values, active: Sequence[bool], compute: Compute, dtype: torch.dtype | None
     ) -> list[torch.Tensor | None]:
-        """Computes with whole matrices, each on its owner; collective.
-
-        Args:
-            values: Of this rank.
-            active: For which parameters there are values, as `agreed`.
-            compute: What to compute; it must not raise.
-            dtype: In which matrices travel, before and after.
-
-        Returns:
-            Results, as the values lie.
-        """
+        """Computes with whole matrices, each on its owner; collective."""
         dtype = dtype or self.dtype
         rounds = self._plan(tuple(active))
         results = [
             None if value is None or not known else torch.empty_like(value, dtype=dtype)
             for value, known in zip(values, active)
         ]
-        back: _Return | None = None
+        back: _SentResults | None = None
         coming = rounds[0].send(values, dtype)
         for number, each in enumerate(rounds):
             following = rounds[number + 1].send(values, dtype) if number + 1 < len(rounds) else None
@@ -243,20 +217,15 @@ class Team:
 
 
 class _Round:
-    """Some matrices that travel together: what of them this rank sends, gets, and computes.
+    """Some matrices that travel together: this rank's sends, receives and computations."""
 
-    Args:
-        team: The ranks.
-        numbers: Of the matrices.
-    """
-
-    def __init__(self, team: Team, numbers: Sequence[int]) -> None:
+    def __init__(self, team: OwnerGroup, numbers: Sequence[int]) -> None:
         self._team, self._communicator = team, team.communicator
         me, ranks = self._communicator.rank, range(self._communicator.size)
         owned = [index for index in numbers if team.owner_of(index) == me]
 
         def of_owner(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
-            """What this rank and an owner have to do with each other."""
+            """Returns the moves between this rank and an owner."""
             own = [index for index in numbers if team.owner_of(index) == rank != me]
             return [(index, each) for index in own for each in moves(index, me)]
 
@@ -274,19 +243,21 @@ class _Round:
         key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(team.matrices[index], index)  # noqa: E731
         self._stacks = [[*stack] for _, stack in groupby(sorted(owned, key=key), key=key)]
 
-    def send(self, values: Values, dtype: torch.dtype) -> _Coming:
-        """Sends what of values other ranks need; returns what comes."""
+    def send(self, values: Values, dtype: torch.dtype) -> _SentParts:
+        """Sends other ranks' parts of the values; returns the parts that arrive."""
         if not self._comes:
-            return _Coming(Finished(), [])
+            return _SentParts(Finished(), [])
         sent = _empty(self._communicator, self._sent, dtype)
         sources = [self._held(values, move) for moves in self._sent for move in moves]
         _copy(_views(sent, self._sent), sources)
         received = _empty(self._communicator, self._received, dtype)
         lengths = _lengths(self._received), _lengths(self._sent)
         pending = self._communicator.all_to_all(received, sent, lengths)
-        return _Coming(pending, _views(received, self._received), [sent])
+        return _SentParts(pending, _views(received, self._received), [sent])
 
-    def compute(self, coming: _Coming, values: Values, compute: Compute, dtype: torch.dtype) -> _Return:
+    def compute(
+        self, coming: _SentParts, values: Values, compute: Compute, dtype: torch.dtype
+    ) -> _SentResults:
         """Computes with the matrices that this rank owns, once they are there; sends the results."""
         coming.pending.wait()
         stacks = [self._empty_stack(stack, dtype) for stack in self._stacks]
@@ -309,10 +280,10 @@ class _Round:
         shape = self._team.matrices[stack[0]].shape
         return torch.empty(len(stack), *shape, dtype=dtype, device=self._communicator.device)
 
-    def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _Return:
+    def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _SentResults:
         own = [(self._team.param_of(move[0]), move[1], self._placed(results, move)) for move in self._kept]
         if not self._goes:
-            return _Return(Finished(), own)
+            return _SentResults(Finished(), own)
         sent = _empty(self._communicator, self._returned, dtype)
         _copy(
             _views(sent, self._returned),
@@ -324,7 +295,7 @@ class _Round:
         moves = [move for moves in self._arriving for move in moves]
         for (index, overlap), view in zip(moves, _views(received, self._arriving)):
             own.append((self._team.param_of(index), overlap, view))
-        return _Return(pending, own, [sent])
+        return _SentResults(pending, own, [sent])
 
     def _held(self, values: Values, move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
@@ -338,14 +309,8 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """Parts of matrices on their way to their owner.
-
-    Attributes:
-        pending: What to wait for.
-        views: What comes, in the order of messages.
-        sent: Kept until then.
-    """
+class _SentParts:
+    """Parts of matrices on their way to their owner, in the order of messages. `sent` is kept alive."""
 
     pending: Pending
     views: list[torch.Tensor]
@@ -353,14 +318,8 @@ class _Coming:
 
 
 @dataclass(frozen=True)
-class _Return:
-    """Parts of results on their way from the owner.
-
-    Attributes:
-        pending: What to wait for.
-        parts: Of which parameter, where in what this rank has of it, and what comes.
-        sent: Kept until then.
-    """
+class _SentResults:
+    """Results on their way from the owner: (index of the parameter, overlap, view). `sent` is kept alive."""
 
     pending: Pending
     parts: list[tuple[int, Overlap, torch.Tensor]]
