@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,9 @@ def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | Non
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
     _require_same(
-        source.tensors("verifying"), {name: _reader(saved, name) for name in saved.described}, folder
+        source.tensors("verifying"), {name: partial(saved.read, name) for name in saved.described}, folder
     )
     return folder
-
-
-def _reader(source: Source, name: str) -> Any:
-    return lambda: source.read(name)
 
 
 def _refuse_step(path: Path) -> None:

@@ -130,7 +130,7 @@ def _plan(described: Described, most: int | str) -> dict[str, Described]:
     most, filled = nbytes_of(most, "max_shard_bytes"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
-        size = _nbytes(shape, dtype)
+        size = nbytes(shape, dtype)
         if parts[-1] and filled + size > most:
             parts.append({})
             filled = 0
@@ -141,7 +141,8 @@ def _plan(described: Described, most: int | str) -> dict[str, Described]:
     return dict(zip(names if count > 1 else [SINGLE], parts))
 
 
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
 
 
@@ -177,7 +178,7 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, stop = {}, 0
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
-        starts[name], stop = stop, stop + _nbytes(shape, dtype)
+        starts[name], stop = stop, stop + nbytes(shape, dtype)
         span = [starts[name], stop]
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -187,7 +188,7 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
 
 
 def _index(plan: Mapping[str, Described]) -> bytes:
-    total = sum(_nbytes(*described) for tensors in plan.values() for described in tensors.values())
+    total = sum(nbytes(*described) for tensors in plan.values() for described in tensors.values())
     weight_map = {name: file for file, tensors in plan.items() for name in tensors}
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

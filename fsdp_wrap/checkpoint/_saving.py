@@ -91,7 +91,7 @@ class PendingSave:
 
     def __init__(self, to_do: Save) -> None:
         self._future: Future[Path] = Future()
-        self._told = False
+        self._seen = False
         # No daemon: a program that ends waits for it.
         Thread(target=self._run, args=(to_do,), name="fsdp_wrap.checkpoint").start()
 
@@ -107,12 +107,12 @@ class PendingSave:
             TimeoutError: If it goes on for longer than `timeout` seconds.
         """
         error = self._future.exception(timeout)
-        self._told = error is not None
+        self._seen = error is not None
         return self._future.result()
 
-    def raise_untold(self) -> None:
+    def raise_unseen(self) -> None:
         """Raises the error of a save that has ended, unless `result` has."""
-        if not self._told:
+        if not self._seen:
             self.result()
 
     def wait(self) -> None:
@@ -137,7 +137,7 @@ def wait_for_pending(raise_error: bool = True) -> None:
         pending.wait()
         if raise_error:
             _pending.clear()
-            pending.raise_untold()
+            pending.raise_unseen()
 
 
 def save(

@@ -6,7 +6,6 @@ and files by `torch.save`.
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,7 @@ from fsdp_wrap.checkpoint._manifest import (
     listed,
     read_metadata,
 )
-from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, read_safetensors
+from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, nbytes, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
 from fsdp_wrap.checkpoint._team import ALONE
 
@@ -57,8 +56,7 @@ class Source:
 
     def size_of(self, name: str) -> int:
         """Returns the bytes of a tensor."""
-        shape, dtype = self.described[name]
-        return math.prod(shape) * dtype.itemsize
+        return nbytes(*self.described[name])
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
@@ -70,19 +68,24 @@ def open_source(path: Path, step: int | None = None) -> Source:
         return _of_safetensors(path) if is_safetensors(path) else of_state(path, load_file(path))
     folder, metadata = opened(path, step)
     kind = "step folder" if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
-    names = model_of(metadata)
-    entries = {name: metadata.state_dict_metadata[key] for key, name in names.items()}
-    keys = {name: key for key, name in names.items()}
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    keys = {name: key for key, name in model_of(metadata).items()}
+    described, left_out = described_in(metadata)
 
     def read_one(name: str) -> torch.Tensor:
-        flat: dict[str, Any] = {keys[name]: allocated(tensors[name])}
+        flat: dict[str, Any] = {keys[name]: allocated(metadata.state_dict_metadata[keys[name]])}
         read(KnownReader(folder, metadata), flat, ALONE)
         found: torch.Tensor = flat[keys[name]]
         return found
 
+    return Source(kind, folder, described, read_one, left_out)
+
+
+def described_in(metadata: Metadata) -> tuple[Described, list[str]]:
+    """Returns shape and dtype of a model's tensors by name, and the names of entries that are no tensors."""
+    entries = {name: metadata.state_dict_metadata[key] for key, name in model_of(metadata).items()}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     described = {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
-    return Source(kind, folder, described, read_one, [name for name in entries if name not in tensors])
+    return described, [name for name in entries if name not in tensors]
 
 
 def require_there(path: Path) -> None:

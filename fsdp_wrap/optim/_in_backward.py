@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,10 +31,8 @@ from fsdp_wrap._core import (
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
-from fsdp_wrap.optim._on_shards import put_in_order
+from fsdp_wrap.optim._on_shards import AnyOptimizer, put_in_order
 from fsdp_wrap.optim._unit_params import ScaledUnit, UnitParams
-
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def step_in_backward(

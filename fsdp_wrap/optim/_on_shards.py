@@ -248,7 +248,7 @@ class _PlainShards:
                 self._state[key] = state
         for param, shard in zip(self._params, self._shards):
             if param in public:
-                self._state[shard] = {name: _local(value) for name, value in public[param].items()}
+                self._state[shard] = {name: local_of(value) for name, value in public[param].items()}
         self._note(public)
 
     @contextmanager
@@ -298,8 +298,8 @@ class _PlainShards:
             for name in known.keys() - state.keys():
                 del known[name]
             for name, value in state.items():
-                if name not in known or _local(known[name]) is not value:
-                    known[name] = _placed_like(param, name, value)
+                if name not in known or local_of(known[name]) is not value:
+                    known[name] = placed_like(param, name, value)
 
     def _note(self, public: dict[Any, State]) -> None:
         self._public, self._own = _StateSnapshot(public, self._all), _StateSnapshot(self._state, self._shards)
@@ -327,7 +327,7 @@ def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -
     deque(map(setattr, params, repeat(name), values), maxlen=0)  # without a frame for each
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     return to_local(value) if isinstance(value, DTensor) else value
 
 
@@ -346,7 +346,7 @@ def as_placed(param: Any) -> Any:
     return grad.redistribute(placements=param.placements)
 
 
-def _placed_like(param: nn.Parameter, name: str, value: Any) -> Any:
+def placed_like(param: torch.Tensor, name: str, value: Any) -> Any:
     """Returns a value of a shard's state in the form that the `DTensor`'s state has it."""
     elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
     return holding(param, value) if elementwise and name != "step" else value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -50,6 +51,9 @@ Values = Sequence[torch.Tensor | None]
 _Moves = list[tuple[int, Overlap]]
 """Numbers of matrices, and parts of them that a message carries."""
 
+_ByMatrix = Sequence[Sequence[Sequence[Overlap]]]
+"""Parts of matrices, by matrix and rank."""
+
 
 class OwnerGroup:
     """The ranks over which some parameters are sharded, and the matrices in these; made collectively."""
@@ -68,22 +72,22 @@ class OwnerGroup:
         ]
         everyone: list[Any] = communicator.all_gather_object(told)
         _check_alike(everyone)
-        self._params = [index for index, own in enumerate(blocks) for _ in own]
+        self.params = [index for index, own in enumerate(blocks) for _ in own]
         self._blocks = [block for own in blocks for block in own]
-        self._having = [
+        self.having = [
             [overlaps(everyone[rank][param][4], block) for rank in range(communicator.size)]
-            for param, block in zip(self._params, self._blocks)
+            for param, block in zip(self.params, self._blocks)
         ]
         self._copies = [[told[param][5] for told in everyone] for param in range(len(held))]
-        self._loads = [*map(_load, self._blocks, self._having)]
-        self._owners = self._choose_owners()
+        self._loads = [*map(_load, self._blocks, self.having)]
+        self.owners = self._choose_owners()
         self._travels = [
             any(found and rank != owner for rank, found in enumerate(having))
-            for having, owner in zip(self._having, self._owners)
+            for having, owner in zip(self.having, self.owners)
         ]
-        self._giving = [*map(self._givers, range(len(self._blocks)))]
+        self.giving = [*map(self._givers, range(len(self._blocks)))]
         self.matrices = self._named(blocks)
-        self.dtype = _widest(each.param.dtype for each in held)
+        self.dtype = reduce(torch.promote_types, (each.param.dtype for each in held))
         self._plans: dict[tuple[bool, ...], list[_Round]] = {}
 
     def _choose_owners(self) -> list[int]:
@@ -92,7 +96,7 @@ class OwnerGroup:
         for trained in (True, False):
             chosen = [
                 index
-                for index, param in enumerate(self._params)
+                for index, param in enumerate(self.params)
                 if self.held[param].param.requires_grad == trained
             ]
             found = owners_of([self._loads[index] for index in chosen], self.communicator.size)
@@ -102,7 +106,7 @@ class OwnerGroup:
 
     def _givers(self, index: int) -> list[list[Overlap]]:
         """Returns what of a matrix each rank gives: of equal parts one, that of the owner's copy first."""
-        owner, copies = self._owners[index], self._copies[self._params[index]]
+        owner, copies = self.owners[index], self._copies[self.params[index]]
         size = self.communicator.size
         order = sorted(
             range(size), key=lambda r: (r != owner, copies[r] != copies[owner], (r - owner) % size)
@@ -110,14 +114,14 @@ class OwnerGroup:
         giving: list[list[Overlap]] = [[] for _ in range(size)]
         missing, seen = self._blocks[index].numel, set[Any]()
         for rank in order:
-            for each in self._having[index][rank] if missing > 0 else ():
+            for each in self.having[index][rank] if missing > 0 else ():
                 place = tuple((where.start, where.stop) for where in each.place)
                 if place not in seen:
                     seen.add(place)
                     giving[rank].append(each)
                     missing -= each.numel
         if missing:
-            fqn = self.held[self._params[index]].fqn
+            fqn = self.held[self.params[index]].fqn
             raise ValueError(
                 f"ranks {self._ranks} do not have just all of parameter '{fqn}' between them: shard it as "
                 "FullyShardedDataParallel, fully_shard or torch.distributed.tensor.distribute_tensor do"
@@ -131,7 +135,7 @@ class OwnerGroup:
         return sorted(self.communicator.members) if group is None else dist.get_process_group_ranks(group)
 
     def _named(self, blocks: Sequence[list[Block]]) -> list[Matrix]:
-        ranks, owners = self._ranks, iter(self._owners)
+        ranks, owners = self._ranks, iter(self.owners)
         return [
             Matrix(
                 f"{each.fqn}[{number}]" if len(own) > 1 else each.fqn,
@@ -190,30 +194,12 @@ class OwnerGroup:
         if active not in self._plans:
             loads = {
                 index: load
-                for index, (param, load) in enumerate(zip(self._params, self._loads))
+                for index, (param, load) in enumerate(zip(self.params, self._loads))
                 if active[param]
             }
-            rounds = rounds_of(loads, self._owners, self._travels, self._most)
+            rounds = rounds_of(loads, self.owners, self._travels, self._most)
             self._plans[active] = [_Round(self, numbers) for numbers in rounds]
         return self._plans[active]
-
-    # what a round asks
-
-    def param_of(self, index: int) -> int:
-        """Returns the number of the parameter in which a matrix is."""
-        return self._params[index]
-
-    def owner_of(self, index: int) -> int:
-        """Returns the owner of a matrix, as the team counts."""
-        return self._owners[index]
-
-    def given(self, index: int, rank: int) -> list[Overlap]:
-        """Returns what of a matrix a rank gives to its owner."""
-        return self._giving[index][rank]
-
-    def having(self, index: int, rank: int) -> list[Overlap]:
-        """Returns what of a matrix a rank has, and so gets of the result."""
-        return self._having[index][rank]
 
 
 class _Round:
@@ -222,24 +208,24 @@ class _Round:
     def __init__(self, team: OwnerGroup, numbers: Sequence[int]) -> None:
         self._team, self._communicator = team, team.communicator
         me, ranks = self._communicator.rank, range(self._communicator.size)
-        owned = [index for index in numbers if team.owner_of(index) == me]
+        owned = [index for index in numbers if team.owners[index] == me]
 
-        def of_owner(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
+        def of_owner(rank: int, overlaps: _ByMatrix) -> _Moves:
             """Returns the moves between this rank and an owner."""
-            own = [index for index in numbers if team.owner_of(index) == rank != me]
-            return [(index, each) for index in own for each in moves(index, me)]
+            own = [index for index in numbers if team.owners[index] == rank != me]
+            return [(index, each) for index in own for each in overlaps[index][me]]
 
-        def of_holder(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
-            return [(index, each) for index in owned if rank != me for each in moves(index, rank)]
+        def of_holder(rank: int, overlaps: _ByMatrix) -> _Moves:
+            return [(index, each) for index in owned if rank != me for each in overlaps[index][rank]]
 
-        self._sent = [of_owner(rank, team.given) for rank in ranks]
-        self._received = [of_holder(rank, team.given) for rank in ranks]
+        self._sent = [of_owner(rank, team.giving) for rank in ranks]
+        self._received = [of_holder(rank, team.giving) for rank in ranks]
         self._returned = [of_holder(rank, team.having) for rank in ranks]
         self._arriving = [of_owner(rank, team.having) for rank in ranks]
-        self._kept = [(index, each) for index in owned for each in team.having(index, me)]
-        others = [(index, rank) for index in numbers for rank in ranks if rank != team.owner_of(index)]
-        self._comes = any(team.given(*each) for each in others)
-        self._goes = any(team.having(*each) for each in others)
+        self._kept = [(index, each) for index in owned for each in team.having[index][me]]
+        others = [(index, rank) for index in numbers for rank in ranks if rank != team.owners[index]]
+        self._comes = any(team.giving[index][rank] for index, rank in others)
+        self._goes = any(team.having[index][rank] for index, rank in others)
         key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(team.matrices[index], index)  # noqa: E731
         self._stacks = [[*stack] for _, stack in groupby(sorted(owned, key=key), key=key)]
 
@@ -281,7 +267,7 @@ class _Round:
         return torch.empty(len(stack), *shape, dtype=dtype, device=self._communicator.device)
 
     def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _SentResults:
-        own = [(self._team.param_of(move[0]), move[1], self._placed(results, move)) for move in self._kept]
+        own = [(self._team.params[move[0]], move[1], self._placed(results, move)) for move in self._kept]
         if not self._goes:
             return _SentResults(Finished(), own)
         sent = _empty(self._communicator, self._returned, dtype)
@@ -294,12 +280,12 @@ class _Round:
         pending = self._communicator.all_to_all(received, sent, lengths)
         moves = [move for moves in self._arriving for move in moves]
         for (index, overlap), view in zip(moves, _views(received, self._arriving)):
-            own.append((self._team.param_of(index), overlap, view))
+            own.append((self._team.params[index], overlap, view))
         return _SentResults(pending, own, [sent])
 
     def _held(self, values: Values, move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
-        value = values[self._team.param_of(index)]
+        value = values[self._team.params[index]]
         assert value is not None
         return overlap.of_held(value)
 
@@ -364,13 +350,6 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
     whole = (sum(each.numel for each in found) == block.numel for found in having)
     return Load(block.cost, block.numel, tuple(rank for rank, all_of_it in enumerate(whole) if all_of_it))
-
-
-def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    first, *others = dtypes
-    for other in others:
-        first = torch.promote_types(first, other)
-    return first
 
 
 def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._params import holding, to_local
+from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Originals
-from fsdp_wrap.optim._on_shards import AnyOptimizer, check_elementwise
+from fsdp_wrap.optim._on_shards import AnyOptimizer, as_placed, check_elementwise, local_of, placed_like
+from fsdp_wrap.optim._shard_runs import same
 
 _ROUNDING = "_fsdp_rounding"
 _SEED, _STEP = "stochastic_rounding_seed", "stochastic_rounding_step"
@@ -143,15 +144,14 @@ class _Rounding:
             increment_version([param for param, copy in copies.items() if copy.grad is not None])
 
     def _follow(self, params: list[Any]) -> None:
-        if len(params) == len(self._known) and all(map(_is, params, self._known)):
+        if same(params, self._known):
             return
         self._known, self._places = params, {}
         for original in Originals(self._model).by_name.values():
             interval = original.interval
             if interval.part is None and interval.data.numel():
-                place = _LocalRange(original.fqn, interval.start, interval.offset, interval.data.numel())
-                offset = 0 if isinstance(original.source, DTensor) else place.offset
-                place = _LocalRange(place.fqn, place.start, offset, place.length)
+                offset = 0 if isinstance(original.source, DTensor) else interval.offset
+                place = _LocalRange(original.fqn, interval.start, offset, interval.data.numel())
                 self._places.setdefault(id(original.source), []).append(place)
 
     @torch.no_grad()
@@ -208,10 +208,6 @@ def _check_params(optimizer: torch.optim.Optimizer, names: Originals) -> None:
                 )
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 def _is_replaced(param: torch.Tensor) -> bool:
     return param.dtype == torch.bfloat16
 
@@ -219,9 +215,7 @@ def _is_replaced(param: torch.Tensor) -> bool:
 def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
     copied = nn.Parameter(to_local(param.detach()).float(), requires_grad=param.requires_grad)
     if with_grad and param.grad is not None:
-        grad = param.grad
-        if isinstance(grad, DTensor) and grad.placements != param.placements:
-            grad = grad.redistribute(placements=param.placements)
+        grad = as_placed(param) if isinstance(param, DTensor) else param.grad
         copied.grad = to_local(grad).float()
     return copied
 
@@ -229,17 +223,11 @@ def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
 def _local_state(param: Any, entry: Any, copies: Container[Any]) -> Any:
     if param not in copies:
         return entry
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in entry.items()}
+    return {key: local_of(value) for key, value in entry.items()}
 
 
 def _placed_state(param: Any, entry: Any) -> Any:
     """Returns the state of a copy in the parameter's form: `DTensor`s for a `DTensor`."""
     if not isinstance(param, DTensor):
         return entry
-    shape = to_local(param).shape
-    return {
-        key: holding(param, value)
-        if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
-        else value
-        for key, value in entry.items()
-    }
+    return {key: placed_like(param, key, value) for key, value in entry.items()}
