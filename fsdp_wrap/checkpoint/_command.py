@@ -1,4 +1,4 @@
-"""Checkpoints looked at and converted without training: `inspect`, `convert` and `export`.
+"""The commands on checkpoints: `inspect`, `convert` and `export`.
 
 Each ends with 0, with 1 where a checkpoint is damaged or cannot be read or written, with 2 on wrong input.
 """
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Adds the commands to a parser; what it finds has the function that runs it as `run`."""
+    """Adds the commands to a parser; parsed options have the command's function as `run`."""
     commands = parser.add_subparsers(required=True, metavar="inspect|convert|export")
     inspect = commands.add_parser("inspect", help="list steps, and what the newest complete one holds")
     inspect.add_argument("--verify", action="store_true", help="read every byte of every step")
@@ -224,7 +224,7 @@ def _described(dir: Path, step: int | None) -> Iterator[str]:
 
 
 def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Metadata]:
-    """Returns one step's folder, its manifest (None for one of DCP's) and what DCP knows of it."""
+    """Returns one step's folder, manifest (None for one of DCP's) and DCP's metadata."""
     folder = find(dir, step)
     if is_foreign(folder):
         return folder, None, read_metadata(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints of one kind into another, in one process and without a model; what was written is read back."""
+"""Conversions of checkpoints in one process, without a model; each is read back and compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp_wrap.checkpoint._team import ALONE
 
 
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
-    """Writes model and optimizer state, full, as one file that `torch.load(weights_only=True)` reads.
+    """Writes full model and optimizer state as one file that `torch.load(weights_only=True)` reads.
 
     Extras and random states, which may be anything, are left out. All of it is in memory meanwhile.
     """
@@ -55,7 +55,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
 
 
 def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
-    """Saves what a file holds as a step in `dir`; returns the step folder."""
+    """Saves the content of a file by `torch.save` as a step in `dir`; returns the step folder."""
     state = load_file(file)
     for group in state.get("optim", {}).get("param_groups", ()):
         if any(isinstance(name, int) for name in group["params"]):

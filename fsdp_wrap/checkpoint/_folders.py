@@ -1,4 +1,4 @@
-"""Step folders: their names, which are complete, and how one appears and goes without ever being half there.
+"""Step folders: names, completeness, and atomic appearance and removal.
 
 A step is written into a hidden folder, which one rename makes visible. A step that is deleted or replaced
 is hidden by a rename first. So a crash leaves hidden folders at most, and the next save removes them. One run
@@ -51,7 +51,7 @@ def steps_in(parent: Path) -> dict[int, Path]:
 
 
 def number_of(folder: Path, written: int) -> int:
-    """Returns the number in a step folder's name, by which it is found; without one that in its manifest."""
+    """Returns the step number in a folder's name, or else in its manifest."""
     found = _STEP.fullmatch(folder.name)
     return int(found[1]) if found else written
 
@@ -103,7 +103,7 @@ def find(path: Path, step: int | None) -> Path:
 
 
 def sum_of_manifest(folder: Path) -> int | str | None:
-    """Returns the CRC-32 of a step folder's manifest; None if there is none, or why it cannot be read."""
+    """Returns the CRC-32 of a step folder's manifest, None without one, or the error of reading it."""
     try:
         return zlib.crc32((folder / MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -65,7 +65,7 @@ class Hosts:
         return [rank for rank, first in enumerate(self.firsts) if first == head]
 
     def on_first(self, decide: Callable[[], T]) -> T:
-        """Lets the first rank of each host decide; all of the host get its result, any error all ranks."""
+        """Calls a function on each head; its host's ranks get the result, all ranks any error."""
         values = self.team.gather(self.team.together(lambda: decide() if self.is_first else None))
         return values[self.first]  # type: ignore[return-value]
 
@@ -81,7 +81,7 @@ class Hosts:
 
 @dataclass(frozen=True, order=True)
 class Move:
-    """Bytes of a file that one rank gives another one, which are numbered as in the team.
+    """A transfer of some bytes of a file between two ranks of the team.
 
     All ranks take the same moves in the same order, so that no two wait for each other.
     """
@@ -93,7 +93,7 @@ class Move:
     length: int
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yields offsets and sizes of what travels at once."""
+        """Yields offset and size of each message."""
         for start in range(self.offset, self.offset + self.length, _CHUNK):
             yield start, min(_CHUNK, self.offset + self.length - start)
 

@@ -1,4 +1,4 @@
-"""Loading: everything is verified and checked, then read aside, and only then put in."""
+"""Loading: verifies and checks everything, reads it into other memory, and only then changes the model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def load(
 def _found(
     dir: str | os.PathLike[str] | InMemory, team: Team, step: int | None
 ) -> tuple[Path, Manifest, KnownReader]:
-    """Returns the step folder as this rank names it, its manifest and what reads it, verified."""
+    """Returns a verified step folder in this rank's path, its manifest and its reader."""
     if isinstance(dir, InMemory):
         return dir.find(team, step)
     folder = _agreed_folder(team, Path(dir).absolute(), step)
@@ -174,7 +174,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
-    """Returns all ranks' faults once; those of whole files that only some see, with where these look."""
+    """Returns all ranks' faults once; faults of whole files on some ranks alone name where these look."""
     finders: dict[Fault, list[str]] = {}
     for rank, (place, faults) in enumerate(found):
         for fault in faults:

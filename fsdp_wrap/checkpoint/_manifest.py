@@ -150,7 +150,7 @@ def verify(folder: Path, pieces: Iterable[ByteRange]) -> Iterator[Fault]:
 
 
 def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
-    """Returns a line on each fault, with the names of what lies there, as far as the metadata still tell."""
+    """Returns a line on each fault, with the names of its entries if the metadata are intact."""
     lost = any(fault.file == METADATA for fault in faults)
     places = [] if lost else _places(folder)
     lines = []
@@ -166,7 +166,7 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
 
 
 def listed(names: Iterable[object], most: int = 10) -> str:
-    """Returns names for a message, of many the first ones."""
+    """Returns names for a message: the first ones and the number of others."""
     every = [*map(str, names)]
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
@@ -174,7 +174,7 @@ def listed(names: Iterable[object], most: int = 10) -> str:
 
 @contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file whose bytes lie on disk in the end."""
+    """Opens a file for writing, and syncs it to disk at the end."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -182,7 +182,7 @@ def durable(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(folder: Path) -> None:
-    """Makes a folder's entries last."""
+    """Syncs a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -293,7 +293,7 @@ class _StandIn(type):
 
 @cache
 def _stand_in(real: Any) -> _StandIn:
-    """Makes one; by pickle's opcode for it, it makes instances as `real.__new__` does."""
+    """Makes a stand-in, whose `__new__` (an opcode of pickle) makes instances of the real class."""
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return made.real.__new__(made.real, *args, **kwargs)
@@ -349,7 +349,7 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a class or function that DCP's metadata are made of."""
+        """Returns the stand-in of a class or function that DCP's metadata use; refuses others."""
         if (module, name) in _ADMITTED:
             return _stand_in(_ADMITTED[module, name])
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -210,7 +210,7 @@ class _ValuesPlanner(DefaultLoadPlanner):
         self._trusted = trusted
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes one pickled entry."""
+        """Reads one pickled entry."""
         name = read_item.dest_index.fqn
         self.original_state_dict[name] = unpacked(value.getvalue(), f"'{name}'", self._trusted)
 

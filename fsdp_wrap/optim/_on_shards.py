@@ -315,7 +315,7 @@ class _StateSnapshot:
         self._values = self._found()
 
     def is_in(self, state: dict[Any, dict[str, Any]]) -> bool:
-        """Whether a state is the same, and has the same."""
+        """Whether a state is the same object, with the same values."""
         known = state is self._state and same([*state.values()], self._by_param)
         return known and same(self._found(), self._values)
 

@@ -71,9 +71,9 @@ class OwnedMatrices:
         self.params = [each.param for each in held]
         self.names = [each.fqn for each in held]
         blocks = [_blocks(each, views.get(each.fqn, whole)) for each in held]
-        self._held, self._teams = held, _teams(held, blocks)
+        self._held, self._owner_groups = held, _owner_groups_of(held, blocks)
         order = {fqn: index for index, fqn in enumerate(self.names)}
-        found = [matrix for team, _ in self._teams for matrix in team.matrices]
+        found = [matrix for group, _ in self._owner_groups for matrix in group.matrices]
         self.matrices: list[Matrix] = sorted(found, key=lambda matrix: order[matrix.parameter])
 
     def __repr__(self) -> str:
@@ -113,8 +113,8 @@ class OwnedMatrices:
         guarded = _Guarded(function)
         with torch.no_grad():
             results = self.compute(values, active, guarded, dtype)
-        for team, _ in self._teams:
-            guarded.tell(team.communicator)
+        for group, _ in self._owner_groups:
+            guarded.tell(group.communicator)
         return [
             None if value is None or result is None else holding(value, result)
             for value, result in zip(values, results)
@@ -130,9 +130,9 @@ class OwnedMatrices:
             RuntimeError: On all ranks, if some have one and others none; it names the parameter.
         """
         result = [*present]
-        for team, indices in self._teams:
+        for group, indices in self._owner_groups:
             told = [present[index] if self._held[index].parts else None for index in indices]
-            for index, known in zip(indices, team.agreed(told)):
+            for index, known in zip(indices, group.agreed(told)):
                 result[index] = known
         return result
 
@@ -155,9 +155,9 @@ class OwnedMatrices:
             This rank's part of each result.
         """
         results: list[torch.Tensor | None] = [None] * len(values)
-        for team, indices in self._teams:
+        for group, indices in self._owner_groups:
             flat = [None if value is None else flattened(value) for value in (values[i] for i in indices)]
-            found = team.update(flat, [active[index] for index in indices], compute, dtype)
+            found = group.update(flat, [active[index] for index in indices], compute, dtype)
             for index, result in zip(indices, found):
                 value = values[index]
                 if result is not None and value is not None:
@@ -199,12 +199,14 @@ class _Guarded:
             raise RuntimeError(told[0]) from self._error
 
 
-def _teams(held: Sequence[ShardedParam], blocks: Sequence[list[Block]]) -> list[tuple[OwnerGroup, list[int]]]:
-    """Puts together the parameters that the same ranks have between them."""
-    teams = Communicators()
+def _owner_groups_of(
+    held: Sequence[ShardedParam], blocks: Sequence[list[Block]]
+) -> list[tuple[OwnerGroup, list[int]]]:
+    """Groups the parameters by the ranks over which they are sharded."""
+    communicators = Communicators()
     members: dict[Communicator, list[int]] = {}
     for index, each in enumerate(held):
-        members.setdefault(teams.of(each), []).append(index)
+        members.setdefault(communicators.of(each), []).append(index)
     order = sorted(members.items(), key=lambda item: sorted(item[0].members))  # on all ranks the same
     return [
         (OwnerGroup(communicator, [held[i] for i in indices], [blocks[i] for i in indices], _ROUND), indices)

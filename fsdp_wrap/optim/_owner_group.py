@@ -91,7 +91,7 @@ class OwnerGroup:
         self._plans: dict[tuple[bool, ...], list[_Round]] = {}
 
     def _choose_owners(self) -> list[int]:
-        """Lets ranks share the trained matrices evenly, and then those that are frozen now."""
+        """Returns the owners: trained matrices are shared evenly, and then frozen ones."""
         owners = [0] * len(self._blocks)
         for trained in (True, False):
             chosen = [
@@ -105,7 +105,7 @@ class OwnerGroup:
         return owners
 
     def _givers(self, index: int) -> list[list[Overlap]]:
-        """Returns what of a matrix each rank gives: of equal parts one, that of the owner's copy first."""
+        """Returns each rank's parts to send of a matrix: each once, from the owner's replica if possible."""
         owner, copies = self.owners[index], self._copies[self.params[index]]
         size = self.communicator.size
         order = sorted(
@@ -205,28 +205,28 @@ class OwnerGroup:
 class _Round:
     """Some matrices that travel together: this rank's sends, receives and computations."""
 
-    def __init__(self, team: OwnerGroup, numbers: Sequence[int]) -> None:
-        self._team, self._communicator = team, team.communicator
+    def __init__(self, group: OwnerGroup, numbers: Sequence[int]) -> None:
+        self._group, self._communicator = group, group.communicator
         me, ranks = self._communicator.rank, range(self._communicator.size)
-        owned = [index for index in numbers if team.owners[index] == me]
+        owned = [index for index in numbers if group.owners[index] == me]
 
         def of_owner(rank: int, overlaps: _ByMatrix) -> _Moves:
             """Returns the moves between this rank and an owner."""
-            own = [index for index in numbers if team.owners[index] == rank != me]
+            own = [index for index in numbers if group.owners[index] == rank != me]
             return [(index, each) for index in own for each in overlaps[index][me]]
 
         def of_holder(rank: int, overlaps: _ByMatrix) -> _Moves:
             return [(index, each) for index in owned if rank != me for each in overlaps[index][rank]]
 
-        self._sent = [of_owner(rank, team.giving) for rank in ranks]
-        self._received = [of_holder(rank, team.giving) for rank in ranks]
-        self._returned = [of_holder(rank, team.having) for rank in ranks]
-        self._arriving = [of_owner(rank, team.having) for rank in ranks]
-        self._kept = [(index, each) for index in owned for each in team.having[index][me]]
-        others = [(index, rank) for index in numbers for rank in ranks if rank != team.owners[index]]
-        self._comes = any(team.giving[index][rank] for index, rank in others)
-        self._goes = any(team.having[index][rank] for index, rank in others)
-        key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(team.matrices[index], index)  # noqa: E731
+        self._sent = [of_owner(rank, group.giving) for rank in ranks]
+        self._received = [of_holder(rank, group.giving) for rank in ranks]
+        self._returned = [of_holder(rank, group.having) for rank in ranks]
+        self._arriving = [of_owner(rank, group.having) for rank in ranks]
+        self._kept = [(index, each) for index in owned for each in group.having[index][me]]
+        others = [(index, rank) for index in numbers for rank in ranks if rank != group.owners[index]]
+        self._comes = any(group.giving[index][rank] for index, rank in others)
+        self._goes = any(group.having[index][rank] for index, rank in others)
+        key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(group.matrices[index], index)  # noqa: E731
         self._stacks = [[*stack] for _, stack in groupby(sorted(owned, key=key), key=key)]
 
     def send(self, values: Values, dtype: torch.dtype) -> _SentParts:
@@ -258,16 +258,16 @@ class _Round:
         )
         results: dict[int, torch.Tensor] = {}
         for stack, stacked in zip(self._stacks, stacks):
-            found = compute(stacked, [self._team.matrices[index] for index in stack])
+            found = compute(stacked, [self._group.matrices[index] for index in stack])
             results.update(zip(stack, found))
         return self._give_back(results, dtype)
 
     def _empty_stack(self, stack: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        shape = self._team.matrices[stack[0]].shape
+        shape = self._group.matrices[stack[0]].shape
         return torch.empty(len(stack), *shape, dtype=dtype, device=self._communicator.device)
 
     def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _SentResults:
-        own = [(self._team.params[move[0]], move[1], self._placed(results, move)) for move in self._kept]
+        own = [(self._group.params[move[0]], move[1], self._placed(results, move)) for move in self._kept]
         if not self._goes:
             return _SentResults(Finished(), own)
         sent = _empty(self._communicator, self._returned, dtype)
@@ -280,18 +280,18 @@ class _Round:
         pending = self._communicator.all_to_all(received, sent, lengths)
         moves = [move for moves in self._arriving for move in moves]
         for (index, overlap), view in zip(moves, _views(received, self._arriving)):
-            own.append((self._team.params[index], overlap, view))
+            own.append((self._group.params[index], overlap, view))
         return _SentResults(pending, own, [sent])
 
     def _held(self, values: Values, move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
-        value = values[self._team.params[index]]
+        value = values[self._group.params[index]]
         assert value is not None
         return overlap.of_held(value)
 
     def _placed(self, matrices: dict[int, torch.Tensor], move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
-        return matrices[index].view(self._team.matrices[index].block.sizes)[overlap.place]
+        return matrices[index].view(self._group.matrices[index].block.sizes)[overlap.place]
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class _SentResults:
     sent: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, results: Sequence[torch.Tensor | None]) -> None:
-        """Puts what has come into results."""
+        """Copies the arrived parts into the results."""
         self.pending.wait()
         targets, sources = [], []
         for param, overlap, source in self.parts:
@@ -353,7 +353,7 @@ def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
 
 
 def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-    """Refuses what differs between ranks, on all of them."""
+    """Refuses matrices that differ between ranks, on all ranks."""
     described = [[each[:4] for each in told] for told in everyone]
     for rank, told in enumerate(described):
         if told != described[0]:

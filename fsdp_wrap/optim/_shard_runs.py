@@ -170,7 +170,7 @@ class ShardRuns:
 
     @property
     def are_untouched(self) -> bool:
-        """Whether nobody has written to the numbers in public."""
+        """Whether the public numbers have not been written to."""
         return [*map(_VERSION, self._numbers)] == self._versions
 
     def take_state(self, runs: Iterable[ShardRun], public: dict[Any, State]) -> dict[ShardRun, State]:

@@ -48,18 +48,18 @@ class Overlap:
 
     @property
     def numel(self) -> int:
-        """How many elements that has."""
+        """Its number of elements."""
         return torch.Size(self.sizes).numel()
 
     def of_held(self, held: torch.Tensor) -> torch.Tensor:
-        """Returns it as a view of what a rank has, flattened."""
+        """Returns the overlap as a view of the rank's flattened local part."""
         part = self.part
         numel = torch.Size(part.sizes).numel()
         return held.narrow(0, part.begin, numel).view(part.sizes)[self.within]
 
 
 def overlaps(parts: Iterable[LocalBox], block: Block) -> list[Overlap]:
-    """Returns what of a matrix lies in some parts of its parameter."""
+    """Returns the overlaps of a matrix with boxes of its parameter."""
     found = []
     for part in parts:
         starts = [*map(max, part.offsets, block.offsets)]
@@ -146,7 +146,7 @@ def _sharded_param(names: Sequence[str], places: Iterable[Place], source: Any) -
 
 
 def _boxes_of(fqn: str, param: torch.Tensor) -> tuple[LocalBox, ...]:
-    """Returns what this rank has of a parameter that is in no wrapper's unit."""
+    """Returns this rank's boxes of a parameter that is in no wrapper's unit."""
     offsets, sizes = [0] * param.dim(), [*param.shape]
     if isinstance(param, DTensor):
         for dim, place, count in _cuts(fqn, param):
@@ -163,7 +163,7 @@ def _boxes_of(fqn: str, param: torch.Tensor) -> tuple[LocalBox, ...]:
 
 
 def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
-    """Yields, in order, the dimension of each cut, which piece this rank has, and of how many."""
+    """Yields, in order, each cut's dimension, this rank's index, and the number of pieces."""
     mesh = param.device_mesh
     here = [*zip(param.placements, mesh.get_coordinate() or (), mesh.shape)]
     here.sort(key=lambda each: isinstance(each[0], StridedShard))  # these cut what others have cut
@@ -178,13 +178,13 @@ def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
 
 
 class Communicators:
-    """Finds the ranks that have parameters between them, and how these communicate."""
+    """Communicators of the ranks over which parameters are sharded, made once each."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Communicator] = {}
 
     def of(self, held: ShardedParam) -> Communicator:
-        """Returns the communicator of all ranks that have any of a parameter; collective among them."""
+        """Returns the communicator of all ranks that hold any of a parameter; collective among them."""
         if isinstance(held.param, DTensor):
             ranks = sorted(held.param.device_mesh.mesh.flatten().tolist())
             return self._over(tuple(ranks), device_of(held.param.device_mesh))
@@ -222,5 +222,5 @@ def _reached(axes: Sequence[Communicator], groups: Iterable[dist.ProcessGroup]) 
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor, in one dimension."""
+    """Returns this rank's local part of a tensor, flattened."""
     return to_local(tensor.detach()).reshape(-1)

@@ -108,7 +108,7 @@ class ScaledUnit:
         return self._part.groups
 
     def offer(self, work: Callable[[], None]) -> None:
-        """Lets `step` do some work."""
+        """Sets the work of the next `step`."""
         self._work, self.stepped = work, False
 
     def step(self) -> None:

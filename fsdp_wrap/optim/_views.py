@@ -1,4 +1,4 @@
-"""Views: how one parameter is cut into the matrices that are meant by it."""
+"""Views: how one parameter is cut into matrices."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _Snapshot:
         self._total: int | None = None  # its part of the checksum, once that was wanted
 
     def follow(self, original: Original, checksums: bool) -> ShardChanges:
-        """Returns the elements of a shard that are others than here, and takes them over."""
+        """Returns the shard's elements that differ from this snapshot, and updates it."""
         held = original.interval.data.detach()
         local = self._differing(held)
         index, new = _whole_index(original, local), held[local.to(held.device)].to("cpu", self._values.dtype)
@@ -174,7 +174,7 @@ def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, 
 
 
 def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the plain tensor of a `DTensor` that each rank has whole."""
+    """Returns the local tensor of a replicated `DTensor`, else the tensor itself."""
     held = to_local(buffer)
     return held if held.shape == buffer.shape else buffer
 
@@ -207,13 +207,13 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
-    """Returns the part of a checksum that some elements make; the order does not matter."""
+    """Returns some elements' part of a checksum; the order does not matter."""
     pieces = (torch.split(each, _MIXED) for each in (_bits(values), index))
     return sum(_sum_of_few(*each) for each in zip(*pieces))
 
 
 def _sum_of_all(values: torch.Tensor, index_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """Returns the same of elements whose indices follow from their places in a tensor."""
+    """Returns the sum of all elements; `index_of` maps places in the tensor to indices."""
     pieces = torch.split(values, _AT_ONCE)
     begins = range(0, len(values), _AT_ONCE)
     places = (torch.arange(begin, begin + len(piece)) for begin, piece in zip(begins, pieces))
@@ -235,7 +235,7 @@ def _wrapped(total: int) -> int:
 
 
 def _joined(found: Iterable[ShardChanges], checksums: bool) -> Changes:
-    """Returns the changes that all ranks have found, by parameter."""
+    """Returns all ranks' changes by parameter."""
     pieces: dict[str, list[ShardChanges]] = {}
     for each in found:
         pieces.setdefault(each.name, []).append(each)

@@ -251,7 +251,7 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> list[int]:
-    """Returns the versions that have all weights, in order; of what is gone or damaged none."""
+    """Returns the whole versions in order, without damaged ones."""
     found = []
     for version in sorted(_versions(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -268,7 +268,7 @@ def _next(folder: Path, after: int) -> int | None:
 
 
 def _read(folder: Path, version: int) -> Update | None:
-    """Returns an update that is as it was written; None if it was removed meanwhile."""
+    """Returns a verified update; None if it was removed meanwhile."""
     from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, format_faults
     from fsdp_wrap.checkpoint._safetensors import read_safetensors
 

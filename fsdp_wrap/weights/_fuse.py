@@ -13,7 +13,7 @@ _ANY = "*"
 
 
 def check_rules(fuse: Rules | None) -> Rules:
-    """Returns the rules, none for None."""
+    """Returns checked rules; none for None."""
     rules = {} if fuse is None else fuse
     if not isinstance(rules, Mapping):
         raise TypeError(f"fuse must be a table or None, not a {type(fuse).__name__}")
@@ -40,7 +40,7 @@ def fused(made: dict[str, Recipe], rules: Rules) -> dict[str, Recipe]:
 
 
 def _rows(made: dict[str, Recipe], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the names of the parts by those of what is joined."""
+    """Returns the names of the parts by the fused tensor's name."""
     found: dict[str, list[str]] = {}
     for name in made:
         path = name.split(".")
@@ -57,7 +57,7 @@ def _rows(made: dict[str, Recipe], joined: str, parts: Sequence[str]) -> dict[st
 
 
 def _stacks(made: dict[str, Recipe], joined: str, pattern: str) -> dict[str, list[str]]:
-    """Returns the names of the parts, by their numbers, by those of what is stacked."""
+    """Returns the names of the parts, in order of their numbers, by the stacked tensor's name."""
     numbered: dict[str, dict[int, str]] = {}
     wanted = pattern.split(".")
     for name in made:

@@ -24,14 +24,14 @@ class Recipe(Protocol):
 
     @property
     def sources(self) -> list[SourceTensor]:
-        """The tensors of which it is made, in the order in which they are wanted."""
+        """The tensors of which it is made, in order."""
 
     @property
     def nbytes_beside(self) -> int:
-        """The most bytes alive while it is made, and afterwards, beside one of the tensors that it takes."""
+        """The most bytes alive while it is made, and afterwards, beside one of its sources."""
 
     def make(self, fetch: Fetch) -> torch.Tensor:
-        """Makes it of what `fetch` returns, in that order."""
+        """Makes the tensor from its sources, which `fetch` returns in order."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with what adapters add to it, computed in the wider of their dtypes."""
+    """A weight plus its adapters' updates, computed in the wider of their dtypes."""
 
     base: SourceTensor  # (out features, in features)
     added: Sequence[LowRank]
