@@ -1,6 +1,6 @@
 """Kills the receiver of a trainer's weights at seeded moments, and tells what that cost.
 
-Two ranks train; a third process follows their weights in bf16, over gloo or through shared memory: all of
+Two ranks train; a third process follows their weights in bf16, by `examples/lm/weight_channel.py`: all of
 them once, then what changed after each step. It is killed at any moment, mostly while it takes something.
 Another one is started, and gets all weights when it is there; training does not wait for it. At the end the
 receiver must hold the bits of the trainers, and these must be where a run without receivers ends.
@@ -14,23 +14,21 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from threading import Timer
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.following import WAYS
 from benchmarks.harness import run_ranks
 from benchmarks.implementations import Trained
 from benchmarks.models import CASES
 from benchmarks.victims import PATIENCE, ROOT, Event, free_port
+from examples.lm.weight_channel import Pair, PeerLost, WeightSender
 from fsdp_wrap import weight_changes, weight_source
-from fsdp_wrap.weights import Channel, PeerLost, WeightSender, checksum
+from fsdp_wrap.weights import checksum
 
 RECEIVER = "receiver"
 DTYPE = torch.bfloat16
@@ -44,26 +42,24 @@ GAP = (2, 10)
 class Link:
     """The first rank's receivers, one after the other, and the channel to the one that is there."""
 
-    def __init__(self, folder: Path, chosen: random.Random) -> None:
-        self._folder, self._chosen, self._count = folder, chosen, 0
+    def __init__(self, chosen: random.Random) -> None:
+        self._chosen = chosen
         self._pool = ThreadPoolExecutor(1)
         self.start()
 
     def start(self) -> None:
         """Starts a receiver; its channel is there later."""
-        self._count += 1
-        way = self._chosen.choice([*WAYS])
-        where = str(self._folder / f"socket{self._count}") if way == "memory" else f"localhost:{free_port()}"
+        where = f"localhost:{free_port()}"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.following", way, where],
+            [sys.executable, "-m", "benchmarks.following", where],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._opening: Future[Channel] = self._pool.submit(WAYS[way], where, receives=False, timeout=PATIENCE)
+        self._opening: Future[Pair] = self._pool.submit(Pair, where, receives=False, timeout=PATIENCE)
 
-    def opened(self) -> Channel | None:
+    def opened(self) -> Pair | None:
         """Returns the channel to the receiver, once, when it has come."""
         if self._opening.cancelled() or not self._opening.done():
             return None
@@ -115,7 +111,7 @@ class Trainer:
         self._kill_if_due()
         return not over
 
-    def _connected(self, channel: Channel | None) -> None:
+    def _connected(self, channel: Pair | None) -> None:
         """Lets all ranks gather all weights for a receiver that has come."""
         self._engine = WeightSender(channel)
         self._engine.send(self._source)
@@ -152,16 +148,15 @@ class Trainer:
 def train(count: int, seed: int) -> dict[str, Any]:
     """Returns events, number of steps, loss, and whether the bits are equal; called on every rank."""
     chosen = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        link = Link(Path(folder), chosen) if dist.get_rank() == 0 else None
-        trainer = Trainer(link, count, chosen)
-        try:
-            trainer.run()
-            own = {name: checksum(value) for name, value in weight_source(trainer.trained.model, dtype=DTYPE)}
-            theirs = trainer.finish() if link is not None else {}
-        finally:
-            if link is not None:
-                link.process.kill()
+    link = Link(chosen) if dist.get_rank() == 0 else None
+    trainer = Trainer(link, count, chosen)
+    try:
+        trainer.run()
+        own = {name: checksum(value) for name, value in weight_source(trainer.trained.model, dtype=DTYPE)}
+        theirs = trainer.finish() if link is not None else {}
+    finally:
+        if link is not None:
+            link.process.kill()
     ends = trainer.ends
     for event in trainer.events:
         around = ends[max(event["step"] - 3, 0) : event["step"] + 2]

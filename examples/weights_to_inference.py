@@ -1,7 +1,7 @@
 r"""Two ranks train a byte-level GPT; a third process writes text with their weights.
 
     torchrun --nproc-per-node 2 examples/weights_to_inference.py
-    torchrun --nproc-per-node 2 examples/weights_to_inference.py --way memory   # or: gloo, folder
+    torchrun --nproc-per-node 2 examples/weights_to_inference.py --way gloo
 
 The first rank starts the generating process, sends it all weights in bf16 once, and then only the elements
 that changed. The generator proves by checksums that it has the trainers' weights, and prints what it makes of
@@ -14,7 +14,6 @@ a prompt:
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import subprocess
 import sys
@@ -26,19 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lm.data import Corpus
 from lm.model import GPT, GPTConfig
+from lm.weight_channel import Message, Pair, PeerLost, WeightSender, received
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import weight_changes, weight_source
-from fsdp_wrap.weights import (
-    GlooChannel,
-    PeerLost,
-    SharedMemoryChannel,
-    Update,
-    WeightFolder,
-    WeightSender,
-    received,
-    stored,
-)
+from fsdp_wrap.weights import Update, WeightFolder, stored
 from fsdp_wrap.wrap import NameWrapPolicy
 
 CONFIG = GPTConfig(layers=2, width=64, heads=4, context=64)
@@ -47,8 +38,8 @@ DTYPE = torch.bfloat16
 
 def options() -> argparse.Namespace:
     command = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    command.add_argument("--way", choices=["gloo", "memory", "folder"], default="gloo")
-    command.add_argument("--where", help="host:port, path of a socket, or folder; made up if not given")
+    command.add_argument("--way", choices=["folder", "gloo"], default="folder")
+    command.add_argument("--where", help="folder, or host:port; made up if not given")
     command.add_argument("--steps", type=int, default=200, help="of training")
     command.add_argument("--every", type=int, default=50, help="steps between two updates")
     command.add_argument("--generate", action="store_true", help="be the generating process")
@@ -60,23 +51,19 @@ def made_up(way: str) -> str:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             return f"localhost:{probe.getsockname()[1]}"
-    folder = tempfile.mkdtemp()
-    return folder if way == "folder" else os.path.join(folder, "socket")
+    return tempfile.mkdtemp()
 
 
-def sender(way: str, where: str) -> WeightSender | WeightFolder:
-    """Runs the trainer's side, on the first rank."""
+def sender(way: str, where: str | None) -> WeightSender | WeightFolder:
+    """Runs the trainers' side; the first rank alone says where."""
     if way == "folder":
         return WeightFolder(where)
-    channel = GlooChannel if way == "gloo" else SharedMemoryChannel
-    return WeightSender(channel(where, receives=False))
+    return WeightSender(None if where is None else Pair(where, receives=False))
 
 
-def updates(way: str, where: str) -> Iterator[Update]:
+def updates(way: str, where: str) -> Iterator[Update] | Iterator[Message]:
     """Runs the receiver's side."""
-    if way == "folder":
-        return stored(where)
-    return received((GlooChannel if way == "gloo" else SharedMemoryChannel)(where, receives=True))
+    return stored(where) if way == "folder" else received(Pair(where, receives=True))
 
 
 def train(way: str, where: str, steps: int, every: int) -> None:
@@ -85,12 +72,11 @@ def train(way: str, where: str, steps: int, every: int) -> None:
     model = FSDP(GPT(CONFIG), auto_wrap_policy=NameWrapPolicy("Block"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     corpus = Corpus.load(None, CONFIG.context)
-    engine: WeightSender | WeightFolder = WeightSender(None)
     generator = None
     if dist.get_rank() == 0:
         command = [sys.executable, __file__, "--generate", "--way", way, "--where", where]
         generator = subprocess.Popen(command)
-        engine = sender(way, where)
+    engine = sender(way, where if generator is not None else None)
     try:
         engine.send(weight_source(model, dtype=DTYPE))
     except PeerLost as error:

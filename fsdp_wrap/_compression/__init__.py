@@ -1,4 +1,4 @@
-"""Gathers and reductions that travel in fewer bytes.
+"""Compressed gathers and reductions.
 
 Lives here: codecs, and `compress`. Deleting this folder leaves plain collectives.
 May import: all below.

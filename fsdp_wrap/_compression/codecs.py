@@ -1,4 +1,4 @@
-"""Codecs: fewer bytes for floating-point numbers that travel, with a known bound on the error.
+"""Codecs: floating-point numbers in fewer bytes, with a known bound on the error.
 
 Blocks of numbers share a scale, as in ZeRO++ (Wang et al., 2023). Rounding goes to the nearest, so the same
 numbers always give the same bytes. It need not be random: master weights and optimizer state are never
@@ -32,7 +32,7 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Returns how many bytes so many numbers of a dtype take: a multiple of 8."""
+        """Returns the encoded bytes of so many numbers of a dtype: a multiple of 8."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ class _Int4(_Blockwise):
 
 
 class ExactTail(Codec):
-    """Another codec for all but the last few numbers, which stay as they are."""
+    """Another codec for all numbers but the last few, which stay exact."""
 
     def __init__(self, codec: Codec, tail: int) -> None:
         self._codec, self._tail = codec, tail

@@ -1,7 +1,6 @@
 """Compression: gathers and reductions that send fewer bytes than the numbers they stand for.
 
-What users see and save stays exact: `summon_full_params`, state dicts and optimizers know the sharded
-parameters in master dtype, and nothing of how units compute with them.
+Full parameters, state dicts and optimizers stay exact: they use the sharded parameters in master dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FEWEST = 1024
 
 @compression.fill
 def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) -> None:
-    """Does what `comm_hooks.compress` says."""
+    """Implements `comm_hooks.compress`."""
     gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
     handles = _handles_in(module, reductions)
     for communicator in dict.fromkeys(handle.communicator for handle in handles):
@@ -64,23 +63,13 @@ def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) 
 
 
 def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
-    """Returns a codec that leaves alone what the layouts have noted behind the gradients."""
+    """Returns a codec that leaves the layouts' notes behind the gradients exact."""
     noted = max(segment.layout.noted_numel for segment in handle.segments)
     return ExactTail(codec, noted) if noted else codec
 
 
 class CompressedTransport:
-    """How a unit's parameters and gradients travel encoded (a `Transport`).
-
-    Args:
-        communicator: Moves the bytes.
-        gathers: How parameters travel; None: as they are.
-        reductions: The same of gradients.
-
-    Attributes:
-        keeps_notes: Whether what layouts note in a reduction arrives.
-        compresses_reductions: Whether gradients travel encoded.
-    """
+    """A `Transport` that encodes a unit's parameters and gradients; without a codec they stay as they are."""
 
     def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
         self._communicator = communicator
@@ -89,7 +78,7 @@ class CompressedTransport:
         self.compresses_reductions = reductions is not None
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
-        """As a communicator's; own parts become what the other ranks decode as well."""
+        """Gathers encoded parts; a rank's own part becomes the decoded one too, so that all compute alike."""
         communicator, codec = self._communicator, self._gathers
         if codec is None:
             return communicator.gather_into(buffers, fill)
@@ -113,7 +102,7 @@ class CompressedTransport:
         return Then([communicator.all_gather(sent, fill_encoded)], [decode])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        """As a communicator's; each rank adds up what it decodes, so that no sum is rounded to a codec."""
+        """Reduces by an exchange of encoded parts; each rank sums decoded ones, so that no sum is rounded."""
         codec = self._reductions
         if codec is None:
             return self._communicator.reduce_scatter(shards, full)
@@ -149,7 +138,7 @@ class CompressedTransport:
         return Then([self._communicator.all_to_all(received, room)], [add])
 
     def _room(self, codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns memory for all ranks' encoded parts of `numbers`; itself where that does not pay."""
+        """Returns memory for all ranks' encoded parts; `numbers` itself where encoding does not pay."""
         ranks = self._communicator.size
         numel, dtype = numbers.numel() // ranks, numbers.dtype
         if not is_castable(dtype) or numel < _FEWEST or codec.nbytes(numel, dtype) >= numel * dtype.itemsize:

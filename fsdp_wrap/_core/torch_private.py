@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     FakeProcessGroup,
     HashStore,
-    PrefixStore,
     ReduceScatterOptions,
-    TCPStore,
 )
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
@@ -118,10 +115,6 @@ PURPOSES = {
     "torch._C._distributed_c10d.AllgatherOptions": "gathers without the cost of torch's function",
     "torch._C._distributed_c10d.ReduceScatterOptions": "reductions without the cost of torch's function",
     "torch._C._distributed_c10d.FakeProcessGroup": "shows counting modes the collectives in shared memory",
-    "torch._C._distributed_c10d.TCPStore": "where a sender of weights and its receiver meet",
-    "torch._C._distributed_c10d.PrefixStore": "likewise",
-    "torch.distributed.ProcessGroupGloo._Options": "lets a channel for weights listen on one address only",
-    "torch.distributed.ProcessGroupGloo._Options._devices": "likewise",
     "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
@@ -237,15 +230,6 @@ default_store = dist.distributed_c10d._get_default_store
 get_layout = torch.serialization._get_layout
 concatenated_mesh = DeviceMesh._concatenate
 flattened_mesh = DeviceMesh._flatten
-
-
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Returns a private group over gloo that listens on one of this host's addresses."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, rank, size, options)
 
 
 def all_groups() -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints looked at and converted without training: `inspect`, `convert` and `export`.
+"""The commands on checkpoints: `inspect`, `convert` and `export`.
 
 Each ends with 0, with 1 where a checkpoint is damaged or cannot be read or written, with 2 on wrong input.
 """
@@ -6,9 +6,10 @@ Each ends with 0, with 1 where a checkpoint is damaged or cannot be read or writ
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, entries_of, read_metadata, told, verify
+from fsdp_wrap.checkpoint._manifest import (
+    METADATA,
+    Manifest,
+    entries_of,
+    format_faults,
+    read_metadata,
+    verify,
+)
+from fsdp_wrap.checkpoint._safetensors import Described, nbytes
 from fsdp_wrap.checkpoint._sources import (
     Source,
+    described_in,
     is_foreign,
     is_safetensors,
     lacks_of_foreign,
@@ -61,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Adds the commands to a parser; what it finds has the function that runs it as `run`."""
+    """Adds the commands to a parser; parsed options have the command's function as `run`."""
     commands = parser.add_subparsers(required=True, metavar="inspect|convert|export")
     inspect = commands.add_parser("inspect", help="list steps, and what the newest complete one holds")
     inspect.add_argument("--verify", action="store_true", help="read every byte of every step")
@@ -144,30 +154,31 @@ def _beside(path: Path, ending: str) -> Path:
 
 def _tell_source(source: Source, as_json: bool) -> int:
     if as_json:
-        print(
-            json.dumps({"kind": source.kind, "path": str(source.place), "model": _entries(source)}, indent=1)
-        )
+        told = {"kind": source.kind, "path": str(source.place), "model": _tensors_as_json(source.described)}
+        print(json.dumps(told, indent=1))
         return 0
     print(f"{source.place}: {source.kind}")
-    print(*_tensors(source), sep="\n")
+    print(*_entries([*source.described, *source.left_out], source.described, "no tensor"), sep="\n")
     return 0
 
 
-def _entries(source: Source) -> dict[str, dict[str, Any]]:
+def _tensors_as_json(described: Described) -> dict[str, dict[str, Any]]:
     return {
-        name: {"shape": [*shape], "dtype": _dtype(dtype), "bytes": source.size_of(name)}
-        for name, (shape, dtype) in source.described.items()
+        name: {"shape": [*shape], "dtype": _dtype(dtype), "bytes": nbytes(shape, dtype)}
+        for name, (shape, dtype) in described.items()
     }
 
 
-def _tensors(source: Source) -> Iterator[str]:
-    count = len(source.described) + len(source.left_out)
-    yield f"model: {count} entries, {_size(sum(map(source.size_of, source.described)))}"
-    width = max(map(len, [*source.described, *source.left_out]), default=0)
-    for name, (shape, dtype) in source.described.items():
-        yield f"  {name.ljust(width)}  {_dtype(dtype)} {list(shape)}  {_size(source.size_of(name))}"
-    for name in source.left_out:
-        yield f"  {name.ljust(width)}  no tensor"
+def _entries(names: Sequence[str], described: Described, others: str) -> Iterator[str]:
+    """Yields a line on a model, and one on each entry; entries that are no tensors are called `others`."""
+    yield f"model: {len(names)} entries, {_size(sum(itertools.starmap(nbytes, described.values())))}"
+    width = max(map(len, names), default=0)
+    for name in names:
+        told = others
+        if name in described:
+            shape, dtype = described[name]
+            told = f"{_dtype(dtype)} {list(shape)}  {_size(nbytes(shape, dtype))}"
+        yield f"  {name.ljust(width)}  {told}"
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -178,12 +189,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
-    """Returns a line on a step folder, and whether it is as it was written.
-
-    Args:
-        folder: The step's.
-        every_byte: Read all of it; otherwise names and sizes count.
-    """
+    """Returns a line on a step folder, and whether it is as it was written."""
     if is_foreign(folder):
         lacks = "; ".join(lacks_of_foreign(folder, read_metadata(folder)))
         fine = "all its files are there; it has no checksums" if not lacks else f"incomplete: {lacks}"
@@ -191,7 +197,11 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     lack = lack_of(folder)
     if lack is None:
         manifest = Manifest.read(folder)
-        lack = "\n  ".join(told(folder, manifest.faults(folder, shown=verifying))) if every_byte else None
+        lack = (
+            "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
+            if every_byte
+            else None
+        )
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
@@ -200,16 +210,7 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
 
 
 def _described(dir: Path, step: int | None) -> Iterator[str]:
-    """Yields lines on the content of one step.
-
-    Args:
-        dir: Of steps, or a step folder.
-        step: Which one; None for the newest complete one.
-
-    Raises:
-        DamagedCheckpoint: If its list of content is missing or damaged.
-        ValueError: If there is no such step.
-    """
+    """Yields lines on the content of one step."""
     folder, manifest, metadata = _looked_at(dir, step)
     if manifest is None:
         yield f"{folder} (by torch.distributed.checkpoint)"
@@ -223,26 +224,20 @@ def _described(dir: Path, step: int | None) -> Iterator[str]:
 
 
 def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Metadata]:
-    """Returns one step's folder, its manifest (None for one of DCP's) and what DCP knows of it."""
+    """Returns one step's folder, manifest (None for one of DCP's) and DCP's metadata."""
     folder = find(dir, step)
     if is_foreign(folder):
         return folder, None, read_metadata(folder)
     manifest = Manifest.read(folder)
     pieces = (piece for piece in manifest.pieces() if piece.file == METADATA)
     if faults := [*verify(folder, pieces)]:
-        refuse(folder, told(folder, faults))
+        refuse(folder, format_faults(folder, faults))
     return folder, manifest, read_metadata(folder)
 
 
 def _as_json(dir: Path, step: int | None) -> dict[str, Any]:
     folder, manifest, metadata = _looked_at(dir, step)
-    names = model_of(metadata)
-    entries = {name: metadata.state_dict_metadata[key] for key, name in names.items()}
-    model = {
-        name: {"shape": [*entry.size], "dtype": _dtype(entry.properties.dtype), "bytes": _bytes(entry)}
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    model = _tensors_as_json(described_in(metadata)[0])
     found: dict[str, Any] = {"path": str(folder), "model": model}
     if manifest is None:
         return {"kind": "torch.distributed.checkpoint", **found}
@@ -251,15 +246,7 @@ def _as_json(dir: Path, step: int | None) -> dict[str, Any]:
 
 
 def _model(metadata: Metadata) -> Iterator[str]:
-    entries = {name: metadata.state_dict_metadata[key] for key, name in model_of(metadata).items()}
-    yield f"model: {len(entries)} entries, {_size(sum(map(_bytes, entries.values())))}"
-    width = max(map(len, entries), default=0)
-    for name, entry in entries.items():
-        name = name.ljust(width)
-        if isinstance(entry, TensorStorageMetadata):
-            yield f"  {name}  {_dtype(entry.properties.dtype)} {list(entry.size)}  {_size(_bytes(entry))}"
-        else:
-            yield f"  {name}  pickled"
+    return _entries([*model_of(metadata).values()], described_in(metadata)[0], "pickled")
 
 
 def _optimizer(metadata: Metadata) -> Iterator[str]:
@@ -294,9 +281,7 @@ def _summed(sizes: Iterable[tuple[str, int]], owners: str) -> Iterator[str]:
 
 
 def _bytes(entry: Any) -> int:
-    if not isinstance(entry, TensorStorageMetadata):
-        return 0
-    return entry.size.numel() * entry.properties.dtype.itemsize
+    return nbytes(entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else 0
 
 
 def _size(count: float) -> str:

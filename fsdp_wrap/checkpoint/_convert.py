@@ -1,8 +1,9 @@
-"""Checkpoints of one kind into another, in one process and without a model; what was written is read back."""
+"""Conversions of checkpoints in one process, without a model; each is read back and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,9 @@ from fsdp_wrap.checkpoint._team import ALONE
 
 
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
-    """Writes model and optimizer state, full, as one file that `torch.load(weights_only=True)` reads.
+    """Writes full model and optimizer state as one file that `torch.load(weights_only=True)` reads.
 
     Extras and random states, which may be anything, are left out. All of it is in memory meanwhile.
-
-    Args:
-        dir: Of steps, a step folder, or one of DCP's.
-        out: The file, which must not exist.
-        step: Which one; None for the newest complete one.
-
-    Returns:
-        The folder.
-
-    Raises:
-        DamagedCheckpoint: If the checkpoint is not as it was written.
-        RuntimeError: If an entry, such as a module's extra state, is no plain value; if the file does not
-            hold what was written.
-        ValueError: If there is no such step, or `out` exists.
     """
     _require_new(out)
     folder, metadata = opened(dir, step)
@@ -68,17 +55,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
 
 
 def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
-    """Saves what a file holds as a step in `dir`; returns the step folder.
-
-    Args:
-        file: By `to_torch_file`, or a model's state dict by `torch.save`.
-        dir: Of steps; made if it does not exist.
-        step: Its number; None for one after the newest.
-
-    Raises:
-        RuntimeError: If the step does not hold what was written.
-        ValueError: If the file is none of these.
-    """
+    """Saves the content of a file by `torch.save` as a step in `dir`; returns the step folder."""
     state = load_file(file)
     for group in state.get("optim", {}).get("param_groups", ()):
         if any(isinstance(name, int) for name in group["params"]):
@@ -87,17 +64,7 @@ def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
 
 
 def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
-    """Saves the model of safetensors files, or of a folder of DCP's, as a step in `dir`; returns its folder.
-
-    Args:
-        path: Where the files lie.
-        dir: Of steps; made if it does not exist.
-        step: Its number; None for one after the newest.
-
-    Raises:
-        RuntimeError: If the files are damaged, or the step does not hold what was written.
-        ValueError: If the path has nothing of the kind.
-    """
+    """Saves the model of safetensors files or a folder of DCP's as a step in `dir`; returns its folder."""
     if path.is_dir() and not is_safetensors(path):
         _refuse_step(path)
     source = open_source(path)
@@ -105,12 +72,7 @@ def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
 
 
 def to_torch_file_from(path: Path, out: Path) -> Path:
-    """Writes the model of safetensors files as one file by `torch.save`; returns where they lie.
-
-    Raises:
-        RuntimeError: If the files are damaged, or the file does not hold what was written.
-        ValueError: If the path has nothing of the kind, or `out` exists.
-    """
+    """Writes the model of safetensors files as one file by `torch.save`; returns where they lie."""
     _require_new(out)
     _write_torch_file({"model": dict(open_source(path).tensors("reading"))}, out)
     return path
@@ -123,23 +85,7 @@ def export(
     max_shard_bytes: int | str = "5GB",
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Writes a model's tensors as safetensors files with Hugging Face's index; holds one at a time.
-
-    Args:
-        path: A checkpoint of any kind.
-        out: A folder; made if it does not exist.
-        step: Which one; None for the newest complete one.
-        max_shard_bytes: The most bytes of tensors in one file.
-        dtype: Cast floating-point tensors to this; None to leave them as they are.
-
-    Returns:
-        The names of the files with tensors.
-
-    Raises:
-        DamagedCheckpoint: If the checkpoint is not as it was written.
-        RuntimeError: If the files do not hold what was written.
-        ValueError: If there is no such step, or safetensors has no such dtype.
-    """
+    """Writes a model's tensors as safetensors files with Hugging Face's index; holds one at a time."""
     if out.resolve() == path.resolve() or out.is_file():
         raise ValueError(f"{out} cannot be written to: name another folder")
     source = open_source(path, step)
@@ -175,13 +121,9 @@ def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | Non
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
     _require_same(
-        source.tensors("verifying"), {name: _reader(saved, name) for name in saved.described}, folder
+        source.tensors("verifying"), {name: partial(saved.read, name) for name in saved.described}, folder
     )
     return folder
-
-
-def _reader(source: Source, name: str) -> Any:
-    return lambda: source.read(name)
 
 
 def _refuse_step(path: Path) -> None:
@@ -208,7 +150,7 @@ def _write_torch_file(state: dict[str, Any], out: Path) -> None:
 
 
 def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
-    """Yields the names of what is not the same in two nested states."""
+    """Yields the names of entries that differ between two nested states."""
     if isinstance(value, Mapping) and isinstance(other, Mapping) and value.keys() == other.keys():
         for key in value:
             yield from _differing(value[key], other[key], f"{name}.{key}" if name else str(key))
@@ -223,11 +165,7 @@ def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
 
 
 def _require_same(values: Iterator[Named], written: Mapping[str, Any], place: Path) -> None:
-    """Compares tensors with what reads them back, one at a time.
-
-    Raises:
-        RuntimeError: If one is missing or another one; it names them.
-    """
+    """Reads tensors back one at a time, and raises a RuntimeError that names those that differ."""
     other = [name for name, value in values if name not in written or not _is_same(value, written[name]())]
     if other:
         raise _unlike(place, other)

@@ -1,8 +1,8 @@
-"""Step folders: their names, which are complete, and how one appears and goes without ever being half there.
+"""Step folders: names, completeness, and atomic appearance and removal.
 
-A step is written into a hidden folder, which one rename makes visible. What is deleted or replaced is hidden
-by a rename first. So a crash leaves hidden folders at most, and the next save removes them. One run at a time
-saves in a folder: it holds a locked file there, which the next one meets.
+A step is written into a hidden folder, which one rename makes visible. A step that is deleted or replaced
+is hidden by a rename first. So a crash leaves hidden folders at most, and the next save removes them. One run
+at a time saves in a folder: it holds a lock on a file there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def steps_in(parent: Path) -> dict[int, Path]:
 
 
 def number_of(folder: Path, written: int) -> int:
-    """Returns the number in a step folder's name, by which it is found; without one that in its manifest."""
+    """Returns the step number in a folder's name, or else in its manifest."""
     found = _STEP.fullmatch(folder.name)
     return int(found[1]) if found else written
 
@@ -62,7 +62,7 @@ def is_step(folder: Path) -> bool:
 
 
 def lack_of(folder: Path) -> str | None:
-    """Returns what keeps a step folder from being complete, as far as names and sizes tell."""
+    """Returns the first fault of a step folder by names and sizes, None if it is complete."""
     try:
         faults = Manifest.read(folder).missing(folder)
     except DamagedCheckpoint as error:
@@ -79,11 +79,7 @@ def latest(dir: str | Path) -> Path | None:
 
 
 def find(path: Path, step: int | None) -> Path:
-    """Returns the step folder to load: the path itself, the step asked for, or the newest complete one.
-
-    Raises:
-        ValueError: If there is no such step.
-    """
+    """Returns the step folder to load: the path itself, the step asked for, or the newest complete one."""
     if any((path / name).exists() for name in (MANIFEST, METADATA)):
         if step is not None and steps_in(path.parent).get(step) != path:
             raise ValueError(f"step={step} does not fit {path}, which is a step folder itself")
@@ -107,7 +103,7 @@ def find(path: Path, step: int | None) -> Path:
 
 
 def sum_of_manifest(folder: Path) -> int | str | None:
-    """Returns the CRC-32 of a step folder's manifest; None if there is none, or why it cannot be read."""
+    """Returns the CRC-32 of a step folder's manifest, None without one, or the error of reading it."""
     try:
         return zlib.crc32((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -130,20 +126,9 @@ def _complete_in(parent: Path, before: float = math.inf) -> Iterator[Path]:
 
 @contextmanager
 def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
-    """Clears up after crashed saves and makes the hidden folder in which a step is written.
+    """Clears up after crashed saves, makes the hidden folder of a step, and yields its number and name.
 
-    In the end what is left of that is removed, and others may save.
-
-    Args:
-        parent: The folder of steps.
-        step: Its number; None for one after the newest.
-
-    Yields:
-        The step's number and the hidden folder's name, by which ranks know that they see the same one.
-
-    Raises:
-        RuntimeError: If another run, or another thread, is saving there.
-        ValueError: If something that is no checkpoint is in the way.
+    In the end its leftovers are removed, and others may save. All ranks must see a folder of that name.
     """
     parent.mkdir(parents=True, exist_ok=True)
     with _claimed(parent):
@@ -165,7 +150,7 @@ def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
 
 
 def clean_up(parent: Path) -> None:
-    """Removes what crashed saves have left in a folder of steps, unless another process does so or saves."""
+    """Removes leftovers of crashed saves, unless another process does so or saves."""
     with suppress(RuntimeError, OSError), _claimed(parent):
         _clean_up(parent)
 
@@ -183,7 +168,7 @@ def shows(folder: Path) -> bool:
 
 
 def unseen_in(folder: Path) -> list[Fault]:
-    """Returns which files of a written step this rank does not see, and what is wrong with them."""
+    """Returns the faults of a written step, as this rank sees it."""
     faults: list[Fault] = []
     for _ in _looks():
         os.listdir(folder)
@@ -194,7 +179,7 @@ def unseen_in(folder: Path) -> list[Fault]:
 
 
 def _looks() -> Iterator[int]:
-    """Counts looks at what another host, or rank, is about to change, with pauses between them."""
+    """Counts looks, with pauses, at a folder that another host or rank is about to change."""
     for look in range(_LOOKS):
         time.sleep(_PAUSE * bool(look))
         yield look
@@ -226,7 +211,7 @@ def keep_newest(parent: Path, count: int) -> None:
 
 
 def remove_steps(parent: Path) -> None:
-    """Removes all step folders, what saves have left, and the folder itself if nothing else is in it."""
+    """Removes all step folders, leftovers of saves, and the folder itself if it is empty then."""
     if parent.is_dir():
         with _claimed(parent):
             keep_newest(parent, 0)
@@ -238,11 +223,7 @@ def remove_steps(parent: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or a link to one, if it is there.
-
-    Raises:
-        OSError: If that is not possible.
-    """
+    """Removes a folder, or a link to one, if it is there."""
     if path.is_symlink():
         path.unlink()
     for look in _looks():  # a rank that has not noticed a failure yet may write one more file
@@ -256,7 +237,7 @@ def _remove(path: Path) -> None:
 
 
 def _clean_up(parent: Path) -> None:
-    """Removes what crashed saves have left in a folder of steps that this process has claimed."""
+    """Removes leftovers of crashed saves in a folder of steps that this process has claimed."""
     for path in list(parent.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] == "replaced" and not os.path.lexists(parent / hidden[1]):
@@ -273,17 +254,13 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 
 def place_of(path: Path) -> str:
-    """Says where this rank looks for a folder."""
+    """Returns this rank's path and host of a folder, for messages."""
     return f"in {path.absolute()} on host {socket.gethostname()}"
 
 
 @contextmanager
 def _claimed(parent: Path) -> Iterator[None]:
-    """Holds the right to save in a folder; it ends with the process in whatever way, too.
-
-    Raises:
-        RuntimeError: If another run, or another thread, is saving there; it names it.
-    """
+    """Claims a folder for saving, by a lock that ends with the process; refuses if another run has it."""
     path = parent.resolve() / _CLAIM
     if path in _held:
         raise _refusal(parent, "this very process")

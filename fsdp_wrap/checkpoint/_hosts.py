@@ -1,4 +1,4 @@
-"""Which ranks share a host's memory, and bytes that go from one rank to another."""
+"""The ranks that share a host's memory, and transfers of bytes between ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,14 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks see the same folder: those of one host.
-
-    Attributes:
-        team: All ranks.
-        firsts: For each rank the first one of its host.
-    """
+    """The hosts of a team: for each rank the first rank (head) of its host, which sees the same folder."""
 
     team: Team
     firsts: Sequence[int]
 
     @classmethod
     def of(cls, team: Team, folder: Path) -> Hosts:
-        """Finds out, by a file that each rank makes there; collective.
-
-        Raises:
-            RuntimeError: On all ranks if one cannot write there.
-        """
+        """Finds the hosts by a file that each rank makes in the folder; collective."""
         mark = folder / f"{MARK}{secrets.token_hex(8)}"
 
         def make() -> None:
@@ -74,7 +65,7 @@ class Hosts:
         return [rank for rank, first in enumerate(self.firsts) if first == head]
 
     def on_first(self, decide: Callable[[], T]) -> T:
-        """Lets the first rank of each host decide; all of the host get its result, any error all ranks."""
+        """Calls a function on each head; its host's ranks get the result, all ranks any error."""
         values = self.team.gather(self.team.together(lambda: decide() if self.is_first else None))
         return values[self.first]  # type: ignore[return-value]
 
@@ -90,7 +81,7 @@ class Hosts:
 
 @dataclass(frozen=True, order=True)
 class Move:
-    """Bytes of a file that one rank gives another one, which are numbered as in the team.
+    """A transfer of some bytes of a file between two ranks of the team.
 
     All ranks take the same moves in the same order, so that no two wait for each other.
     """
@@ -102,7 +93,7 @@ class Move:
     length: int
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yields offsets and sizes of what travels at once."""
+        """Yields offset and size of each message."""
         for start in range(self.offset, self.offset + self.length, _CHUNK):
             yield start, min(_CHUNK, self.offset + self.length - start)
 
@@ -110,19 +101,10 @@ class Move:
 def carry_out(
     team: Team, moves: Iterable[Move], folder: Path, take: Callable[[Move, Iterator[torch.Tensor]], None]
 ) -> None:
-    """Gives and takes what this rank is concerned with; both go on at the same time, a few MB at once.
+    """Carries out this rank's moves: sends in one thread and receives in another, a few MB at once.
 
-    Args:
-        team: The ranks; their group's messages lie in host memory.
-        moves: The same ones in the same order on all ranks.
-        folder: Where this rank has the files that it gives.
-        take: Is called with each move to this rank and its bytes, in tensors of uint8, all of which it must
-            take.
-
-    Raises:
-        Exception: What `take` raised first, or the reading of a file, for which the taker gets zeros; all
-            else has been carried out then.
-        RuntimeError: If ranks could not communicate.
+    All ranks pass the same moves in the same order. `take` must use up the bytes of each move to this rank.
+    After an error, of which the first is raised, the rest is still carried out: other ranks wait for it.
     """
     failures: list[Exception] = []
     own = [move for move in moves if team.rank in (move.giver, move.taker)]

@@ -33,9 +33,9 @@ from fsdp_wrap.checkpoint._manifest import (
     DamagedCheckpoint,
     Fault,
     Manifest,
+    format_faults,
     listed,
     metadata_in,
-    told,
     verify,
 )
 from fsdp_wrap.checkpoint._save import Save
@@ -75,7 +75,7 @@ class InMemory:
             process_group: The ranks that look; None for the default group, or this process alone without one.
 
         Returns:
-            The number of the step, None if there is none. As of folders only names and sizes are looked at.
+            The number of the step, None if there is none. Only names and sizes are checked, as for folders.
         """
         team = Team.of(process_group, "InMemory.latest")
         hosts = Hosts.of(team, self.folder)
@@ -119,19 +119,12 @@ class InMemory:
 
 
 class _Step(NamedTuple):
-    """A step in the memory of hosts.
-
-    Attributes:
-        number: Of the step.
-        total: The CRC-32 of its manifest: the same step may have been saved twice.
-        names: The files that it has.
-        files: Those that are there, by the first rank of a host.
-    """
+    """A step in the memory of hosts."""
 
     number: int
-    total: int
+    total: int  # the CRC-32 of its manifest: the same step may have been saved twice
     names: frozenset[str]
-    files: dict[int, frozenset[str]]
+    files: dict[int, frozenset[str]]  # those that are there, by the head of their host
 
     @property
     def lacking(self) -> list[str]:
@@ -151,7 +144,7 @@ def _steps_of(hosts: Hosts, folder: Path) -> list[_Step]:
 
 
 def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]:
-    """Returns what this host holds: step, CRC-32 of the manifest, files that it has and those there."""
+    """Returns the steps on this host: number, CRC-32 of the manifest, all files, and those that are there."""
     held = []
     for number, path in folders.steps_in(folder).items():
         try:
@@ -166,11 +159,7 @@ def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]
 
 
 def _chosen(steps: Sequence[_Step], number: int | None, place: str) -> _Step:
-    """Returns the newest complete step, or the one asked for.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the newest complete step, or the one asked for."""
     asked = [step for step in steps if number in (None, step.number)]
     for step in asked:
         if not step.lacking:
@@ -182,11 +171,7 @@ def _chosen(steps: Sequence[_Step], number: int | None, place: str) -> _Step:
 
 
 def _intact(hosts: Hosts, folder: Path, step: _Step) -> _Step:
-    """Returns the step without what has changed in a host's memory; each byte is read once on each host.
-
-    Raises:
-        DamagedCheckpoint: If a file is intact on no host.
-    """
+    """Returns the step without files damaged in a host's memory; each byte is read once on each host."""
     team, ranks = hosts.team, hosts.ranks_of(hosts.first)
 
     def faults() -> list[Fault]:
@@ -204,7 +189,11 @@ def _intact(hosts: Hosts, folder: Path, step: _Step) -> _Step:
     }
     step = step._replace(files={head: files for head, files in left.items() if METADATA in files})
     if step.lacking:
-        lines = [line for each in found for line in told(folder, [f for f in each if f.file in step.lacking])]
+        lines = [
+            line
+            for each in found
+            for line in format_faults(folder, [f for f in each if f.file in step.lacking])
+        ]
         damage = f"step {step.number} in the memory of the hosts is damaged, and nothing was loaded:"
         raise DamagedCheckpoint("\n  ".join([damage, *lines]))
     return step
@@ -215,11 +204,7 @@ def _intact(hosts: Hosts, folder: Path, step: _Step) -> _Step:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySave(Save):
-    """What is to be written into the memory of the hosts.
-
-    Attributes:
-        folder: In this host's memory.
-    """
+    """A save into the memory of the hosts."""
 
     folder: Path
 
@@ -297,15 +282,7 @@ def _refuse_lacking(manifest: Manifest, written: Path, expected: Iterable[str]) 
 
 
 class _HostsReader(KnownReader):
-    """Reads a step in the memory of several hosts: what this one lacks comes from another one.
-
-    Args:
-        folder: The step's on this host, if it has any of it.
-        metadata: What DCP knows of it.
-        manifest: Of it.
-        hosts: The ranks that read.
-        files: Which files are there, by the first rank of a host.
-    """
+    """Reads a step in the memory of several hosts: files that this one lacks come from another one."""
 
     def __init__(
         self,
@@ -320,7 +297,7 @@ class _HostsReader(KnownReader):
         self._sums = {(piece.file, piece.offset): piece.crc for piece in manifest.pieces()}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what this host has, then takes the rest, one piece after the other; collective."""
+        """Takes the pieces that this host lacks from others, then reads its own; collective."""
         local = self._files.get(self._hosts.first, frozenset())
         near: list[ReadItem] = []
         far: dict[tuple[str, int, int], list[ReadItem]] = {}
@@ -345,7 +322,7 @@ class _HostsReader(KnownReader):
         return super().read_data(replace(plan, items=near), planner)
 
     def _moves(self, needs: Sequence[Sequence[tuple[str, int, int]]]) -> list[Move]:
-        """Returns who gives what to whom; ranks of a host take turns."""
+        """Returns the moves that meet all needs; ranks of a host take turns in giving."""
         givers: dict[str, list[int]] = {}
         for head in sorted(self._files):
             for name in self._files[head]:

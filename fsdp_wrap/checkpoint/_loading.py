@@ -1,4 +1,4 @@
-"""Loading: everything is verified and checked, then read aside, and only then put in."""
+"""Loading: verifies and checks everything, reads it into other memory, and only then changes the model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fsdp_wrap.checkpoint._manifest import (
     Manifest,
     Shown,
     entries_of,
+    format_faults,
     listed,
     read_metadata,
-    told,
 )
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
@@ -99,9 +99,9 @@ def load(
     team = Team.of(process_group, "checkpoint.load")
     subject = team.together(lambda: Subject(model, optim, extra))
     folder, manifest, reader = _found(dir, team, step)
-    content = team.together(lambda: _Content(subject.model_state(), reader.metadata))
-    unexpected = _of_no_rank(team, content.lacking) if strict else []
-    reading = team.together(lambda: _Reading(subject, content, folder, manifest, team, strict, unexpected))
+    reading = team.together(lambda: _Reading(subject, folder, manifest, reader.metadata, team))
+    unexpected = _of_no_rank(team, reading.lacking) if strict else []
+    team.together(lambda: reading.prepare(strict, unexpected))
     read(reader, reading.flat, team, trusted=trusted)
     found = team.together(lambda: reading.found(trusted))
     subject.put_in(team, found["model"], found["optim"], strict)
@@ -114,7 +114,7 @@ def load(
 def _found(
     dir: str | os.PathLike[str] | InMemory, team: Team, step: int | None
 ) -> tuple[Path, Manifest, KnownReader]:
-    """Returns the step folder as this rank names it, its manifest and what reads it, verified."""
+    """Returns a verified step folder in this rank's path, its manifest and its reader."""
     if isinstance(dir, InMemory):
         return dir.find(team, step)
     folder = _agreed_folder(team, Path(dir).absolute(), step)
@@ -123,11 +123,7 @@ def _found(
 
 
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
-    """Returns the step folder that the first rank has found, as this rank names it.
-
-    Raises:
-        ValueError: If there is none, or not all ranks see that one.
-    """
+    """Returns the step folder that the first rank has found, as this rank names it."""
     within = team.on_first(lambda: folders.find(dir, step).relative_to(dir))
     folder = dir / within
     found = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
@@ -152,23 +148,17 @@ def _lacking(is_there: bool, manifest: int | str | None) -> str:
 
 
 def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
-    """Has every byte read by some rank; returns the manifest or raises the same on all ranks.
-
-    Args:
-        team: The ranks.
-        folder: The step's.
-        shown: As for `Manifest.faults`.
-    """
+    """Verifies every byte on some rank; returns the manifest, or raises the same on all ranks."""
     manifest = team.on_first(lambda: _read_manifest(folder))
     mine = team.together(lambda: manifest.faults(folder, team.rank, team.size, shown))
     faults = _of_all_ranks(team.gather((place_of(folder), mine)))
     if faults:
-        team.on_first(lambda: refuse(folder, told(folder, faults)))
+        team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
     return manifest
 
 
 def refuse(folder: Path, lacks: list[str]) -> NoReturn:
-    """Tells what a step folder lacks, and which step is complete."""
+    """Raises a `DamagedCheckpoint` that names the faults, and the step before that is complete."""
     earlier = folders.complete_before(folder)
     hint = "no earlier step beside it is complete"
     if earlier is not None:
@@ -184,7 +174,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
-    """Returns all ranks' faults once; those of whole files that only some see, with where these look."""
+    """Returns all ranks' faults once; faults of whole files on some ranks alone name where these look."""
     finders: dict[Fault, list[str]] = {}
     for rank, (place, faults) in enumerate(found):
         for fault in faults:
@@ -198,71 +188,39 @@ def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
 
 
 def _of_no_rank(team: Team, lacking: list[str]) -> list[str]:
-    """Returns what no rank's model has: each may have another stage of a pipeline."""
+    """Returns the names that no rank's model has: each may have another stage of a pipeline."""
     common = set.intersection(*map(set, team.gather(lacking)))
     return [name for name in lacking if name in common]
 
 
-class _Content:
-    """A rank's model beside what a checkpoint holds.
-
-    Attributes:
-        model: The model's state, of pieces where it is sharded.
-        metadata: What `torch.distributed.checkpoint` knows of the checkpoint.
-        saved: Names of the checkpoint's model.
-        lacking: Those of them that this rank's model lacks.
-    """
-
-    def __init__(self, model: Mapping[str, Any], metadata: Metadata) -> None:
-        self.model, self.metadata = model, metadata
-        self.saved = list(dict.fromkeys(path[1] for path in entries_of(metadata, "model").values()))
-        self.lacking = [name for name in self.saved if name not in model]
-
-
 class _Reading:
-    """What one rank reads of a checkpoint, aside.
-
-    Attributes:
-        metadata: What `torch.distributed.checkpoint` knows of it.
-        flat: Values by the names of the metadata: tensors to read into, None for what is pickled.
-
-    Args:
-        subject: What it is for.
-        content: Its model beside what the checkpoint holds.
-        folder: The step's.
-        manifest: Of the step.
-        team: The ranks that load.
-        strict: Whether names must be the same.
-        unexpected: Names in the checkpoint that no rank's model has.
-
-    Raises:
-        ValueError: If names or shapes do not fit.
-    """
+    """One rank's reads of a checkpoint, into memory of their own."""
 
     def __init__(
-        self,
-        subject: Subject,
-        content: _Content,
-        folder: Path,
-        manifest: Manifest,
-        team: Team,
-        strict: bool,
-        unexpected: Sequence[str],
+        self, subject: Subject, folder: Path, manifest: Manifest, metadata: Metadata, team: Team
     ) -> None:
-        self._subject, self._content, self.metadata = subject, content, content.metadata
+        self._subject, self._folder, self._manifest, self._metadata = subject, folder, manifest, metadata
+        self._model = subject.model_state()
+        self._saved = list(dict.fromkeys(path[1] for path in entries_of(metadata, "model").values()))
+        self.lacking = [name for name in self._saved if name not in self._model]
+        self._warns = team.is_first
         self._is_same_size = manifest.world_size == team.size
         self._rank = str(team.rank) if self._is_same_size else "0"  # whose extras and random state are read
-        model = content.model
+        self.flat: dict[str, Any] = {}
+
+    def prepare(self, strict: bool, unexpected: Sequence[str]) -> None:
+        """Refuses names and shapes that do not fit; allocates `flat`, with None for pickled values."""
+        model = self._model
         misfits = [*self._other_shapes(model), *(self._other_names(model, unexpected) if strict else ())]
         if misfits:
-            raise ValueError(f"{folder} does not fit, and nothing was loaded: {'; '.join(misfits)}")
-        if not self._is_same_size and team.is_first:
-            self._warn_of_others(folder, manifest)
+            raise ValueError(f"{self._folder} does not fit, and nothing was loaded: {'; '.join(misfits)}")
+        if not self._is_same_size and self._warns:
+            self._warn_of_others(self._folder, self._manifest)
         self.flat = dict(self._allocated(model))
 
     def found(self, trusted: bool) -> dict[str, Any]:
-        """Returns what was read: "model", "optim", "extra", "random"; None for what is not to be loaded."""
-        state: dict[str, Any] = unflatten_state_dict(self.flat, self.metadata.planner_data)
+        """Returns the values read: "model", "optim", "extra", "random"; None for parts not to be loaded."""
+        state: dict[str, Any] = unflatten_state_dict(self.flat, self._metadata.planner_data)
         packed = state.get("extra", {}).get(self._rank, {})
         extra = {name: unpacked(data, f"extra['{name}']", trusted) for name, data in packed.items()}
         optim = {"state": {}, **self._own_groups(state["optim"])} if "optim" in state else None
@@ -271,10 +229,10 @@ class _Reading:
         return {"model": state.get("model", {}), "optim": optim, "extra": extra, "random": random}
 
     def _own_groups(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves what this rank's model lacks out of the groups of parameters."""
-        if not self._content.lacking or "param_groups" not in optim:
+        """Drops names that this rank's model lacks from the groups of parameters."""
+        if not self.lacking or "param_groups" not in optim:
             return dict(optim)
-        lacking = set(self._content.lacking)
+        lacking = set(self.lacking)
         cut = (
             {**group, "params": [name for name in group["params"] if name not in lacking]}
             for group in optim["param_groups"]
@@ -283,7 +241,7 @@ class _Reading:
 
     def _other_shapes(self, model: Mapping[str, Any]) -> Iterator[str]:
         for name, value in model.items():
-            entry = self.metadata.state_dict_metadata.get(f"model.{name}")
+            entry = self._metadata.state_dict_metadata.get(f"model.{name}")
             if not isinstance(entry, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
                 continue
             if entry.size != value.shape:
@@ -293,13 +251,13 @@ class _Reading:
                 yield f"{name} is {dtype} there and {value.dtype} here, which cannot hold it"
 
     def _other_names(self, model: Mapping[str, Any], unexpected: Sequence[str]) -> Iterator[str]:
-        saved = set(self._content.saved)
-        extra = [path[2] for path in entries_of(self.metadata, "extra", self._rank).values()]
+        saved = set(self._saved)
+        extra = [path[2] for path in entries_of(self._metadata, "extra", self._rank).values()]
         if missing := [name for name in model if name not in saved]:
             yield f"the checkpoint lacks {listed(missing)} of the model"
         if unexpected:
             yield f"the model lacks {listed(unexpected)} of the checkpoint"
-        if self._subject.optimizers and not entries_of(self.metadata, "optim"):
+        if self._subject.optimizers and not entries_of(self._metadata, "optim"):
             yield "the checkpoint has no optimizer state: pass optim=None"
         stateful = [name for name, each in self._subject.extra.items() if isinstance(each, Stateful)]
         if missing := [name for name in stateful if name not in extra]:
@@ -309,8 +267,8 @@ class _Reading:
         """Warns of extras that differed between the ranks that saved them."""
         crcs = {(piece.file, piece.offset): piece.crc for piece in manifest.pieces()}
         sums: dict[str, list[int | None]] = {}
-        paths = entries_of(self.metadata, "extra")
-        for index, place in self.metadata.storage_data.items():
+        paths = entries_of(self._metadata, "extra")
+        for index, place in self._metadata.storage_data.items():
             if index.fqn in paths:
                 found = sums.setdefault(paths[index.fqn][2], [])
                 found.append(crcs.get((place.relative_path, place.offset)))
@@ -324,9 +282,9 @@ class _Reading:
 
     def _allocated(self, model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         own = {("extra", self._rank), *([("random", self._rank)] if self._is_same_size else [])}
-        others = {("state", name) for name in self._content.lacking}  # whose states are not its own
-        for key, path in self.metadata.planner_data.items():  # in the order of the state that was saved
-            entry = self.metadata.state_dict_metadata[key]
+        others = {("state", name) for name in self.lacking}  # whose states are not its own
+        for key, path in self._metadata.planner_data.items():  # in the order of the state that was saved
+            entry = self._metadata.state_dict_metadata[key]
             if path[0] == "model" and path[1] in model:
                 yield key, allocated(entry, model[path[1]])
             elif path[0] == "optim" and self._subject.optimizers and path[1:3] not in others:

@@ -37,7 +37,7 @@ class DamagedCheckpoint(RuntimeError):
     """A checkpoint that is not as it was written: files are missing, shorter, or have other bytes."""
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """A range of one file's bytes and their CRC-32."""
 
     file: str
@@ -46,18 +46,12 @@ class Piece(NamedTuple):
     crc: int
 
 
-Shown = Callable[[list[Piece]], Iterator[Piece]]
+Shown = Callable[[list[ByteRange]], Iterator[ByteRange]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a file, or with some of its bytes.
-
-    Attributes:
-        file: Its name in the step folder.
-        lack: What is wrong.
-        span: The bytes concerned; None for the whole file.
-    """
+    """A fault of a file, or of some of its bytes (`span`; None for the whole file)."""
 
     file: str
     lack: str
@@ -66,14 +60,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step folder holds.
-
-    Attributes:
-        step: Its number.
-        world_size: How many ranks saved it.
-        files: For each file its ranges [offset, length, CRC-32], which follow each other without gaps.
-        versions: Of what wrote it.
-    """
+    """The files of a step folder, each with its ranges [offset, length, CRC-32], which leave no gaps."""
 
     step: int
     world_size: int
@@ -82,11 +69,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads it from a step folder.
-
-        Raises:
-            DamagedCheckpoint: If it is missing or not as it was written.
-        """
+        """Reads the manifest of a step folder, or raises `DamagedCheckpoint`."""
         try:
             data = (folder / MANIFEST).read_bytes()
         except FileNotFoundError:
@@ -97,7 +80,7 @@ class Manifest:
 
     @classmethod
     def decoded(cls, data: bytes) -> Manifest:
-        """Returns the manifest that a file's bytes tell; refuses others, as `read`."""
+        """Returns the manifest in a file's bytes, or raises `DamagedCheckpoint`."""
         try:
             content = json.loads(data)
             if content.pop("crc") == zlib.crc32(_encoded(content)):
@@ -107,7 +90,7 @@ class Manifest:
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
 
     def write(self, folder: Path) -> None:
-        """Writes it into a step folder, for good."""
+        """Writes the manifest into a step folder, durably."""
         content: dict[str, Any] = asdict(self)
         content["crc"] = zlib.crc32(_encoded(content))
         with durable(folder / MANIFEST) as file:
@@ -135,12 +118,12 @@ class Manifest:
             return f"cannot be read: {error}"
         return None if found == expected else f"has {found} of {expected} bytes"
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ByteRange]:
         """Yields all ranges of bytes."""
-        return (Piece(name, *each) for name, ranges in self.files.items() for each in ranges)
+        return (ByteRange(name, *each) for name, ranges in self.files.items() for each in ranges)
 
-    def share(self, rank: int, size: int) -> Iterator[Piece]:
-        """Yields what one of several ranks verifies: a range of all bytes, cut between pieces."""
+    def share(self, rank: int, size: int) -> Iterator[ByteRange]:
+        """Yields one rank's share of all ranges, cut between them."""
         total, done = max(self.size, 1), 0
         for piece in self.pieces():
             if done * size // total == rank:
@@ -148,21 +131,14 @@ class Manifest:
             done += piece.length
 
     def faults(self, folder: Path, rank: int = 0, size: int = 1, shown: Shown = iter) -> list[Fault]:
-        """Looks for all files, and reads the bytes that one of several ranks verifies.
-
-        Args:
-            folder: The step's.
-            rank: Which one.
-            size: How many verify.
-            shown: Passes the pieces on as they are read, and may show how far that has come.
-        """
+        """Looks for all files, and reads this rank's share of the bytes; `shown` may show a bar."""
         missing = self.missing(folder)
         gone = {fault.file for fault in missing}
         pieces = [each for each in self.share(rank, size) if each.file not in gone]
         return [*missing, *verify(folder, shown(pieces))]
 
 
-def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
+def verify(folder: Path, pieces: Iterable[ByteRange]) -> Iterator[Fault]:
     """Reads pieces of files and yields those that are not as they were written."""
     for file, offset, length, crc in pieces:
         span = range(offset, offset + length)
@@ -173,8 +149,8 @@ def verify(folder: Path, pieces: Iterable[Piece]) -> Iterator[Fault]:
             yield Fault(file, f"cannot be read: {error}", span)
 
 
-def told(folder: Path, faults: Sequence[Fault]) -> list[str]:
-    """Returns a line on each fault, with the names of what lies there, as far as the metadata still tell."""
+def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
+    """Returns a line on each fault, with the names of its entries if the metadata are intact."""
     lost = any(fault.file == METADATA for fault in faults)
     places = [] if lost else _places(folder)
     lines = []
@@ -190,7 +166,7 @@ def told(folder: Path, faults: Sequence[Fault]) -> list[str]:
 
 
 def listed(names: Iterable[object], most: int = 10) -> str:
-    """Returns names for a message, of many the first ones."""
+    """Returns names for a message: the first ones and the number of others."""
     every = [*map(str, names)]
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
@@ -198,7 +174,7 @@ def listed(names: Iterable[object], most: int = 10) -> str:
 
 @contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file whose bytes lie on disk in the end."""
+    """Opens a file for writing, and syncs it to disk at the end."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -206,7 +182,7 @@ def durable(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(folder: Path) -> None:
-    """Makes a folder's entries last."""
+    """Syncs a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,17 +216,12 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Reads what `torch.distributed.checkpoint` knows of the folder's content.
-
-    Raises:
-        RuntimeError: If it holds anything that DCP does not write there, which is not run; if this version
-            of torch does not read it; or if it names files outside of the folder.
-    """
+    """Reads DCP's metadata of a folder; refuses, unrun, anything that DCP does not write there."""
     return metadata_in((folder / METADATA).read_bytes(), folder)
 
 
 def metadata_in(data: bytes, folder: Path) -> Metadata:
-    """Does as `read_metadata`, of bytes that were read already."""
+    """Returns the metadata in bytes that were read already, checked as by `read_metadata`."""
     try:
         found = _Unpickler(io.BytesIO(data), folder / METADATA).load()
         if not isinstance(found, Metadata):
@@ -322,7 +293,7 @@ class _StandIn(type):
 
 @cache
 def _stand_in(real: Any) -> _StandIn:
-    """Makes one; by pickle's opcode for it, it makes instances as `real.__new__` does."""
+    """Makes a stand-in, whose `__new__` (an opcode of pickle) makes instances of the real class."""
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return made.real.__new__(made.real, *args, **kwargs)
@@ -378,7 +349,7 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a class or function that DCP's metadata are made of."""
+        """Returns the stand-in of a class or function that DCP's metadata use; refuses others."""
         if (module, name) in _ADMITTED:
             return _stand_in(_ADMITTED[module, name])
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

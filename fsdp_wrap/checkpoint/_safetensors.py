@@ -75,7 +75,7 @@ def export_safetensors(
 
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, under the names of the unwrapped module; tied parameters once, under the
-    first of their names. No rank holds more than `budget` bytes of it at a time. What an earlier export left
+    first of their names. No rank holds more than `budget` bytes of it at a time. An earlier export
     in the directory is replaced once all of the new files are complete. Extra state of modules, which is no
     tensor, is left out.
 
@@ -111,41 +111,26 @@ def write_safetensors(
     *,
     max_shard_bytes: int | str = "5GB",
 ) -> list[str]:
-    """Writes tensors as `export_safetensors` does, in one process; returns the names of the files.
-
-    Args:
-        directory: Made if it does not exist.
-        described: Shape and dtype by name, in the order of `values`.
-        values: (name, tensor), each taken when the one before is written.
-        max_shard_bytes: The most bytes of tensors in one file.
-
-    Raises:
-        OSError: If a file cannot be written; what was there before is untouched.
-        ValueError: If safetensors has no such dtype, or `values` are not as described.
-    """
+    """Writes tensors as `export_safetensors` does, in one process; returns the names of the files."""
     plan = _plan(described, max_shard_bytes)
     _write(Path(directory), plan, iter(values))
     return [*plan]
 
 
 def refuse_dtypes(described: Described) -> None:
-    """Refuses tensors that safetensors cannot hold.
-
-    Raises:
-        ValueError: If it has no such dtype.
-    """
+    """Refuses tensors that safetensors cannot hold."""
     for name, (_, dtype) in described.items():
         if dtype not in _NAMES:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}: cast it before")
 
 
 def _plan(described: Described, most: int | str) -> dict[str, Described]:
-    """Distributes tensors over files in their order, each of so many bytes at most; by the files' names."""
+    """Returns the tensors of each file, in order, of at most so many bytes a file."""
     refuse_dtypes(described)
     most, filled = nbytes_of(most, "max_shard_bytes"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
-        size = _nbytes(shape, dtype)
+        size = nbytes(shape, dtype)
         if parts[-1] and filled + size > most:
             parts.append({})
             filled = 0
@@ -156,7 +141,8 @@ def _plan(described: Described, most: int | str) -> dict[str, Described]:
     return dict(zip(names if count > 1 else [SINGLE], parts))
 
 
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
 
 
@@ -188,11 +174,11 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
 
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
-    """Returns how a file begins, and where each tensor does: large dtypes first, for alignment."""
+    """Returns a file's header and each tensor's offset: large dtypes first, for alignment."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, stop = {}, 0
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
-        starts[name], stop = stop, stop + _nbytes(shape, dtype)
+        starts[name], stop = stop, stop + nbytes(shape, dtype)
         span = [starts[name], stop]
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -202,7 +188,7 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
 
 
 def _index(plan: Mapping[str, Described]) -> bytes:
-    total = sum(_nbytes(*described) for tensors in plan.values() for described in tensors.values())
+    total = sum(nbytes(*described) for tensors in plan.values() for described in tensors.values())
     weight_map = {name: file for file, tensors in plan.items() for name in tensors}
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
@@ -273,19 +259,7 @@ def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAcc
 
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
-    """Opens the files that `export_safetensors` or Hugging Face's libraries wrote.
-
-    Args:
-        directory: Where they lie; or one file alone.
-
-    Returns:
-        By name what reads a tensor, or a part of it, from its file when asked, and stands for it in any torch
-        function.
-
-    Raises:
-        FileNotFoundError: Naming the file that is missing.
-        RuntimeError: If a file is damaged, or does not hold what the index says.
-    """
+    """Opens the files that `export_safetensors` or Hugging Face's libraries wrote."""
     folder = Path(directory)
     if folder.is_file():
         return _open(folder)

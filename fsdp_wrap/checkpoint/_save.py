@@ -1,4 +1,4 @@
-"""What a save is, wherever it goes."""
+"""`Save`: the interface of saves to disk and to the memory of hosts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from fsdp_wrap.checkpoint._team import Team
 
 @dataclass(frozen=True, kw_only=True)
 class Save(ABC):
-    """What is to be written.
-
-    Attributes:
-        team: The ranks that write.
-        state: What this rank has.
-        step: Its number; None for one after the newest.
-        keep_last: How many complete steps stay, this one included; None for what the place does.
-        progress: Whether the first rank shows a bar.
-    """
+    """A planned save; `keep_last` counts this step too, None is the default of the place."""
 
     team: Team
     state: dict[str, Any]
@@ -38,8 +30,4 @@ class Save(ABC):
 
     @abstractmethod
     def write(self) -> Path:
-        """Writes the step, on every rank; it appears once all have succeeded, or not at all.
-
-        Returns:
-            The step folder, as this rank names it.
-        """
+        """Writes the step, on every rank; it appears once all have succeeded, or not at all."""

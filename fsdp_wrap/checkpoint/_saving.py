@@ -34,12 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSave(Save):
-    """What is to be written in a folder that all ranks see.
-
-    Attributes:
-        parent: The folder of step folders.
-        patience: Seconds of writing until the bar is shown.
-    """
+    """A save into a folder that all ranks see; the bar is shown after `patience` seconds."""
 
     parent: Path
     patience: float = 0.0
@@ -96,7 +91,7 @@ class PendingSave:
 
     def __init__(self, to_do: Save) -> None:
         self._future: Future[Path] = Future()
-        self._told = False
+        self._seen = False
         # No daemon: a program that ends waits for it.
         Thread(target=self._run, args=(to_do,), name="fsdp_wrap.checkpoint").start()
 
@@ -112,12 +107,12 @@ class PendingSave:
             TimeoutError: If it goes on for longer than `timeout` seconds.
         """
         error = self._future.exception(timeout)
-        self._told = error is not None
+        self._seen = error is not None
         return self._future.result()
 
-    def raise_untold(self) -> None:
+    def raise_unseen(self) -> None:
         """Raises the error of a save that has ended, unless `result` has."""
-        if not self._told:
+        if not self._seen:
             self.result()
 
     def wait(self) -> None:
@@ -142,7 +137,7 @@ def wait_for_pending(raise_error: bool = True) -> None:
         pending.wait()
         if raise_error:
             _pending.clear()
-            pending.raise_untold()
+            pending.raise_unseen()
 
 
 def save(
@@ -159,8 +154,8 @@ def save(
     """Saves model, optimizers, extras and random states as a step folder in `dir`; collective.
 
     The folder appears when every rank has written its part and all of it lies on disk, with checksums; a
-    crash before leaves what was there. A step that is there already is replaced. What crashed saves left is
-    removed.
+    crash before leaves what was there. A step that is there already is replaced. Leftovers of crashed saves
+    are removed.
 
     Args:
         dir: Of all steps; it may hold other files. All ranks must see the same folder there. Or a place in
@@ -224,7 +219,7 @@ def async_save(
         process_group: As in `save`.
 
     Returns:
-        What tells whether it is done, and its result or error.
+        A handle that tells whether the save is done, and its result or error.
 
     Raises:
         TypeError: As `save`.

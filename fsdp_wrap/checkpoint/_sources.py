@@ -6,7 +6,6 @@ and files by `torch.save`.
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,13 +22,13 @@ from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
-    Piece,
+    ByteRange,
     entries_of,
     extents,
     listed,
     read_metadata,
 )
-from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, read_safetensors
+from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, nbytes, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
 from fsdp_wrap.checkpoint._team import ALONE
 
@@ -41,15 +40,7 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True)
 class Source:
-    """A model's tensors as a checkpoint holds them.
-
-    Attributes:
-        kind: What the checkpoint is, for messages.
-        place: Where it lies.
-        described: Shape and dtype by name.
-        read: Returns the tensor of a name; one that lies in a mapped file is read as it is used.
-        left_out: Names of what is no tensor.
-    """
+    """A model's tensors as a checkpoint holds them."""
 
     kind: str
     place: Path
@@ -58,33 +49,18 @@ class Source:
     left_out: list[str] = field(default_factory=list)
 
     def tensors(self, doing: str) -> Iterator[Named]:
-        """Yields names and tensors, of which it holds one at a time.
-
-        Args:
-            doing: What is done with them, for the bar.
-        """
+        """Yields names and tensors, of which it holds one at a time."""
         total = sum(map(self.size_of, self.described))
         for name in watched(self.described, f"{doing} {self.place.name}", self.size_of, total):
             yield name, self.read(name)
 
     def size_of(self, name: str) -> int:
         """Returns the bytes of a tensor."""
-        shape, dtype = self.described[name]
-        return math.prod(shape) * dtype.itemsize
+        return nbytes(*self.described[name])
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """Opens a checkpoint of any kind, of which a step folder is verified first.
-
-    Args:
-        path: A folder of steps, one step's, DCP's or one with safetensors; or a file.
-        step: Of several the one to open; None for the newest complete one.
-
-    Raises:
-        DamagedCheckpoint: If a step folder is not as it was written.
-        RuntimeError: If another one is damaged.
-        ValueError: If there is nothing of the kind.
-    """
+    """Opens a checkpoint of any kind, of which a step folder is verified first."""
     require_there(path)
     if path.is_file() or is_safetensors(path):
         if step is not None:
@@ -92,19 +68,24 @@ def open_source(path: Path, step: int | None = None) -> Source:
         return _of_safetensors(path) if is_safetensors(path) else of_state(path, load_file(path))
     folder, metadata = opened(path, step)
     kind = "step folder" if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
-    names = model_of(metadata)
-    entries = {name: metadata.state_dict_metadata[key] for key, name in names.items()}
-    keys = {name: key for key, name in names.items()}
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    keys = {name: key for key, name in model_of(metadata).items()}
+    described, left_out = described_in(metadata)
 
     def read_one(name: str) -> torch.Tensor:
-        flat: dict[str, Any] = {keys[name]: allocated(tensors[name])}
+        flat: dict[str, Any] = {keys[name]: allocated(metadata.state_dict_metadata[keys[name]])}
         read(KnownReader(folder, metadata), flat, ALONE)
         found: torch.Tensor = flat[keys[name]]
         return found
 
+    return Source(kind, folder, described, read_one, left_out)
+
+
+def described_in(metadata: Metadata) -> tuple[Described, list[str]]:
+    """Returns shape and dtype of a model's tensors by name, and the names of entries that are no tensors."""
+    entries = {name: metadata.state_dict_metadata[key] for key, name in model_of(metadata).items()}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     described = {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
-    return Source(kind, folder, described, read_one, [name for name in entries if name not in tensors])
+    return described, [name for name in entries if name not in tensors]
 
 
 def require_there(path: Path) -> None:
@@ -130,11 +111,7 @@ def _of_safetensors(path: Path) -> Source:
 
 
 def load_file(file: Path) -> dict[str, Any]:
-    """Returns what a file by `torch.save` holds, mapped: `model`, and `optim` if it is there.
-
-    Raises:
-        ValueError: If it is none, or holds no state dict.
-    """
+    """Returns the content of a file by `torch.save`, mapped: `model`, and `optim` if it is there."""
     try:
         state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -149,7 +126,7 @@ def load_file(file: Path) -> dict[str, Any]:
 
 
 def of_state(file: Path, state: Mapping[str, Any]) -> Source:
-    """Returns the model of what `load_file` has read."""
+    """Returns the source of a state that `load_file` has read."""
     tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
     described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
     left_out = [name for name in state["model"] if name not in tensors]
@@ -160,14 +137,9 @@ def of_state(file: Path, state: Mapping[str, Any]) -> Source:
 
 
 def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
-    """Verifies a folder of DCP, and returns it with what DCP knows of it.
+    """Verifies a folder of DCP, and returns it with DCP's metadata.
 
-    Of a step folder every byte is compared with its checksum. Of others, which have none, the files' sizes
-    are compared with what DCP notes.
-
-    Raises:
-        DamagedCheckpoint: If it is not as it was written.
-        ValueError: If there is no such step.
+    In a step folder every byte is compared with its checksum. Other folders have none: sizes are compared.
     """
     refuse_parent(dir)
     folder = find(dir, step)
@@ -180,7 +152,7 @@ def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
     return folder, read_metadata(folder)
 
 
-def verifying(pieces: list[Piece]) -> Iterator[Piece]:
+def verifying(pieces: list[ByteRange]) -> Iterator[ByteRange]:
     """Yields pieces of files to be verified, with a bar."""
     return watched(pieces, "verifying", lambda piece: piece.length, sum(piece.length for piece in pieces))
 
@@ -238,14 +210,7 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:
-    """Yields things, and shows at a terminal how far the one who takes them has come.
-
-    Args:
-        things: What is yielded.
-        doing: What is done with them, before the bar.
-        size_of: The bytes of one.
-        total: The bytes of all.
-    """
+    """Yields things, and shows a bar of the bytes taken at a terminal."""
     # `None` shows none where standard error is no terminal.
     how = {"delay": PATIENCE, "leave": False, "disable": None, "file": sys.stderr}
     with tqdm(total=total, desc=doing, unit="B", unit_scale=True, **how) as bar:

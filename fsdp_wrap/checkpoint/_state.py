@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: model, optimizers, a rank's extras and random states; taken and put back."""
+"""Model, optimizers, a rank's extras and random states: taken for a checkpoint, and put back."""
 
 from __future__ import annotations
 
@@ -51,17 +51,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Subject:
-    """A model, its optimizers and extras, checked, as they are saved and loaded.
-
-    Args:
-        model: Wrapped by anything, or plain.
-        optim: One or several optimizers of it, or None.
-        extra: By name: objects with `state_dict` and `load_state_dict`, or values that pickle.
-
-    Raises:
-        TypeError: If one of these is of another type.
-        ValueError: If a parameter is in two optimizers, whose states for it could not both be saved.
-    """
+    """The model, optimizers (which may not share a parameter) and extras of a save or load, checked."""
 
     def __init__(self, model: nn.Module, optim: Optimizers, extra: Mapping[str, Any] | None) -> None:
         if not isinstance(model, nn.Module):
@@ -74,11 +64,7 @@ class Subject:
         self.extra: dict[str, Any] = dict(extra or {})
 
     def taken(self, team: Team) -> dict[str, Any]:
-        """Returns all of it for `torch.distributed.checkpoint`; tensors are those of model and optimizers.
-
-        Raises:
-            ValueError: If other ranks than those of the team hold parts of the model.
-        """
+        """Returns the state dict for DCP, of the model's and optimizers' own tensors."""
         _refuse_fewer_ranks(self.model, team.ranks)
         rank = str(team.rank)
         optim = {"optim": self._optim_state()} if self.optimizers else {}
@@ -104,17 +90,7 @@ class Subject:
         }
 
     def put_in(self, team: Team, model: dict[str, Any], optim: dict[str, Any] | None, strict: bool) -> None:
-        """Loads the model and its optimizers together, on all ranks, or leaves them as they were.
-
-        Args:
-            team: The ranks that load.
-            model: The model's state.
-            optim: All optimizers' state; None to leave theirs.
-            strict: Whether the model's names must be the same.
-
-        Raises:
-            Exception: As the model or an optimizer raises, on all ranks; then nothing has changed.
-        """
+        """Loads the model and its optimizers together, on all ranks, or leaves them as they were."""
         optimizers = self.optimizers if optim is not None else []
         cut = team.together(lambda: [self._cut(each, optim, model) for each in optimizers])
 
@@ -149,10 +125,7 @@ class Subject:
     def _cut(
         self, optimizer: torch.optim.Optimizer, state: Any, model: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Returns what one of the optimizers takes of all optimizers' state; refuses what does not fit.
-
-        And what gives that its dtypes back, once the optimizer has it.
-        """
+        """Returns one optimizer's part of the state, and a function that then restores its dtypes."""
         cut = (_optim_state_by_key if self._is_of_dtensors() else load_optim_state_dict)(
             self.model, optimizer, state
         )
@@ -160,7 +133,7 @@ class Subject:
         return cut, as_saved(self._names(), optimizer, cut, dtypes)
 
     def _names(self) -> Callable[[nn.Parameter], str]:
-        """Returns what names a parameter that an optimizer holds."""
+        """Returns a function from an optimizer's parameter to its name."""
         if self._is_of_dtensors():  # which may have no intervals
             return {param: clean_fqn(name) for name, param in self.model.named_parameters()}.__getitem__
         originals = Originals(self.model)
@@ -249,11 +222,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _optim_state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's state by names of parameters; values are the optimizer's own.
-
-    Raises:
-        ValueError: If it has parameters that are not the model's.
-    """
+    """Returns an optimizer's state by names of parameters; values are the optimizer's own."""
     saved, small = optim.state_dict(), small_states_of(optim)
     named: dict[Any, str] = {}
     params: dict[Any, nn.Parameter] = {}
@@ -274,10 +243,6 @@ def _optim_state_by_key(
     """Returns of a state dict by names what an optimizer's `load_state_dict` takes; nothing is changed.
 
     Parameters without state there have none: they had no gradient yet, or were frozen.
-
-    Raises:
-        ValueError: If the optimizer has parameters that are not the model's, or a group's were saved in
-            groups with other options.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -314,7 +279,7 @@ def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Returns what gives an optimizer back its state and groups of now; loading replaces them."""
+    """Returns a function that puts an optimizer's present state and groups back; loading replaces them."""
     inner = innermost(optimizer)
     state, entries = inner.state, {param: dict(entry) for param, entry in inner.state.items()}
     groups = [dict(group) for group in inner.param_groups]
@@ -331,7 +296,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _kept_tensors(state: Mapping[str, Any]) -> Callable[[], None]:
-    """Returns what gives a model back its tensors of now, past what modules do when they load."""
+    """Returns a function that puts a model's present values back, past modules' own ways of loading."""
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     copies = staged(tensors)
 
@@ -344,7 +309,7 @@ def _kept_tensors(state: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def may_refuse(model: nn.Module) -> bool:
-    """Whether some module takes its values in a way of its own, which may fail half-way."""
+    """Whether some module loads in a way of its own, which may fail half-way."""
     return any(_loads_its_own_way(each) for each in model.modules() if WRAPPED_ATTR not in each._modules)
 
 

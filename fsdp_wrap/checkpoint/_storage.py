@@ -1,6 +1,6 @@
 """Writing and reading by `torch.distributed.checkpoint`.
 
-What is written is summed up on the way. Of what is pickled in data files, plain values are read, and what
+Checksums are taken while files are written. Pickled values in data files must be plain, or of classes that
 users admit, unless the folder is trusted.
 """
 
@@ -37,21 +37,13 @@ _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True)
 class _Checked(WriteResult):
-    """What was written, with its CRC-32, as it travels to the first rank with all else."""
+    """DCP's result of one written item, with its CRC-32; DCP sends it to the first rank."""
 
     crc: int = 0
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes as its base does, and a manifest on the first rank.
-
-    Args:
-        path: The step's hidden folder.
-        step: Its number.
-        world_size: How many ranks write.
-        progress: Whether to show a bar of this rank's bytes.
-        patience: Seconds until it is shown.
-    """
+    """Writes as its base does, and a manifest on the first rank."""
 
     def __init__(self, path: Path, step: int, world_size: int, progress: bool, patience: float = 0.0) -> None:
         super().__init__(path)
@@ -93,7 +85,7 @@ class CheckedWriter(FileSystemWriter):
 
 
 class _Sums(StorageWriterTransforms):
-    """Hands items on to their file and sums up their bytes."""
+    """Passes items on to their file, with checksums of their bytes."""
 
     def __init__(self, folder: Path, count: Callable[[int], object]) -> None:
         super().__init__()
@@ -110,7 +102,7 @@ class _Sums(StorageWriterTransforms):
 
 
 class _SummedStream(io.IOBase):
-    """Passes bytes on to a stream, which stays open; counts them and sums them up."""
+    """A stream that passes bytes on to another, which stays open; counts and checksums them."""
 
     def __init__(self, raw: Any, path: Path, count: Callable[[int], object] = lambda size: None) -> None:
         self._raw, self._path, self._count = raw, path, count
@@ -130,13 +122,13 @@ class _SummedStream(io.IOBase):
         return written
 
     def failure(self) -> OSError | None:
-        """Returns an error that tells what kept it from taking bytes, and where; None if nothing did."""
+        """Returns the error of the last write, with the path; None if there was none."""
         return self._refusal and OSError(*self._refusal, str(self._path))
 
 
 @contextmanager
 def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
-    """Raises what kept a stream from taking bytes, if that happened: torch's own error does not tell."""
+    """Raises a stream's own error in place of torch's, which does not name the cause."""
     try:
         yield
     except Exception as error:
@@ -148,11 +140,7 @@ def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
 
 
 def write_file(value: Any, path: Path) -> None:
-    """Writes a value by `torch.save`; the file appears when all of it is there.
-
-    Raises:
-        OSError: If the disk does not take it.
-    """
+    """Writes a value by `torch.save`; the file appears when all of it is there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -165,7 +153,7 @@ def write_file(value: Any, path: Path) -> None:
 
 
 def rank_of(file: str) -> int:
-    """Returns which rank writes a file: its own, or, as the first, what is for all."""
+    """Returns the rank that writes a file: the first writes the common ones."""
     found = _FILE.fullmatch(file)
     return int(found[1]) if found else 0
 
@@ -180,24 +168,14 @@ def _payload(item: WriteItem) -> int:
 
 
 def read(reader: KnownReader, flat: dict[str, Any], team: Team, *, trusted: bool = False) -> None:
-    """Reads entries of a step, on all ranks; tensors are read into, all else is replaced.
-
-    Args:
-        reader: Of the step.
-        flat: By names of the metadata: as `allocated` makes them.
-        team: The ranks that read.
-        trusted: Whether what is pickled may be anything.
-
-    Raises:
-        RuntimeError: On all ranks, if one could not read something, or should not.
-    """
+    """Reads entries of a step on all ranks: into tensors in place, pickled ones by replacement."""
     reader.read_only(flat)
     with team.in_dcp(f"reading {reader.folder}"):
         load_state_dict(flat, reader, team.group, no_dist=team.group is None, planner=_ValuesPlanner(trusted))
 
 
 def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
-    """Returns memory to read an entry into, cut like what has its shape; None for what is pickled."""
+    """Returns memory to read an entry into, sharded like `like` if shapes match; None for pickled entries."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
@@ -208,36 +186,31 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
 
 
 class KnownReader(FileSystemReader):
-    """Reads a checkpoint whose metadata were read already.
-
-    Attributes:
-        folder: The step's.
-        metadata: What DCP knows of it.
-    """
+    """Reads a checkpoint whose metadata were read already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, metadata
 
     def read_only(self, keys: Iterable[str]) -> None:
-        """Leaves out what is not asked for: DCP would look for it."""
+        """Drops entries that are not asked for: DCP would look for them."""
         entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
         self.metadata = replace(self.metadata, state_dict_metadata=entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what was read."""
+        """Returns the metadata that was read already."""
         return self.metadata
 
 
 class _ValuesPlanner(DefaultLoadPlanner):
-    """Reads what is pickled as `unpacked` does."""
+    """Reads pickled entries by `unpacked`."""
 
     def __init__(self, trusted: bool) -> None:
         super().__init__()
         self._trusted = trusted
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes one pickled entry."""
+        """Reads one pickled entry."""
         name = read_item.dest_index.fqn
         self.original_state_dict[name] = unpacked(value.getvalue(), f"'{name}'", self._trusted)
 
@@ -250,16 +223,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes, name: str, trusted: bool) -> Any:
-    """Returns what was packed.
-
-    Args:
-        data: The bytes.
-        name: What it is, for the error's text.
-        trusted: Whether classes and functions of any kind may be called.
-
-    Raises:
-        RuntimeError: If it is more than plain values; nothing of it was run.
-    """
+    """Returns a packed value; refuses more than plain values, unrun, unless it is trusted."""
     with torch.serialization.safe_globals(_of_numpy()):
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
@@ -279,7 +243,7 @@ def _reason(data: bytes, error: Exception) -> str:
 
 
 def _of_numpy() -> list[Any]:
-    """Returns what arrays and scalars of numpy, its random state too, are pickled by."""
+    """Returns the functions and classes by which numpy's arrays, scalars and random state are pickled."""
     try:
         import numpy
     except ImportError:

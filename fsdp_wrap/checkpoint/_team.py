@@ -27,15 +27,7 @@ Torch holds a group until it is destroyed; one that we held would keep threads f
 
 @dataclass(frozen=True)
 class Team:
-    """A process group, or this process alone.
-
-    Attributes:
-        group: None where `torch.distributed` is not in use.
-        rank: This process's, in the group.
-        size: Of the group.
-        doing: What the ranks do together, for messages.
-        watch: Knows which ranks have died.
-    """
+    """A process group, or this process alone."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -109,7 +101,7 @@ class Team:
         return answer[0]  # type: ignore[no-any-return]
 
     def together(self, do: Callable[[], T]) -> T:
-        """Does something on every rank and returns this rank's result; if any rank fails, all raise."""
+        """Calls a function on every rank and returns this rank's result; if any rank fails, all raise."""
         value, cause = _outcome(do)
         errors = self.gather(None if cause is None else _portable(cause))
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}

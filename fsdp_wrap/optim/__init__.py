@@ -12,8 +12,8 @@ from fsdp_wrap.optim._in_backward import BackwardSteps, backward_steps, step_in_
 from fsdp_wrap.optim._muon import Muon
 from fsdp_wrap.optim._on_shards import on_shards
 from fsdp_wrap.optim._owned_matrices import OwnedMatrices, owned_matrices
+from fsdp_wrap.optim._owner_group import Matrix
 from fsdp_wrap.optim._stochastic_rounding import stochastic_rounding
-from fsdp_wrap.optim._team import Matrix
 from fsdp_wrap.optim._views import Block, View, batch, per_head, split
 
 __all__ = [

@@ -30,7 +30,7 @@ _AS_ADAMW: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What else groups of `AdamW` have, so that each takes the other's state dict."""
+"""Further options in groups of `AdamW`, so that each takes the other's state dict."""
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -44,10 +44,10 @@ class HostAdamW(torch.optim.Optimizer):
         params: Parameters or groups of them, plain or `DTensor`s, whose data lie on the CPU.
         lr: Learning rate.
         betas: Of the moments' running averages.
-        eps: What is added to the root of the second moment.
-        weight_decay: What of a parameter goes in each step, by the learning rate.
-        moments: The dtype of both moments of parameters in float32: that, or bfloat16. Those of others have
-            the parameter's.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled; a parameter loses lr x weight_decay of itself in each step.
+        moments: The dtype of both moments of float32 parameters: float32 or bfloat16. Moments of other
+            parameters have the parameter's dtype.
 
     Raises:
         ValueError: If a number is out of its range, or `moments` is another dtype.
@@ -87,7 +87,7 @@ class HostAdamW(torch.optim.Optimizer):
             closure: Computes the loss anew, as of any optimizer.
 
         Returns:
-            What it returned.
+            The closure's result.
 
         Raises:
             RuntimeError: If a parameter is not in host memory.

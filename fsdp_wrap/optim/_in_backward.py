@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,10 +30,8 @@ from fsdp_wrap._core import (
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
-from fsdp_wrap.optim._on_shards import put_in_order
-from fsdp_wrap.optim._part import Part, Scaled
-
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+from fsdp_wrap.optim._on_shards import AnyOptimizer, put_in_order
+from fsdp_wrap.optim._unit_params import ScaledUnit, UnitParams
 
 
 def step_in_backward(
@@ -64,14 +62,14 @@ def step_in_backward(
             not known before its end. The first backward, which knows none, updates at its end, and clips by
             its own. A norm that is not finite is never taken for the next.
         clip_value: The most that an element of a gradient may be, after `max_norm`, by its absolute value.
-        scaler: What has scaled the loss: with parameters that are no `DTensor`s a `ShardedGradScaler`. A unit
+        scaler: The scaler of the loss: with parameters that are no `DTensor`s a `ShardedGradScaler`. A unit
             whose gradients overflow is not updated on any rank, nor are those that come after it in the same
             backward; those before it have been. Only `scaler.update()` is left to call.
         in_thread: Whether updates run in a thread beside the backward, on the host, where all shards must be
             then. None for offloaded shards alone.
 
     Returns:
-        What `make_optimizer` returned; `backward_steps` tells how it goes.
+        The optimizer of `make_optimizer`; `backward_steps` tells how it goes.
 
     Raises:
         TypeError: If `make_optimizer` returns no `torch.optim.Optimizer`.
@@ -92,7 +90,7 @@ def step_in_backward(
 
 
 def backward_steps(optimizer: torch.optim.Optimizer) -> BackwardSteps:
-    """Returns what updates the units of an optimizer that `step_in_backward` has returned.
+    """Returns the `BackwardSteps` of an optimizer that `step_in_backward` has returned.
 
     Raises:
         ValueError: If it has not returned it.
@@ -134,15 +132,15 @@ class BackwardSteps:
         self.communicates = scaler is not None and scaler.is_enabled()
         self._max_norm, self._clip_value, self._scaler, self._lane = max_norm, clip_value, scaler, lane
         self._optimizer = optimizer
-        self._parts: MutableMapping[Unit, Part] = WeakKeyDictionary()
+        self._parts: MutableMapping[Unit, UnitParams] = WeakKeyDictionary()
         self._overflowed = self._began = False
         self._entries = 0  # of the optimizer's state, when it was put in order
-        self._scaled: MutableMapping[Unit, Scaled] = WeakKeyDictionary()
+        self._scaled: MutableMapping[Unit, ScaledUnit] = WeakKeyDictionary()
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit in units:
             params = [param for param in _sharded(unit) if id(param) in theirs]
             if params:
-                self._parts[unit] = Part(optimizer, params)
+                self._parts[unit] = UnitParams(optimizer, params)
                 unit.updater = self
         handles = [unit.handle for unit in self._parts if unit.handle is not None]
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
@@ -245,20 +243,12 @@ class BackwardSteps:
     def _clip_and_step(
         self,
         name: str,
-        part: Part,
+        part: UnitParams,
         norm: torch.Tensor | None,
         handle: ParamHandle | None = None,
         arrive: Callable[[], None] | None = None,
     ) -> None:
-        """Clips the gradients of a unit, lets the optimizer step with them, and frees them.
-
-        Args:
-            name: Of the unit.
-            part: Its parameters.
-            norm: By which to clip.
-            handle: That of which the gradients are to be added to the norm of the running backward.
-            arrive: Adds them to the sharded parameters, where that is not done yet.
-        """
+        """Clips the gradients of a unit, lets the optimizer step with them, and frees them."""
         if arrive is not None:
             arrive()
         try:
@@ -326,14 +316,14 @@ class BackwardSteps:
             part.free()
 
     def _scaled_of(self, unit: Unit) -> Any:
-        """Returns what stands for a unit's part of the optimizer to the scaler, which asks little of it."""
+        """Returns the unit's parameters in the form that the scaler takes."""
         if unit not in self._scaled:
-            self._scaled[unit] = Scaled(self._parts[unit])
+            self._scaled[unit] = ScaledUnit(self._parts[unit])
         return self._scaled[unit]
 
 
 _known: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = WeakKeyDictionary()
-"""What updates units, which they hold and which holds the optimizer."""
+"""The `BackwardSteps` of optimizers: units hold them, and they hold the optimizer."""
 
 
 def _sharded(unit: Unit) -> list[nn.Parameter]:
@@ -402,7 +392,7 @@ def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> 
 
 
 def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
-    """Returns what lets updates run beside the backward, if they are to."""
+    """Returns the lane for updates beside the backward, or None."""
     layouts = [layout for unit in units if unit.handle is not None for layout in unit.handle.layouts]
     device = next(unit.handle.communicator.device for unit in units if unit.handle is not None)
     accelerator = accelerator_of(device)

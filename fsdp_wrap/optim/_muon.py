@@ -25,8 +25,8 @@ from fsdp_wrap.optim._owned_matrices import (
     matches,
     owned_matrices,
 )
-from fsdp_wrap.optim._parts import Held, held_in
-from fsdp_wrap.optim._team import Matrix
+from fsdp_wrap.optim._owner_group import Matrix
+from fsdp_wrap.optim._sharded_params import ShardedParam, sharded_params_in
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Other = Factory | Mapping[str, Factory] | None
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
             return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay)
 
         matrices = {*self.matrices.names}
-        rest = [each for each in held_in(model) if each.fqn not in matrices]
+        rest = [each for each in sharded_params_in(model) if each.fqn not in matrices]
         self.others = _made(rest, other or adamw)
         for each in self.others:
             self.param_groups.extend(each.param_groups)
@@ -160,7 +160,7 @@ class Muon(torch.optim.Optimizer):
             closure: Computes the loss anew, and gradients; called once.
 
         Returns:
-            What the closure returns.
+            The closure's result.
 
         Raises:
             RuntimeError: If some ranks have a gradient of a matrix and others have none, on all ranks and
@@ -198,13 +198,10 @@ class Muon(torch.optim.Optimizer):
             self._apply(updates, active, group)
 
     def _has_matrices(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether these are the parameters for which it was made.
+        """Whether these are the parameters for which it was made; refuses if only some are.
 
         State dict functions step a copy of the optimizer, of quite other parameters, to see what state it
         makes.
-
-        Raises:
-            RuntimeError: If only some are, or in another order.
         """
         own = self.matrices.params
         if len(params) == len(own) and all(map(operator.is_, params, own)):
@@ -298,12 +295,14 @@ def _shapes_of(names: Sequence[str], matrices: Iterable[Matrix]) -> list[set[tup
     return [*shapes.values()]
 
 
-def _made(held: Sequence[Held], other: Factory | Mapping[str, Factory]) -> list[torch.optim.Optimizer]:
+def _made(
+    held: Sequence[ShardedParam], other: Factory | Mapping[str, Factory]
+) -> list[torch.optim.Optimizer]:
     """Makes the optimizers of what is no matrix, where there is anything."""
     if not isinstance(other, Mapping):
         return [_checked(other, held)] if held else []
     check_patterns(held, other, "other")
-    chosen: dict[str, list[Held]] = {pattern: [] for pattern in other}
+    chosen: dict[str, list[ShardedParam]] = {pattern: [] for pattern in other}
     for each in held:
         pattern = next((pattern for pattern in other if matches(each, [pattern])), None)
         if pattern is None:
@@ -315,7 +314,7 @@ def _made(held: Sequence[Held], other: Factory | Mapping[str, Factory]) -> list[
     return [_checked(other[pattern], found) for pattern, found in chosen.items() if found]
 
 
-def _checked(factory: Factory, held: Sequence[Held]) -> torch.optim.Optimizer:
+def _checked(factory: Factory, held: Sequence[ShardedParam]) -> torch.optim.Optimizer:
     optimizer = factory([each.param for each in held])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"other must make a torch.optim.Optimizer, not a {type(optimizer).__name__}")

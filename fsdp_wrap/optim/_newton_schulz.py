@@ -18,9 +18,9 @@ def orthogonalized(
     "Muon: An optimizer for hidden layers in neural networks" (2024).
 
     Args:
-        matrices: Stacked, number x rows x columns; they are overwritten.
+        matrices: Number x rows x columns; they are overwritten.
         coefficients: a, b and c.
-        steps: How many.
+        steps: Of the iteration.
         eps: Least norm by which a matrix is divided at first.
     """
     if matrices.shape[0] == 1:  # as a single product, which has the bits of torch's

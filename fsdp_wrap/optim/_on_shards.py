@@ -29,7 +29,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import holding, to_local
 from fsdp_wrap._state import is_state_offloaded
-from fsdp_wrap.optim._runs import Run, Runs, State, same
+from fsdp_wrap.optim._shard_runs import ShardRun, ShardRuns, State, same
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -42,8 +42,8 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Lets an elementwise optimizer step on the plain shards behind `DTensor`s.
 
     Only how `step` computes changes: the numbers are the same. Between steps parameter groups, state and
-    state dicts have `DTensor`s, as before. What is plain already, as the wrapper's sharded parameters, stays
-    as it is. Nothing is communicated, unless a gradient is placed otherwise than its parameter.
+    state dicts have `DTensor`s, as before. Parameters that are plain already, as the wrapper's, stay
+    as they are. Nothing is communicated, unless a gradient is placed otherwise than its parameter.
 
     A closure is called once, before the step. Foreach and fused ways work, also those that refuse `DTensor`s.
 
@@ -64,23 +64,14 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         return optimizer
     check_elementwise(optimizer, "on_shards")
     kind = type(optimizer)
-    optimizer.__dict__[_SHARDS] = _Shards(joins=kind.__module__.startswith("torch.optim."))
+    optimizer.__dict__[_SHARDS] = _PlainShards(joins=kind.__module__.startswith("torch.optim."))
     note_elsewhere(optimizer)
     optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
     return optimizer
 
 
 def check_elementwise(optimizer: Any, by: str) -> None:
-    """Refuses what cannot step on this rank's parts alone.
-
-    Args:
-        optimizer: The user's argument.
-        by: The function that takes it, for messages.
-
-    Raises:
-        TypeError: If it is no `torch.optim.Optimizer`.
-        ValueError: If it is found not to be elementwise, is differentiable, or its `step` was replaced.
-    """
+    """Refuses optimizers that cannot step on this rank's shards alone; `by` is the caller, for messages."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{by} takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     kind = type(optimizer)
@@ -114,7 +105,7 @@ def _tried(group: dict[str, Any]) -> TrialGroup:
 
 @functools.cache
 def _stepping_on_shards(kind: type[Any]) -> type[Any]:
-    """Returns a class like another, whose instances have `_Shards` and step on these."""
+    """Returns a class like another, whose instances have `_PlainShards` and step on these."""
     step_of_kind = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which see the `DTensor`s
 
     @functools.wraps(step_of_kind)
@@ -157,11 +148,11 @@ def put_in_order(state: dict[Any, State], params: Sequence[Any]) -> None:
             state[param] = state.pop(param)
 
 
-class ShardsOfPart:
-    """What an optimizer that `on_shards` took knows of a part of its parameters, when it steps with these."""
+class UnitShards:
+    """The plain shards of one unit, for an optimizer of `on_shards` that steps unit by unit."""
 
     def __init__(self) -> None:
-        self._shards: _Shards | None = None
+        self._shards: _PlainShards | None = None
 
     @contextmanager
     def shown_by(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -170,7 +161,7 @@ class ShardsOfPart:
         if whole is None:
             yield
             return
-        self._shards = self._shards or _Shards(whole.joins)
+        self._shards = self._shards or _PlainShards(whole.joins)
         optimizer.__dict__[_SHARDS] = self._shards
         try:
             yield
@@ -178,17 +169,10 @@ class ShardsOfPart:
             optimizer.__dict__[_SHARDS] = whole
 
 
-class _Shards:
-    """What stands for the `DTensor`s of one optimizer in its steps: plain shards, and what it knows of them.
-
+class _PlainShards:
+    """Plain shards in place of the `DTensor`s of one optimizer in its steps.
     The state of a shard has the memory of that of its `DTensor`. Which tensors both have is compared before
     and after each step: what others have put there is taken over.
-
-    Args:
-        joins: Whether shards that lie one after the other may be updated as one.
-
-    Attributes:
-        joins: The same.
     """
 
     def __init__(self, joins: bool) -> None:
@@ -198,15 +182,15 @@ class _Shards:
         self._plain: list[nn.Parameter] = []  # all others
         self._locals: list[torch.Tensor] = []  # the memory of the `DTensor`s
         self._keeps_state = True  # to the next step, also what others have put elsewhere meanwhile
-        self._runs = Runs(())
-        self._wanted: list[Run] = []  # those whose gradients lie as the shards do
-        self._joint: list[Run] = []  # those of them that are updated as one
+        self._runs = ShardRuns(())
+        self._wanted: list[ShardRun] = []  # those whose gradients lie as the shards do
+        self._joint: list[ShardRun] = []  # those of them that are updated as one
         self._params: list[Any] = []  # the `DTensor`s in none of these
         self._shards: list[nn.Parameter] = []
         self._lists: list[list[nn.Parameter]] = []  # of the groups, with shards in place of `DTensor`s
         self._grad_specs: list[DTensorSpec] = []  # of gradients that are placed as their parameters
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._public, self._own = _Contents(), _Contents()
+        self._public, self._own = _StateSnapshot(), _StateSnapshot()
 
     @contextmanager
     def shown_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -239,17 +223,13 @@ class _Shards:
         self._locals = [*map(_LOCAL, self._all)]
         self._keeps_state = not any(map(is_state_offloaded, self._all))
         joins = self.joins and self._keeps_state
-        self._runs = Runs(distributed if joins else ())
-        self._public = _Contents()  # so that all of it is taken over
+        self._runs = ShardRuns(distributed if joins else ())
+        self._public = _StateSnapshot()  # so that all of it is taken over
 
-    def _arrange(self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[Run]) -> None:
-        """Decides what stands for the `DTensor`s, and takes their state over, where anything has changed.
-
-        Args:
-            groups: Of the optimizer.
-            public: Its state.
-            runs: Those whose gradients lie as the shards do.
-        """
+    def _arrange(
+        self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[ShardRun]
+    ) -> None:
+        """Chooses the shards for the `DTensor`s, and takes their state over, where anything has changed."""
         if self._runs.are_untouched and same(runs, self._wanted) and self._public.is_in(public):
             return
         joint = self._runs.take_state(runs, public)
@@ -268,16 +248,12 @@ class _Shards:
                 self._state[key] = state
         for param, shard in zip(self._params, self._shards):
             if param in public:
-                self._state[shard] = {name: _local(value) for name, value in public[param].items()}
+                self._state[shard] = {name: local_of(value) for name, value in public[param].items()}
         self._note(public)
 
     @contextmanager
     def _gradients(self, joint: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Gives shards their gradients, which are not kept longer than those of the `DTensor`s.
-
-        Args:
-            joint: Those of the joint runs.
-        """
+        """Gives shards their gradients, which are not kept longer than those of the `DTensor`s."""
         grads = self._local_gradients()
         written = [param for param, grad in zip(self._params, grads) if grad is not None]
         written += chain.from_iterable(run.params for run in self._joint)
@@ -301,13 +277,13 @@ class _Shards:
         return [None if grad is None else grad._local_tensor for grad in grads]
 
     def _hand_back(self, public: dict[Any, State]) -> None:
-        """Lets the `DTensor`s have what state a step has made or replaced."""
+        """Puts state that a step has made or replaced into the `DTensor`s' state."""
         if self._runs.hand_back(public) or not self._own.is_in(self._state):
             self._hand_back_singly(public)
             put_in_order(public, self._known)
             self._note(public)
         if not self._keeps_state:
-            self._state, self._public, self._own = defaultdict(dict), _Contents(), _Contents()
+            self._state, self._public, self._own = defaultdict(dict), _StateSnapshot(), _StateSnapshot()
 
     def _hand_back_singly(self, public: dict[Any, State]) -> None:
         owners = dict(zip(self._shards, self._params))
@@ -322,20 +298,15 @@ class _Shards:
             for name in known.keys() - state.keys():
                 del known[name]
             for name, value in state.items():
-                if name not in known or _local(known[name]) is not value:
-                    known[name] = _placed_like(param, name, value)
+                if name not in known or local_of(known[name]) is not value:
+                    known[name] = placed_like(param, name, value)
 
     def _note(self, public: dict[Any, State]) -> None:
-        self._public, self._own = _Contents(public, self._all), _Contents(self._state, self._shards)
+        self._public, self._own = _StateSnapshot(public, self._all), _StateSnapshot(self._state, self._shards)
 
 
-class _Contents:
-    """What there was in the state of an optimizer, to see whether it is still that.
-
-    Args:
-        state: The state; None for what is in no state.
-        params: Whose values are looked at.
-    """
+class _StateSnapshot:
+    """The values in an optimizer's state, compared by identity to see whether others have changed it."""
 
     def __init__(self, state: dict[Any, dict[str, Any]] | None = None, params: Sequence[Any] = ()) -> None:
         self._state = state
@@ -344,7 +315,7 @@ class _Contents:
         self._values = self._found()
 
     def is_in(self, state: dict[Any, dict[str, Any]]) -> bool:
-        """Whether a state is the same, and has the same."""
+        """Whether a state is the same object, with the same values."""
         known = state is self._state and same([*state.values()], self._by_param)
         return known and same(self._found(), self._values)
 
@@ -356,7 +327,7 @@ def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -
     deque(map(setattr, params, repeat(name), values), maxlen=0)  # without a frame for each
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     return to_local(value) if isinstance(value, DTensor) else value
 
 
@@ -375,7 +346,7 @@ def as_placed(param: Any) -> Any:
     return grad.redistribute(placements=param.placements)
 
 
-def _placed_like(param: nn.Parameter, name: str, value: Any) -> Any:
-    """Returns what stands in the state of a parameter for what a step has put in that of its shard."""
+def placed_like(param: torch.Tensor, name: str, value: Any) -> Any:
+    """Returns a value of a shard's state in the form that the `DTensor`'s state has it."""
     elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
     return holding(param, value) if elementwise and name != "step" else value

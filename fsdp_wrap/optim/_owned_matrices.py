@@ -11,8 +11,8 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import FlatPiece, holding, to_local
 from fsdp_wrap._runtime import require_idle, units_in
-from fsdp_wrap.optim._parts import Held, Teams, flattened, held_in
-from fsdp_wrap.optim._team import Compute, Matrix, Team
+from fsdp_wrap.optim._owner_group import Compute, Matrix, OwnerGroup
+from fsdp_wrap.optim._sharded_params import Communicators, ShardedParam, flattened, sharded_params_in
 from fsdp_wrap.optim._views import Block, View, whole
 
 Select = Callable[[str, torch.Size], bool] | Iterable[str] | str | None
@@ -26,7 +26,7 @@ def owned_matrices(model: nn.Module, *, select: Select = None, view: Views = Non
     """Gives each matrix of a model one rank that owns its update. Collective.
 
     For optimizers that compute with whole matrices. Parameters, gradients and elementwise state stay sharded.
-    What the function of a matrix takes goes to its owner, and what it gives comes back. Ranks share the
+    A matrix is sent to its owner, which calls the function, and the result comes back. Ranks share the
     costs evenly; replicas take part. A matrix of which the owner alone has anything does not travel.
 
     Args:
@@ -47,7 +47,7 @@ def owned_matrices(model: nn.Module, *, select: Select = None, view: Views = Non
     if not isinstance(model, nn.Module):
         raise TypeError(f"owned_matrices takes a torch.nn.Module, not a {type(model).__name__}")
     require_idle(units_in(model).values(), "owned_matrices()")
-    everything = held_in(model)
+    everything = sharded_params_in(model)
     views = _views_of(everything, view)
     named = views if isinstance(view, Mapping) else {}
     return OwnedMatrices(selected(everything, select, named), views)
@@ -61,19 +61,19 @@ class OwnedMatrices:
         views: By their first names, how they are cut into matrices; others are one.
 
     Attributes:
-        params: What an optimizer holds of these parameters: `DTensor`s, slices, or parts of a
+        params: These parameters as an optimizer holds them: `DTensor`s, slices, or parts of a
             `FlatParameter`, which `model.parameters()` does not have.
         names: Their names in the unwrapped module.
         matrices: All matrices, in the order of parameters.
     """
 
-    def __init__(self, held: Sequence[Held], views: Mapping[str, View]) -> None:
+    def __init__(self, held: Sequence[ShardedParam], views: Mapping[str, View]) -> None:
         self.params = [each.param for each in held]
         self.names = [each.fqn for each in held]
         blocks = [_blocks(each, views.get(each.fqn, whole)) for each in held]
-        self._held, self._teams = held, _teams(held, blocks)
+        self._held, self._owner_groups = held, _owner_groups_of(held, blocks)
         order = {fqn: index for index, fqn in enumerate(self.names)}
-        found = [matrix for team, _ in self._teams for matrix in team.matrices]
+        found = [matrix for group, _ in self._owner_groups for matrix in group.matrices]
         self.matrices: list[Matrix] = sorted(found, key=lambda matrix: order[matrix.parameter])
 
     def __repr__(self) -> str:
@@ -113,8 +113,8 @@ class OwnedMatrices:
         guarded = _Guarded(function)
         with torch.no_grad():
             results = self.compute(values, active, guarded, dtype)
-        for team, _ in self._teams:
-            guarded.tell(team.communicator)
+        for group, _ in self._owner_groups:
+            guarded.tell(group.communicator)
         return [
             None if value is None or result is None else holding(value, result)
             for value, result in zip(values, results)
@@ -130,9 +130,9 @@ class OwnedMatrices:
             RuntimeError: On all ranks, if some have one and others none; it names the parameter.
         """
         result = [*present]
-        for team, indices in self._teams:
+        for group, indices in self._owner_groups:
             told = [present[index] if self._held[index].parts else None for index in indices]
-            for index, known in zip(indices, team.agreed(told)):
+            for index, known in zip(indices, group.agreed(told)):
                 result[index] = known
         return result
 
@@ -147,17 +147,17 @@ class OwnedMatrices:
 
         Args:
             values: As there.
-            active: What `agreed` returned.
+            active: The result of `agreed`.
             compute: Takes stacks of small matrices of one shape, or a stack of one; it must not raise.
             dtype: As there.
 
         Returns:
-            What this rank has of each result.
+            This rank's part of each result.
         """
         results: list[torch.Tensor | None] = [None] * len(values)
-        for team, indices in self._teams:
+        for group, indices in self._owner_groups:
             flat = [None if value is None else flattened(value) for value in (values[i] for i in indices)]
-            found = team.update(flat, [active[index] for index in indices], compute, dtype)
+            found = group.update(flat, [active[index] for index in indices], compute, dtype)
             for index, result in zip(indices, found):
                 value = values[index]
                 if result is not None and value is not None:
@@ -166,11 +166,7 @@ class OwnedMatrices:
 
 
 class _Guarded:
-    """A function of one matrix that never raises, so that no rank waits in vain; it tells later.
-
-    Args:
-        function: The user's.
-    """
+    """A user's function of one matrix that never raises inside collectives; `tell` raises its error later."""
 
     def __init__(self, function: Callable[[torch.Tensor, Matrix], torch.Tensor]) -> None:
         self._function = function
@@ -203,20 +199,22 @@ class _Guarded:
             raise RuntimeError(told[0]) from self._error
 
 
-def _teams(held: Sequence[Held], blocks: Sequence[list[Block]]) -> list[tuple[Team, list[int]]]:
-    """Puts together the parameters that the same ranks have between them."""
-    teams = Teams()
+def _owner_groups_of(
+    held: Sequence[ShardedParam], blocks: Sequence[list[Block]]
+) -> list[tuple[OwnerGroup, list[int]]]:
+    """Groups the parameters by the ranks over which they are sharded."""
+    communicators = Communicators()
     members: dict[Communicator, list[int]] = {}
     for index, each in enumerate(held):
-        members.setdefault(teams.of(each), []).append(index)
+        members.setdefault(communicators.of(each), []).append(index)
     order = sorted(members.items(), key=lambda item: sorted(item[0].members))  # on all ranks the same
     return [
-        (Team(communicator, [held[i] for i in indices], [blocks[i] for i in indices], _ROUND), indices)
+        (OwnerGroup(communicator, [held[i] for i in indices], [blocks[i] for i in indices], _ROUND), indices)
         for communicator, indices in order
     ]
 
 
-def _blocks(held: Held, view: View) -> list[Block]:
+def _blocks(held: ShardedParam, view: View) -> list[Block]:
     try:
         return view(held.shape)
     except ValueError as error:
@@ -226,18 +224,13 @@ def _blocks(held: Held, view: View) -> list[Block]:
 # what is chosen
 
 
-def matches(held: Held, patterns: Iterable[str]) -> bool:
+def matches(held: ShardedParam, patterns: Iterable[str]) -> bool:
     """Whether any name of a parameter fits any pattern."""
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in held.names)
 
 
-def check_patterns(held: Sequence[Held], patterns: Iterable[str], argument: str) -> None:
-    """Refuses patterns that fit no parameter.
-
-    Raises:
-        ValueError: If there is one.
-        TypeError: If one is no string.
-    """
+def check_patterns(held: Sequence[ShardedParam], patterns: Iterable[str], argument: str) -> None:
+    """Refuses patterns that fit no parameter."""
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} takes names as strings, not {pattern!r}")
@@ -248,7 +241,7 @@ def check_patterns(held: Sequence[Held], patterns: Iterable[str], argument: str)
             )
 
 
-def _views_of(held: Sequence[Held], view: Views) -> dict[str, View]:
+def _views_of(held: Sequence[ShardedParam], view: Views) -> dict[str, View]:
     if view is None:
         return {}
     if callable(view):
@@ -263,18 +256,14 @@ def _views_of(held: Sequence[Held], view: Views) -> dict[str, View]:
     }
 
 
-def _is_matrix(held: Held) -> bool:
+def _is_matrix(held: ShardedParam) -> bool:
     return len(held.shape) == 2 and held.shape.numel() > 0 and not held.embeds
 
 
-def selected(held: Sequence[Held], select: Select, named: Container[str] = ()) -> list[Held]:
+def selected(held: Sequence[ShardedParam], select: Select, named: Container[str] = ()) -> list[ShardedParam]:
     """Returns the parameters that `select` chooses.
 
     By default these are matrices with elements, but for embeddings, and what is named.
-
-    Raises:
-        ValueError: If a pattern names nothing.
-        TypeError: If `select` is neither a function nor names.
     """
     if select is None:
         return [each for each in held if each.fqn in named or _is_matrix(each)]

@@ -1,4 +1,4 @@
-"""Which rank owns which matrix, and in how many rounds they travel: plain numbers, the same on all ranks."""
+"""Owners of matrices, and the rounds in which matrices travel: plain numbers, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ _EVEN = 1.02
 
 @dataclass(frozen=True)
 class Load:
-    """What a matrix is to its owner.
-
-    Attributes:
-        cost: What it takes to compute with it.
-        numel: Its elements.
-        holders: The ranks that have all of it, so that it need not come to them.
-    """
+    """Cost and elements of a matrix, and the ranks that have all of it, to which it need not be sent."""
 
     cost: int
     numel: int
@@ -25,13 +19,9 @@ class Load:
 
 
 def owners_of(loads: Sequence[Load], ranks: int) -> list[int]:
-    """Chooses an owner for each matrix, so that ranks have even costs, and of those even memory.
+    """Returns an owner for each matrix, so that costs are even over ranks, and then memory.
 
-    What lies wholly on some ranks goes to one of them, where that leaves the costs even.
-
-    Args:
-        loads: The matrices.
-        ranks: How many ranks there are.
+    A matrix that lies wholly on some ranks goes to one of them, where that leaves the costs even.
     """
     owners = [-1] * len(loads)
     costs, numels = [0] * ranks, [0] * ranks
@@ -58,7 +48,7 @@ def owners_of(loads: Sequence[Load], ranks: int) -> list[int]:
 
 
 def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound: float) -> None:
-    """Lets the rank with the highest costs give a matrix for a cheaper one, or for none, while that helps."""
+    """Exchanges matrices of the rank with the highest cost for cheaper ones, or none, while that helps."""
     for _ in loads:
         heavy = max(range(len(costs)), key=lambda rank: (costs[rank], -rank))
         if costs[heavy] <= bound:
@@ -81,7 +71,7 @@ def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound:
 
 
 def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Returns for each rank one of its matrices of each cost, if possible one that is of others anyway."""
+    """Returns for each rank one of its matrices of each cost, preferably one that is not wholly there."""
     found: dict[int, dict[int, int]] = {}
     for stays in (True, False):
         for index, (load, owner) in enumerate(zip(loads, owners)):
@@ -93,16 +83,10 @@ def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int
 def rounds_of(
     loads: Mapping[int, Load], owners: Sequence[int], travels: Sequence[bool], most: int
 ) -> list[list[int]]:
-    """Cuts matrices into rounds, in each of which every owner has an even part of its costs.
+    """Returns the matrices of each round; those that do not travel are in the first.
 
-    Args:
-        loads: The matrices that take part, by number.
-        owners: Of each number.
-        travels: Whether any other rank has a part of it, by number.
-        most: How many elements an owner gets in a round, unless a single matrix has more.
-
-    Returns:
-        The matrices of each round; those that do not travel are in the first alone.
+    Every owner has an even part of its costs in each round. It gets at most `most` elements, unless one
+    matrix has more.
     """
     own: dict[int, list[int]] = {}
     for index in loads:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._params import holding, to_local
+from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Originals
-from fsdp_wrap.optim._on_shards import AnyOptimizer, check_elementwise
+from fsdp_wrap.optim._on_shards import AnyOptimizer, as_placed, check_elementwise, local_of, placed_like
+from fsdp_wrap.optim._shard_runs import same
 
 _ROUNDING = "_fsdp_rounding"
 _SEED, _STEP = "stochastic_rounding_seed", "stochastic_rounding_step"
@@ -30,7 +31,7 @@ def stochastic_rounding(optimizer: AnyOptimizer, model: nn.Module, *, seed: int 
     """Lets an elementwise optimizer round its updates of bfloat16 parameters stochastically.
 
     The step is taken in float32, on this rank's parts alone. Then each element becomes one of its two
-    neighbours in bfloat16, the nearer the likelier, so that small updates are kept in the mean. What is drawn
+    neighbours in bfloat16, the nearer the likelier, so that small updates are kept in the mean. The draw
     for an element depends on the seed, the number of the step, the name of its parameter and its index there:
     not on ranks, wrapping or front-end. The numbers are in the groups of the optimizer, and so in its state
     dicts. Parameters of other dtypes are stepped as before. Nothing is communicated, unless a gradient is
@@ -96,42 +97,26 @@ def _rounding(kind: type[Any]) -> type[Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Of some elements of what a rank holds: whose they are.
-
-    Attributes:
-        fqn: Name of the parameter.
-        start: Index of the first in it.
-        offset: Index of the first in what the rank holds.
-        length: How many.
-    """
+class _LocalRange:
+    """A range of a rank's local elements, all of one parameter."""
 
     fqn: str
-    start: int
-    offset: int
+    start: int  # in the parameter
+    offset: int  # in the local tensor
     length: int
 
 
 class _Rounding:
-    """What stands for bfloat16 parameters in the steps of one optimizer.
-
-    Args:
-        model: Whose parameters they are.
-    """
+    """The float32 copies of bfloat16 parameters in the steps of one optimizer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known: list[Any] = []
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[_LocalRange]] = {}
 
     @contextmanager
     def in_float32(self, optimizer: torch.optim.Optimizer, rounds: bool) -> Iterator[None]:
-        """Gives an optimizer float32 copies of what this rank holds, with gradients and state.
-
-        Args:
-            optimizer: The optimizer.
-            rounds: Whether the parameters get what the copies have become. No gradients are needed otherwise.
-        """
+        """Gives an optimizer float32 copies of the bfloat16 shards; `rounds` rounds them back."""
         params = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
         copies: dict[Any, Any] = {param: _copy_of(param, rounds) for param in params if _is_replaced(param)}
         lists, public = [group["params"] for group in optimizer.param_groups], optimizer.state
@@ -159,15 +144,14 @@ class _Rounding:
             increment_version([param for param, copy in copies.items() if copy.grad is not None])
 
     def _follow(self, params: list[Any]) -> None:
-        if len(params) == len(self._known) and all(map(_is, params, self._known)):
+        if same(params, self._known):
             return
         self._known, self._places = params, {}
         for original in Originals(self._model).by_name.values():
             interval = original.interval
             if interval.part is None and interval.data.numel():
-                place = _Place(original.fqn, interval.start, interval.offset, interval.data.numel())
-                offset = 0 if isinstance(original.source, DTensor) else place.offset
-                place = _Place(place.fqn, place.start, offset, place.length)
+                offset = 0 if isinstance(original.source, DTensor) else interval.offset
+                place = _LocalRange(original.fqn, interval.start, offset, interval.data.numel())
                 self._places.setdefault(id(original.source), []).append(place)
 
     @torch.no_grad()
@@ -187,26 +171,14 @@ class _Rounding:
 
 
 def rounded(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Rounds float32 to bfloat16.
-
-    Args:
-        values: Any shape. What bfloat16 has is kept, and so is what is not finite.
-        draws: int32 of the same shape, even in [0, 65536).
-    """
+    """Rounds float32 to bfloat16 by draws: int32, even in [0, 65536). Exact, non-finite values stay."""
     bits = values.contiguous().view(torch.int32)
     up = ((bits + draws) & -0x10000).view(torch.float32)
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
 
 
 def draws_of(keys: tuple[int, int], start: int, length: int, device: torch.device) -> torch.Tensor:
-    """Draws a number in [0, 65536) for each element: int32, a function of keys and index alone.
-
-    Args:
-        keys: Of 32 bits each.
-        start: Index of the first element.
-        length: How many.
-        device: Where.
-    """
+    """Draws a number in [0, 65536) for each element: int32, a function of keys and index alone."""
     index = torch.arange(start, start + length, dtype=torch.int64, device=device)
     mixed = _mix((index & _WORD) ^ keys[0])
     return (_mix((mixed + (index >> 32)) & _WORD ^ keys[1]) & 0xFFFF).to(torch.int32)
@@ -236,10 +208,6 @@ def _check_params(optimizer: torch.optim.Optimizer, names: Originals) -> None:
                 )
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 def _is_replaced(param: torch.Tensor) -> bool:
     return param.dtype == torch.bfloat16
 
@@ -247,9 +215,7 @@ def _is_replaced(param: torch.Tensor) -> bool:
 def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
     copied = nn.Parameter(to_local(param.detach()).float(), requires_grad=param.requires_grad)
     if with_grad and param.grad is not None:
-        grad = param.grad
-        if isinstance(grad, DTensor) and grad.placements != param.placements:
-            grad = grad.redistribute(placements=param.placements)
+        grad = as_placed(param) if isinstance(param, DTensor) else param.grad
         copied.grad = to_local(grad).float()
     return copied
 
@@ -257,17 +223,11 @@ def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
 def _local_state(param: Any, entry: Any, copies: Container[Any]) -> Any:
     if param not in copies:
         return entry
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in entry.items()}
+    return {key: local_of(value) for key, value in entry.items()}
 
 
 def _placed_state(param: Any, entry: Any) -> Any:
-    """Returns the state of a copy as that of the parameter, or as it is where there is none."""
+    """Returns the state of a copy in the parameter's form: `DTensor`s for a `DTensor`."""
     if not isinstance(param, DTensor):
         return entry
-    shape = to_local(param).shape
-    return {
-        key: holding(param, value)
-        if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
-        else value
-        for key, value in entry.items()
-    }
+    return {key: placed_like(param, key, value) for key, value in entry.items()}

@@ -1,4 +1,4 @@
-"""Views: how one parameter is cut into the matrices that are meant by it."""
+"""Views: how one parameter is cut into matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Block:
 
     Attributes:
         offsets: Index of its first element in the parameter.
-        sizes: What it takes of each dimension of the parameter.
+        sizes: Its extent along each dimension of the parameter.
         shape: Rows and columns.
     """
 
@@ -30,7 +30,7 @@ class Block:
 
     @property
     def cost(self) -> int:
-        """What to compute with it takes, as far as owners are to share it: rows x columns x the smaller."""
+        """The cost of computing with it, by which owners share the work: rows x columns x the smaller."""
         return self.numel * min(self.shape)
 
 
@@ -53,7 +53,7 @@ def per_head(heads: int, dim: int = 0) -> View:
 
     Args:
         heads: How many; of fused query, key and value those of all three.
-        dim: What is cut: 0 the rows, as of the projections before attention; 1 the columns, as of that after.
+        dim: The dimension that is cut: 0 for projections before attention, 1 for the one after it.
     """
 
     def view(shape: torch.Size) -> list[Block]:
@@ -70,7 +70,7 @@ def split(sizes: Sequence[int], dim: int = 0) -> View:
 
     Args:
         sizes: Of the parts, in order.
-        dim: What is cut: 0 the rows, 1 the columns.
+        dim: The dimension that is cut: 0 the rows, 1 the columns.
     """
 
     def view(shape: torch.Size) -> list[Block]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import clean_fqn, is_castable
-from fsdp_wrap.weights._made import LowRank, Made, Merged, Taken
+from fsdp_wrap.weights._recipes import LowRank, Merged, Recipe, SourceTensor
 
 _BASE, _AROUND = "base_layer", "base_model.model."
 _SAVED, _ORIGINAL = "modules_to_save", "original_module"
@@ -20,19 +20,12 @@ _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magn
 
 
 def merged(
-    model: nn.Module, plain: Mapping[str, Taken], dtype: torch.dtype | None, subclasses: Collection[str]
-) -> dict[str, Made]:
-    """Returns the tensors of a model with its active adapters merged, under the names that it has without.
-
-    Args:
-        model: Wrapped or not.
-        plain: Its tensors by name, in master dtype.
-        dtype: That of the result, where it is floating-point; None for the master dtype.
-        subclasses: Names of those that are of a tensor subclass, quantised ones.
-
-    Raises:
-        ValueError: If an adapter is not plain LoRA of a linear layer, or its weight is of a tensor subclass.
-    """
+    model: nn.Module,
+    plain: Mapping[str, SourceTensor],
+    dtype: torch.dtype | None,
+    subclasses: Collection[str],
+) -> dict[str, Recipe]:
+    """Returns the tensors of a model with its active adapters merged, under the names that it has without."""
     left, sums = dict(plain), {}
     for name, module in model.named_modules():
         if "lora_A" in module._modules:
@@ -45,21 +38,23 @@ def merged(
             f"'{quantised[0]}' is of a tensor subclass, to which an adapter cannot be added: use "
             "adapters='apart'"
         )
-    found: dict[str, Made] = {}
+    found: dict[str, Recipe] = {}
     for name in plain:
         if name in sums or name in left:
             found[_without_adapters(name)] = sums.get(name) or cast(left[name], dtype, subclasses)
     return found
 
 
-def cast(tensor: Taken, dtype: torch.dtype | None, subclasses: Collection[str]) -> Taken:
-    """Returns a tensor as it travels in a dtype, if it is floating-point and not quantised."""
+def cast(tensor: SourceTensor, dtype: torch.dtype | None, subclasses: Collection[str]) -> SourceTensor:
+    """Returns a tensor in the dtype in which it travels, unless it is quantised or not floating-point."""
     if dtype is None or tensor.key in subclasses or not is_castable(tensor.dtype):
         return tensor
-    return Taken(tensor.key, tensor.shape, dtype)
+    return SourceTensor(tensor.key, tensor.shape, dtype)
 
 
-def _of_layer(fqn: str, layer: Any, left: dict[str, Taken], dtype: torch.dtype | None) -> dict[str, Made]:
+def _of_layer(
+    fqn: str, layer: Any, left: dict[str, SourceTensor], dtype: torch.dtype | None
+) -> dict[str, Recipe]:
     """Takes an adapted layer's own tensors from those that are left; returns its weight as a sum."""
     prefix = f"{fqn}." if fqn else ""
     names = [name for name in left if name.startswith(prefix) and _is_adapter(name.removeprefix(prefix))]
@@ -87,8 +82,8 @@ def _is_adapter(name: str) -> bool:
     return name.split(".")[0] in _PARTS
 
 
-def _choose_saved(fqn: str, module: Any, left: dict[str, Taken]) -> None:
-    """Drops the copies of a module that is trained beside its original, but for the one that is used."""
+def _choose_saved(fqn: str, module: Any, left: dict[str, SourceTensor]) -> None:
+    """Drops all copies of a module trained beside its original, except the active one."""
     prefix = f"{fqn}." if fqn else ""
     active = None if module.disable_adapters else next(iter(module.active_adapters), None)
     for name in [*left]:

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._core import is_castable
 from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Original, Originals, check_dtype, persistent_buffers, settled_units, uncut
-from fsdp_wrap.weights._gather import Found, first_holders, gathered_on_first_rank
+from fsdp_wrap.weights._gather import ShardChanges, first_holders, gathered_on_first_rank
 
 _DOING = "weight_changes()"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,7 +32,7 @@ class Change(NamedTuple):
     Attributes:
         name: The parameter's, in the unwrapped module.
         index: Of the elements in the flattened parameter: int64, 1-D.
-        value: What they are now: 1-D, as long as `index`.
+        value: Their values now: 1-D, as long as `index`.
     """
 
     name: str
@@ -42,8 +42,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Changes:
-    """What one `collect` has found.
-
+    """The result of one `collect`.
     Attributes:
         of: The changes, one for each parameter with any, in the model's order.
         checksums: Of each parameter as it is now, with all its elements, by name.
@@ -74,8 +73,8 @@ def weight_changes(
 
     Args:
         model: Wrapped by `FullyShardedDataParallel` or `fully_shard`, in whole or in part.
-        dtype: That in which the receiver has floating-point parameters; None for the master dtype. What does
-            not change the bits of it is no change.
+        dtype: The receiver's dtype of floating-point parameters; None for the master dtype. An element whose
+            bits in it stay the same has not changed.
         buffers: Also the persistent buffers: those of the first rank where they differ.
 
     Raises:
@@ -89,19 +88,14 @@ def weight_changes(
 
 
 class _Snapshot:
-    """What the receiver has of one shard.
-
-    Args:
-        original: The parameter.
-        dtype: In which the receiver has it.
-    """
+    """The receiver's values of one shard."""
 
     def __init__(self, original: Original, dtype: torch.dtype) -> None:
         self._values = original.interval.data.to("cpu", dtype, copy=True)
         self._total: int | None = None  # its part of the checksum, once that was wanted
 
-    def follow(self, original: Original, checksums: bool) -> Found:
-        """Returns the elements of a shard that are others than here, and takes them over."""
+    def follow(self, original: Original, checksums: bool) -> ShardChanges:
+        """Returns the shard's elements that differ from this snapshot, and updates it."""
         held = original.interval.data.detach()
         local = self._differing(held)
         index, new = _whole_index(original, local), held[local.to(held.device)].to("cpu", self._values.dtype)
@@ -113,7 +107,7 @@ class _Snapshot:
         if checksums and self._total is None:
             self._total = _sum_of_all(self._values, partial(_whole_index, original))
         narrow = index.to(_index_dtype(original.shape.numel()))
-        return Found(original.fqn, narrow, new, _wrapped(self._total or 0))
+        return ShardChanges(original.fqn, narrow, new, _wrapped(self._total or 0))
 
     def _differing(self, held: torch.Tensor) -> torch.Tensor:
         """Returns the indices in the shard of elements whose bits differ, int64."""
@@ -139,8 +133,8 @@ class WeightChanges:
         """Finds what changed; collective.
 
         Args:
-            checksums: Also compute those. That takes one more pass over the shards at first, and where half
-                of a shard has changed; else only the changed elements are looked at.
+            checksums: Also compute checksums. They take one more pass over the shards at first, and where
+                half of a shard has changed; else only the changed elements are looked at.
 
         Returns:
             All changes, in host memory, on the first rank; nothing on the others.
@@ -180,7 +174,7 @@ def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, 
 
 
 def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the plain tensor of a `DTensor` that each rank has whole."""
+    """Returns the local tensor of a replicated `DTensor`, else the tensor itself."""
     held = to_local(buffer)
     return held if held.shape == buffer.shape else buffer
 
@@ -213,13 +207,13 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
-    """Returns the part of a checksum that some elements make; the order does not matter."""
+    """Returns some elements' part of a checksum; the order does not matter."""
     pieces = (torch.split(each, _MIXED) for each in (_bits(values), index))
     return sum(_sum_of_few(*each) for each in zip(*pieces))
 
 
 def _sum_of_all(values: torch.Tensor, index_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """Returns the same of elements whose indices follow from their places in a tensor."""
+    """Returns the sum of all elements; `index_of` maps places in the tensor to indices."""
     pieces = torch.split(values, _AT_ONCE)
     begins = range(0, len(values), _AT_ONCE)
     places = (torch.arange(begin, begin + len(piece)) for begin, piece in zip(begins, pieces))
@@ -240,9 +234,9 @@ def _wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _joined(found: Iterable[Found], checksums: bool) -> Changes:
-    """Returns the changes that all ranks have found, by parameter."""
-    pieces: dict[str, list[Found]] = {}
+def _joined(found: Iterable[ShardChanges], checksums: bool) -> Changes:
+    """Returns all ranks' changes by parameter."""
+    pieces: dict[str, list[ShardChanges]] = {}
     for each in found:
         pieces.setdefault(each.name, []).append(each)
     changes, sums = [], {}
@@ -265,7 +259,7 @@ def apply_changes(state_dict: Mapping[str, torch.Tensor], changes: Changes) -> N
 
     Args:
         state_dict: Plain tensors by the names of the unwrapped module, in the dtype of `weight_changes`.
-        changes: What `collect` returned on the first rank.
+        changes: The result of `collect` on the first rank.
 
     Raises:
         ValueError: If a name is missing or comes twice, a tensor has another dtype, or indices are no

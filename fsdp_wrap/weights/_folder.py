@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_wrap._state import FirstRank
-from fsdp_wrap.weights._changes import Changes
+from fsdp_wrap.weights._changes import Change, Changes, apply_changes
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
-from fsdp_wrap.weights._updates import Update
 
 if TYPE_CHECKING:
     from fsdp_wrap.checkpoint._safetensors import Described
@@ -31,7 +31,8 @@ _PAUSE = 0.02
 class WeightFolder:
     """Writes a model's weights, whole or what changed, into a folder that receivers read at their own pace.
 
-    It is used as a `WeightSender`. Needs the extra `safetensors` where it is read. It alone deletes versions.
+    Every rank makes one and calls `send`; the first rank, which alone has a path, also calls `send_changes`.
+    Updates are numbered. Needs the extra `safetensors` where it is read. It alone deletes versions.
 
     Args:
         path: Of the folder, on the first rank; None on all others.
@@ -152,6 +153,64 @@ class WeightFolder:
                     shutil.rmtree(folder / f".{name}")
 
 
+@dataclass(frozen=True)
+class Update:
+    """One version of a `WeightFolder`, of which tensors are read when they are asked for.
+
+    Attributes:
+        version: Its number.
+        whole: Whether it has all tensors; else only what changed.
+        metadata: Name, dtype and shape of the tensors; of changes, how many elements of each there are.
+    """
+
+    version: int
+    whole: bool
+    metadata: list[WeightMeta]
+    _checksums: dict[str, int]
+    _stored: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) of an update that is whole."""
+        for meta in self.metadata if self.whole else ():
+            yield meta.name, self._stored[meta.name].whole()
+
+    def changes(self) -> Changes:
+        """Returns the changes of an update that is not whole.
+
+        Raises:
+            ValueError: If it is.
+        """
+        if self.whole:
+            raise ValueError(f"version {self.version} is whole, and has no changes: iterate over it")
+        stored = self._stored
+        found = [
+            Change(name, stored[_INDEX + name].whole(), stored[_VALUE + name].whole())
+            for name, *_ in self.metadata
+        ]
+        return Changes(found, self._checksums)
+
+    def apply(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Writes the update into tensors, in place.
+
+        Args:
+            state_dict: Tensors by the names that the source has.
+
+        Raises:
+            ValueError: If a name is missing, or a tensor has another shape or dtype; nothing is written.
+            RuntimeError: If changes do not fit to what is there, by their checksums; nothing is written.
+        """
+        if not self.whole:
+            apply_changes(state_dict, self.changes())
+            return
+        for name, dtype, shape in self.metadata:
+            found = state_dict.get(name)
+            if found is None or (found.dtype, tuple(found.shape)) != (dtype, shape):
+                has = "there is none" if found is None else f"here it is {found.dtype}, {tuple(found.shape)}"
+                raise ValueError(f"'{name}' comes as {dtype}, {shape}, and {has}")
+        for name, tensor in self:
+            state_dict[name].detach().copy_(tensor)
+
+
 def stored(path: str | os.PathLike[str], after: int = 0, timeout: float | None = 60.0) -> Iterator[Update]:
     """Yields the updates that a `WeightFolder` has written and writes, until that is closed.
 
@@ -192,7 +251,7 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> list[int]:
-    """Returns the versions that have all weights, in order; of what is gone or damaged none."""
+    """Returns the whole versions in order, without damaged ones."""
     found = []
     for version in sorted(_versions(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -209,13 +268,13 @@ def _next(folder: Path, after: int) -> int | None:
 
 
 def _read(folder: Path, version: int) -> Update | None:
-    """Returns an update that is as it was written; None if it was removed meanwhile."""
-    from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, told
+    """Returns a verified update; None if it was removed meanwhile."""
+    from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, Manifest, format_faults
     from fsdp_wrap.checkpoint._safetensors import read_safetensors
 
     place = folder / _NAME.format(version)
     try:
-        faults = told(place, Manifest.read(place).faults(place))
+        faults = format_faults(place, Manifest.read(place).faults(place))
         if faults:
             raise DamagedCheckpoint("; ".join(faults))
         about = json.loads((place / _ABOUT).read_bytes())
@@ -230,31 +289,10 @@ def _read(folder: Path, version: int) -> Update | None:
         if place.is_dir():
             raise
         return None
-    contents = _Stored(given, "" if about["whole"] else _VALUE)
-    names = [name for name in about["names"] if not name.startswith(_INDEX) or about["whole"]]
-    metadata = [WeightMeta(contents.own(name), given[name].dtype, tuple(given[name].shape)) for name in names]
-    return Update(version, about["whole"], metadata, about["checksums"], contents)
-
-
-class _Stored:
-    """The tensors of an update in files.
-
-    Args:
-        given: What reads them, by their names there.
-        prefix: Of the names of tensors.
-    """
-
-    def __init__(self, given: Mapping[str, Any], prefix: str) -> None:
-        self._given, self._prefix = given, prefix
-
-    def own(self, name: str) -> str:
-        """Returns the name in the model of a tensor that has another in the files."""
-        return name.removeprefix(self._prefix)
-
-    def tensor(self, meta: WeightMeta) -> torch.Tensor:
-        whole: torch.Tensor = self._given[self._prefix + meta.name].whole()
-        return whole
-
-    def index(self, meta: WeightMeta) -> torch.Tensor:
-        index: torch.Tensor = self._given[_INDEX + meta.name].whole()
-        return index
+    prefix = "" if about["whole"] else _VALUE
+    metadata = [
+        WeightMeta(name.removeprefix(prefix), given[name].dtype, tuple(given[name].shape))
+        for name in about["names"]
+        if name.startswith(prefix)
+    ]
+    return Update(version, about["whole"], metadata, about["checksums"], given)

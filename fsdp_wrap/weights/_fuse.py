@@ -1,10 +1,10 @@
-"""Joins what an engine has in one tensor: q, k and v, gate and up, the experts of a layer."""
+"""Fuses tensors that an engine has in one: q, k and v, gate and up, the experts of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_wrap.weights._made import Joined, Made
+from fsdp_wrap.weights._recipes import Joined, Recipe
 
 Rules = Mapping[str, Sequence[str] | str]
 """For the name of what is joined those of its parts, or a pattern of them; see `weight_source`."""
@@ -13,12 +13,7 @@ _ANY = "*"
 
 
 def check_rules(fuse: Rules | None) -> Rules:
-    """Returns the rules, none for None.
-
-    Raises:
-        TypeError: If it is no such table.
-        ValueError: If a pattern has no `*`, or more than one, or there are no two parts.
-    """
+    """Returns checked rules; none for None."""
     rules = {} if fuse is None else fuse
     if not isinstance(rules, Mapping):
         raise TypeError(f"fuse must be a table or None, not a {type(fuse).__name__}")
@@ -33,12 +28,8 @@ def check_rules(fuse: Rules | None) -> Rules:
     return rules
 
 
-def fused(made: dict[str, Made], rules: Rules) -> dict[str, Made]:
-    """Joins tensors by rules, one rule after the other; what is joined stands where its first part stood.
-
-    Raises:
-        ValueError: If a rule fits nothing, a part is missing, or parts do not fit together.
-    """
+def fused(made: dict[str, Recipe], rules: Rules) -> dict[str, Recipe]:
+    """Joins tensors by rules, one rule after the other; what is joined stands where its first part stood."""
     for joined, parts in rules.items():
         found = _stacks(made, joined, parts) if isinstance(parts, str) else _rows(made, joined, parts)
         if not found:
@@ -48,8 +39,8 @@ def fused(made: dict[str, Made], rules: Rules) -> dict[str, Made]:
     return made
 
 
-def _rows(made: dict[str, Made], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the names of the parts by those of what is joined."""
+def _rows(made: dict[str, Recipe], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the names of the parts by the fused tensor's name."""
     found: dict[str, list[str]] = {}
     for name in made:
         path = name.split(".")
@@ -65,8 +56,8 @@ def _rows(made: dict[str, Made], joined: str, parts: Sequence[str]) -> dict[str,
     return found
 
 
-def _stacks(made: dict[str, Made], joined: str, pattern: str) -> dict[str, list[str]]:
-    """Returns the names of the parts, by their numbers, by those of what is stacked."""
+def _stacks(made: dict[str, Recipe], joined: str, pattern: str) -> dict[str, list[str]]:
+    """Returns the names of the parts, in order of their numbers, by the stacked tensor's name."""
     numbered: dict[str, dict[int, str]] = {}
     wanted = pattern.split(".")
     for name in made:
@@ -85,13 +76,13 @@ def _stacks(made: dict[str, Made], joined: str, pattern: str) -> dict[str, list[
     return {stack: [names[number] for number in sorted(names)] for stack, names in numbered.items()}
 
 
-def _replaced(made: dict[str, Made], found: dict[str, list[str]], stacked: bool) -> dict[str, Made]:
+def _replaced(made: dict[str, Recipe], found: dict[str, list[str]], stacked: bool) -> dict[str, Recipe]:
     joined = {
         stack: _joined(stack, {name: made[name] for name in names}, stacked) for stack, names in found.items()
     }
     firsts = {min(names, key=[*made].index): stack for stack, names in found.items()}
     parts = {name for names in found.values() for name in names}
-    result: dict[str, Made] = {}
+    result: dict[str, Recipe] = {}
     for name, each in made.items():
         if name in firsts:
             result[firsts[name]] = joined[firsts[name]]
@@ -100,7 +91,7 @@ def _replaced(made: dict[str, Made], found: dict[str, list[str]], stacked: bool)
     return result
 
 
-def _joined(stack: str, parts: Mapping[str, Made], stacked: bool) -> Joined:
+def _joined(stack: str, parts: Mapping[str, Recipe], stacked: bool) -> Joined:
     first_name, first = next(iter(parts.items()))
     skipped = 0 if stacked else 1
     if not stacked and not first.shape:

@@ -1,4 +1,4 @@
-"""From all ranks to the first: what each of them alone knows of its shards."""
+"""Gathers of the ranks' changes to the first rank."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ _Note = tuple[str, int, tuple[torch.dtype, torch.dtype], int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """Elements that one rank has found in its shard of one parameter.
-
-    Attributes:
-        name: The parameter's.
-        index: Of the elements in the flattened parameter, 1-D, in a dtype of integers that holds them all.
-        value: They themselves, 1-D.
-        total: The shard's part of the parameter's checksum.
-    """
+class ShardChanges:
+    """One shard's changed elements, by index in the flattened parameter, and its part of the checksum."""
 
     name: str
     index: torch.Tensor
@@ -36,7 +29,7 @@ class Found:
 
 
 def first_holders(model: nn.Module, originals: Iterable[Original]) -> list[Original]:
-    """Returns those of which this rank has elements that no rank before it has."""
+    """Returns the parameters of which this rank has elements that no rank before it has."""
     first = FirstRank(model)
     return [each for each in originals if _is_first(each, first)]
 
@@ -50,16 +43,16 @@ def _is_first(original: Original, first: FirstRank) -> bool:
     return part.is_first_copy and handle.replicas.rank == 0
 
 
-def gathered_on_first_rank(model: nn.Module, own: Sequence[Found]) -> list[Found]:
-    """Returns what all ranks have found, by rank, on the first one; nothing on others. Collective."""
+def gathered_on_first_rank(model: nn.Module, own: Sequence[ShardChanges]) -> list[ShardChanges]:
+    """Returns all ranks' changes on the first rank, in rank order; nothing on others. Collective."""
     first, found = FirstRank(model), [*own]
     for communicator in reversed(first.steps):
         found = _gathered(communicator, found)
     return found if first.is_here else []
 
 
-def _gathered(communicator: Communicator, own: Sequence[Found]) -> list[Found]:
-    """Gathers what ranks have found on the first of a group; the others keep nothing."""
+def _gathered(communicator: Communicator, own: Sequence[ShardChanges]) -> list[ShardChanges]:
+    """Gathers changes on the first rank of a group; the others keep nothing."""
     data = _packed(own)
     notes = [(each.name, len(each.index), (each.index.dtype, each.value.dtype), each.total) for each in own]
     by_rank = communicator.all_gather_object((len(data), notes))
@@ -74,7 +67,7 @@ def _gathered(communicator: Communicator, own: Sequence[Found]) -> list[Found]:
     return [each for row, (_, notes) in zip(rows, by_rank) for each in _unpacked(row, notes)]
 
 
-def _packed(found: Iterable[Found]) -> torch.Tensor:
+def _packed(found: Iterable[ShardChanges]) -> torch.Tensor:
     parts = [torch.empty(0, dtype=torch.uint8)]
     for each in found:
         for tensor in (each.index, each.value):
@@ -83,7 +76,7 @@ def _packed(found: Iterable[Found]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _unpacked(row: torch.Tensor, notes: Iterable[_Note]) -> Iterator[Found]:
+def _unpacked(row: torch.Tensor, notes: Iterable[_Note]) -> Iterator[ShardChanges]:
     begin = 0
     for name, count, dtypes, total in notes:
         tensors = []
@@ -93,4 +86,4 @@ def _unpacked(row: torch.Tensor, notes: Iterable[_Note]) -> Iterator[Found]:
             tensors.append(row[begin:end].view(dtype) if count else torch.empty(0, dtype=dtype))
             begin = end + -end % _ALIGNMENT_BYTES
         index, value = tensors
-        yield Found(name, index, value, total)
+        yield ShardChanges(name, index, value, total)

@@ -13,14 +13,13 @@ from fsdp_wrap._core import nbytes_of
 from fsdp_wrap._state import FullParams, check_dtype
 from fsdp_wrap.weights._adapters import cast, merged
 from fsdp_wrap.weights._fuse import Rules, check_rules, fused
-from fsdp_wrap.weights._made import Made, Taken
+from fsdp_wrap.weights._recipes import Recipe, SourceTensor
 
 _DOING = "weight_source()"
 
 
 class WeightMeta(NamedTuple):
-    """What a tensor will be.
-
+    """Name, dtype and shape of a tensor.
     Attributes:
         name: Its name.
         dtype: Its dtype.
@@ -52,15 +51,16 @@ def weight_source(
     Args:
         model: Wrapped by `FullyShardedDataParallel` or `fully_shard`, in whole or in part.
         rename: Takes a name, after `fuse` and `adapters`, and returns that which the engine has for it.
-        fuse: What the engine has in one tensor, by the name of that. Names of parts, as `{"qkv_proj":
-            ("q_proj", "k_proj", "v_proj")}`, are joined along the first dimension, wherever one of them is a
-            component of a name. A pattern with a number, as `{"experts.w1": "experts.*.w1"}`, is stacked
-            along a new first dimension. Rules apply one after the other, each to what the ones before made.
+        fuse: By the name of a fused tensor of the engine, the names of its parts. Parts in a tuple, as
+            `{"qkv_proj": ("q_proj", "k_proj", "v_proj")}`, are joined along the first dimension, wherever one
+            of them is a component of a name. A pattern with a number, as `{"experts.w1": "experts.*.w1"}`, is
+            stacked along a new first dimension. Rules apply one after the other, each to the results of those
+            before.
         dtype: Of floating-point tensors, save quantised ones; None for the master dtype. They are cast before
             they travel, merged ones afterwards.
         budget: The most bytes alive on a rank of what is on its way and what is being made, of the tensor
             yielded last, and the one before, which a loop's variable still holds. A number or a text such as
-            "500MB". What the largest tensor takes is allowed in any case.
+            "500MB". The largest tensor is allowed in any case.
         adapters: "merge" adds the active LoRA adapters of peft to their weights, tensor by tensor, and gives
             the names that the model has without them. "apart" gives all tensors as the model has them.
         buffers: Also the persistent buffers, at the end: those of the first rank where they differ.
@@ -80,8 +80,8 @@ def weight_source(
     rules, nbytes = check_rules(fuse), nbytes_of(budget, "budget")
     check_dtype(dtype)
     params = FullParams(model, _DOING, buffers=buffers)
-    plain = {name: Taken(name, *described) for name, described in params.described().items()}
-    made: dict[str, Made]
+    plain = {name: SourceTensor(name, *described) for name, described in params.described().items()}
+    made: dict[str, Recipe]
     if adapters == "merge":
         made = merged(model, plain, dtype, params.subclasses)
     else:
@@ -89,10 +89,10 @@ def weight_source(
     return WeightSource(model, _renamed(fused(made, rules), rename), nbytes, buffers, rank0_only)
 
 
-def _renamed(made: dict[str, Made], rename: Callable[[str], str] | None) -> dict[str, Made]:
+def _renamed(made: dict[str, Recipe], rename: Callable[[str], str] | None) -> dict[str, Recipe]:
     if rename is None:
         return made
-    found: dict[str, Made] = {}
+    found: dict[str, Recipe] = {}
     before: dict[str, str] = {}
     for name, each in made.items():
         new = rename(name)
@@ -115,7 +115,7 @@ class WeightSource:
     """
 
     def __init__(
-        self, model: nn.Module, made: dict[str, Made], budget: int, buffers: bool, rank0_only: bool
+        self, model: nn.Module, made: dict[str, Recipe], budget: int, buffers: bool, rank0_only: bool
     ) -> None:
         self.model, self._made = model, made
         self._budget, self._buffers, self._rank0_only = budget, buffers, rank0_only
@@ -141,7 +141,7 @@ class WeightSource:
 
     def _params(self) -> FullParams:
         params = FullParams(self.model, _DOING, buffers=self._buffers)
-        takes = [taken for made in self._made.values() for taken in made.takes]
+        takes = [taken for made in self._made.values() for taken in made.sources]
         params.choose({taken.key: taken.dtype for taken in takes})
         return params
 
@@ -151,6 +151,6 @@ class WeightSource:
                 yield name, made.make(lambda: next(stream)[1])
 
     def _room(self) -> int:
-        """What the budget leaves for gathers: beside a tensor that is made, and the one before it."""
+        """Returns the budget of gathers, beside a tensor that is made and the one before it."""
         most = max((made.nbytes_beside for made in self._made.values()), default=0)
         return max(self._budget - 2 * most, 1)

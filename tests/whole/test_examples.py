@@ -98,7 +98,7 @@ def test_any_number_of_processes_trains_evaluates_and_samples(data, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gloo", "memory", "folder"])
+@pytest.mark.parametrize("way", ["gloo", "folder"])
 def test_a_generating_process_follows_the_trainers(way):
     words = f"--way {way} --steps 4 --every 2".split()
     result = python(*on_ranks(2, EXAMPLES / "weights_to_inference.py", *words))

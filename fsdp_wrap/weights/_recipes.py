@@ -1,4 +1,4 @@
-"""What an engine wants of a model's tensors: one as it is, one with adapters merged, or several joined."""
+"""Recipes for an engine's tensors: one of the model as it is, one with adapters merged, or several joined."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ Fetch = Callable[[], torch.Tensor]
 """Returns the next of the tensors, in memory of its own."""
 
 
-class Made(Protocol):
-    """A tensor that is made of a model's tensors, and is known before these are there.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+class Recipe(Protocol):
+    """How to make one of an engine's tensors from a model's; shape and dtype are known before."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -28,33 +23,27 @@ class Made(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def takes(self) -> list[Taken]:
-        """The tensors of which it is made, in the order in which they are wanted."""
+    def sources(self) -> list[SourceTensor]:
+        """The tensors of which it is made, in order."""
 
     @property
     def nbytes_beside(self) -> int:
-        """The most bytes alive while it is made, and afterwards, beside one of the tensors that it takes."""
+        """The most bytes alive while it is made, and afterwards, beside one of its sources."""
 
     def make(self, fetch: Fetch) -> torch.Tensor:
-        """Makes it of what `fetch` returns, in that order."""
+        """Makes the tensor from its sources, which `fetch` returns in order."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """One tensor as it is.
-
-    Attributes:
-        key: Its name in the model.
-        shape: Its shape.
-        dtype: That in which it travels.
-    """
+class SourceTensor:
+    """A tensor of the model as it is; `dtype` is the one in which it travels."""
 
     key: str
     shape: torch.Size
     dtype: torch.dtype
 
     @property
-    def takes(self) -> list[Taken]:
+    def sources(self) -> list[SourceTensor]:
         return [self]
 
     @property
@@ -67,46 +56,33 @@ class Taken:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What one adapter adds to a weight: scale x (second @ first).
+    """The update of a weight by one adapter: scale x (second: out x rank) @ (first: rank x in)."""
 
-    Attributes:
-        first: The matrix that takes the input: (rank, in features).
-        second: That which gives the output: (out features, rank).
-        scale: The factor.
-    """
-
-    first: Taken
-    second: Taken
+    first: SourceTensor
+    second: SourceTensor
     scale: float
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with what adapters add to it, computed in the wider of their dtypes.
+    """A weight plus its adapters' updates, computed in the wider of their dtypes."""
 
-    Attributes:
-        base: The weight: (out features, in features).
-        added: By each adapter.
-        dtype: Of the sum.
-        transposed: Whether the weight is (in features, out features) instead.
-    """
-
-    base: Taken
+    base: SourceTensor  # (out features, in features)
     added: Sequence[LowRank]
     dtype: torch.dtype
-    transposed: bool = False
+    transposed: bool = False  # whether the base is (in features, out features)
 
     @property
     def shape(self) -> torch.Size:
         return self.base.shape
 
     @property
-    def takes(self) -> list[Taken]:
+    def sources(self) -> list[SourceTensor]:
         return [*chain.from_iterable((each.first, each.second) for each in self.added), self.base]
 
     @property
     def nbytes_beside(self) -> int:
-        factors = sum(taken.shape.numel() * taken.dtype.itemsize for taken in self.takes[:-1])
+        factors = sum(taken.shape.numel() * taken.dtype.itemsize for taken in self.sources[:-1])
         copies = sum(dtype.itemsize for dtype in {self._wide, self.dtype} - {self.base.dtype})
         return factors + self.shape.numel() * copies
 
@@ -126,14 +102,9 @@ class Merged:
 
 @dataclass(frozen=True)
 class Joined:
-    """Several tensors as one: one after the other along the first dimension, or stacked along a new one.
+    """Several tensors as one: one after the other along the first dimension, or stacked along a new one."""
 
-    Attributes:
-        parts: The tensors, of one dtype and shape, but for the first dimension where they are not stacked.
-        stacked: Whether they are stacked.
-    """
-
-    parts: Sequence[Made]
+    parts: Sequence[Recipe]
     stacked: bool = False
 
     @property
@@ -148,8 +119,8 @@ class Joined:
         return self.parts[0].dtype
 
     @property
-    def takes(self) -> list[Taken]:
-        return [*chain.from_iterable(part.takes for part in self.parts)]
+    def sources(self) -> list[SourceTensor]:
+        return [*chain.from_iterable(part.sources for part in self.parts)]
 
     @property
     def nbytes_beside(self) -> int:

@@ -1,9 +1,10 @@
-"""`Team`: the ranks that have some matrices between them. It brings each to its owner and the result back."""
+"""`OwnerGroup`: brings matrices that are sharded over the same ranks to their owners, and results back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap.optim._owners import Load, owners_of, rounds_of
-from fsdp_wrap.optim._parts import Held, Overlap, overlaps
+from fsdp_wrap.optim._sharded_params import Overlap, ShardedParam, overlaps
 from fsdp_wrap.optim._views import Block
 
 _STACKED = 1 << 18
@@ -29,7 +30,7 @@ class Matrix:
         parameter: Name of the parameter.
         shape: Rows and columns.
         owner: The rank that computes with it, as the default group counts.
-        cost: What that takes, in the unit in which ranks share costs: rows x columns x the smaller of them.
+        cost: Of the computation, in the unit in which ranks share it: rows x columns x the smaller of them.
         block: Where it is in the parameter.
     """
 
@@ -50,25 +51,19 @@ Values = Sequence[torch.Tensor | None]
 _Moves = list[tuple[int, Overlap]]
 """Numbers of matrices, and parts of them that a message carries."""
 
+_ByMatrix = Sequence[Sequence[Sequence[Overlap]]]
+"""Parts of matrices, by matrix and rank."""
 
-class Team:
-    """The ranks that have parameters between them, and the matrices in these. Making one is collective.
 
-    Args:
-        communicator: Of these ranks.
-        held: The parameters.
-        blocks: The matrices in each.
-        most: How many elements an owner gets in a round.
-
-    Attributes:
-        communicator: The same.
-        held: The same.
-        matrices: All matrices, in the order of the parameters.
-        dtype: The widest of the parameters'.
-    """
+class OwnerGroup:
+    """The ranks over which some parameters are sharded, and the matrices in these; made collectively."""
 
     def __init__(
-        self, communicator: Communicator, held: Sequence[Held], blocks: Sequence[list[Block]], most: int
+        self,
+        communicator: Communicator,
+        held: Sequence[ShardedParam],
+        blocks: Sequence[list[Block]],
+        most: int,
     ) -> None:
         self.communicator, self.held, self._most = communicator, held, most
         told = [
@@ -77,31 +72,31 @@ class Team:
         ]
         everyone: list[Any] = communicator.all_gather_object(told)
         _check_alike(everyone)
-        self._params = [index for index, own in enumerate(blocks) for _ in own]
+        self.params = [index for index, own in enumerate(blocks) for _ in own]
         self._blocks = [block for own in blocks for block in own]
-        self._having = [
+        self.having = [
             [overlaps(everyone[rank][param][4], block) for rank in range(communicator.size)]
-            for param, block in zip(self._params, self._blocks)
+            for param, block in zip(self.params, self._blocks)
         ]
         self._copies = [[told[param][5] for told in everyone] for param in range(len(held))]
-        self._loads = [*map(_load, self._blocks, self._having)]
-        self._owners = self._choose_owners()
+        self._loads = [*map(_load, self._blocks, self.having)]
+        self.owners = self._choose_owners()
         self._travels = [
             any(found and rank != owner for rank, found in enumerate(having))
-            for having, owner in zip(self._having, self._owners)
+            for having, owner in zip(self.having, self.owners)
         ]
-        self._giving = [*map(self._givers, range(len(self._blocks)))]
+        self.giving = [*map(self._givers, range(len(self._blocks)))]
         self.matrices = self._named(blocks)
-        self.dtype = _widest(each.param.dtype for each in held)
+        self.dtype = reduce(torch.promote_types, (each.param.dtype for each in held))
         self._plans: dict[tuple[bool, ...], list[_Round]] = {}
 
     def _choose_owners(self) -> list[int]:
-        """Lets ranks share the trained matrices evenly, and then those that are frozen now."""
+        """Returns the owners: trained matrices are shared evenly, and then frozen ones."""
         owners = [0] * len(self._blocks)
         for trained in (True, False):
             chosen = [
                 index
-                for index, param in enumerate(self._params)
+                for index, param in enumerate(self.params)
                 if self.held[param].param.requires_grad == trained
             ]
             found = owners_of([self._loads[index] for index in chosen], self.communicator.size)
@@ -110,8 +105,8 @@ class Team:
         return owners
 
     def _givers(self, index: int) -> list[list[Overlap]]:
-        """Returns what of a matrix each rank gives: of equal parts one, that of the owner's copy first."""
-        owner, copies = self._owners[index], self._copies[self._params[index]]
+        """Returns each rank's parts to send of a matrix: each once, from the owner's replica if possible."""
+        owner, copies = self.owners[index], self._copies[self.params[index]]
         size = self.communicator.size
         order = sorted(
             range(size), key=lambda r: (r != owner, copies[r] != copies[owner], (r - owner) % size)
@@ -119,14 +114,14 @@ class Team:
         giving: list[list[Overlap]] = [[] for _ in range(size)]
         missing, seen = self._blocks[index].numel, set[Any]()
         for rank in order:
-            for each in self._having[index][rank] if missing > 0 else ():
+            for each in self.having[index][rank] if missing > 0 else ():
                 place = tuple((where.start, where.stop) for where in each.place)
                 if place not in seen:
                     seen.add(place)
                     giving[rank].append(each)
                     missing -= each.numel
         if missing:
-            fqn = self.held[self._params[index]].fqn
+            fqn = self.held[self.params[index]].fqn
             raise ValueError(
                 f"ranks {self._ranks} do not have just all of parameter '{fqn}' between them: shard it as "
                 "FullyShardedDataParallel, fully_shard or torch.distributed.tensor.distribute_tensor do"
@@ -140,7 +135,7 @@ class Team:
         return sorted(self.communicator.members) if group is None else dist.get_process_group_ranks(group)
 
     def _named(self, blocks: Sequence[list[Block]]) -> list[Matrix]:
-        ranks, owners = self._ranks, iter(self._owners)
+        ranks, owners = self._ranks, iter(self.owners)
         return [
             Matrix(
                 f"{each.fqn}[{number}]" if len(own) > 1 else each.fqn,
@@ -155,14 +150,7 @@ class Team:
         ]
 
     def agreed(self, present: Sequence[bool | None]) -> list[bool]:
-        """Returns for which parameters there are values, after all ranks have told; collective.
-
-        Args:
-            present: For each whether this rank has a value; None where it has nothing of the parameter.
-
-        Raises:
-            RuntimeError: On all ranks, if some have values of their parts, and others have none.
-        """
+        """Returns which parameters have values; refused on all ranks if some lack one. Collective."""
         own = [2 if each is None else int(each) for each in present]
         if self.communicator.size == 1:
             return [each == 1 for each in own]
@@ -183,24 +171,14 @@ class Team:
     def update(
         self, values: Values, active: Sequence[bool], compute: Compute, dtype: torch.dtype | None
     ) -> list[torch.Tensor | None]:
-        """Computes with whole matrices, each on its owner; collective.
-
-        Args:
-            values: Of this rank.
-            active: For which parameters there are values, as `agreed`.
-            compute: What to compute; it must not raise.
-            dtype: In which matrices travel, before and after.
-
-        Returns:
-            Results, as the values lie.
-        """
+        """Computes with whole matrices, each on its owner; collective."""
         dtype = dtype or self.dtype
         rounds = self._plan(tuple(active))
         results = [
             None if value is None or not known else torch.empty_like(value, dtype=dtype)
             for value, known in zip(values, active)
         ]
-        back: _Return | None = None
+        back: _SentResults | None = None
         coming = rounds[0].send(values, dtype)
         for number, each in enumerate(rounds):
             following = rounds[number + 1].send(values, dtype) if number + 1 < len(rounds) else None
@@ -216,77 +194,56 @@ class Team:
         if active not in self._plans:
             loads = {
                 index: load
-                for index, (param, load) in enumerate(zip(self._params, self._loads))
+                for index, (param, load) in enumerate(zip(self.params, self._loads))
                 if active[param]
             }
-            rounds = rounds_of(loads, self._owners, self._travels, self._most)
+            rounds = rounds_of(loads, self.owners, self._travels, self._most)
             self._plans[active] = [_Round(self, numbers) for numbers in rounds]
         return self._plans[active]
 
-    # what a round asks
-
-    def param_of(self, index: int) -> int:
-        """Returns the number of the parameter in which a matrix is."""
-        return self._params[index]
-
-    def owner_of(self, index: int) -> int:
-        """Returns the owner of a matrix, as the team counts."""
-        return self._owners[index]
-
-    def given(self, index: int, rank: int) -> list[Overlap]:
-        """Returns what of a matrix a rank gives to its owner."""
-        return self._giving[index][rank]
-
-    def having(self, index: int, rank: int) -> list[Overlap]:
-        """Returns what of a matrix a rank has, and so gets of the result."""
-        return self._having[index][rank]
-
 
 class _Round:
-    """Some matrices that travel together: what of them this rank sends, gets, and computes.
+    """Some matrices that travel together: this rank's sends, receives and computations."""
 
-    Args:
-        team: The ranks.
-        numbers: Of the matrices.
-    """
-
-    def __init__(self, team: Team, numbers: Sequence[int]) -> None:
-        self._team, self._communicator = team, team.communicator
+    def __init__(self, group: OwnerGroup, numbers: Sequence[int]) -> None:
+        self._group, self._communicator = group, group.communicator
         me, ranks = self._communicator.rank, range(self._communicator.size)
-        owned = [index for index in numbers if team.owner_of(index) == me]
+        owned = [index for index in numbers if group.owners[index] == me]
 
-        def of_owner(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
-            """What this rank and an owner have to do with each other."""
-            own = [index for index in numbers if team.owner_of(index) == rank != me]
-            return [(index, each) for index in own for each in moves(index, me)]
+        def of_owner(rank: int, overlaps: _ByMatrix) -> _Moves:
+            """Returns the moves between this rank and an owner."""
+            own = [index for index in numbers if group.owners[index] == rank != me]
+            return [(index, each) for index in own for each in overlaps[index][me]]
 
-        def of_holder(rank: int, moves: Callable[[int, int], list[Overlap]]) -> _Moves:
-            return [(index, each) for index in owned if rank != me for each in moves(index, rank)]
+        def of_holder(rank: int, overlaps: _ByMatrix) -> _Moves:
+            return [(index, each) for index in owned if rank != me for each in overlaps[index][rank]]
 
-        self._sent = [of_owner(rank, team.given) for rank in ranks]
-        self._received = [of_holder(rank, team.given) for rank in ranks]
-        self._returned = [of_holder(rank, team.having) for rank in ranks]
-        self._arriving = [of_owner(rank, team.having) for rank in ranks]
-        self._kept = [(index, each) for index in owned for each in team.having(index, me)]
-        others = [(index, rank) for index in numbers for rank in ranks if rank != team.owner_of(index)]
-        self._comes = any(team.given(*each) for each in others)
-        self._goes = any(team.having(*each) for each in others)
-        key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(team.matrices[index], index)  # noqa: E731
+        self._sent = [of_owner(rank, group.giving) for rank in ranks]
+        self._received = [of_holder(rank, group.giving) for rank in ranks]
+        self._returned = [of_holder(rank, group.having) for rank in ranks]
+        self._arriving = [of_owner(rank, group.having) for rank in ranks]
+        self._kept = [(index, each) for index in owned for each in group.having[index][me]]
+        others = [(index, rank) for index in numbers for rank in ranks if rank != group.owners[index]]
+        self._comes = any(group.giving[index][rank] for index, rank in others)
+        self._goes = any(group.having[index][rank] for index, rank in others)
+        key: Callable[[int], tuple[int, ...]] = lambda index: _stack_key(group.matrices[index], index)  # noqa: E731
         self._stacks = [[*stack] for _, stack in groupby(sorted(owned, key=key), key=key)]
 
-    def send(self, values: Values, dtype: torch.dtype) -> _Coming:
-        """Sends what of values other ranks need; returns what comes."""
+    def send(self, values: Values, dtype: torch.dtype) -> _SentParts:
+        """Sends other ranks' parts of the values; returns the parts that arrive."""
         if not self._comes:
-            return _Coming(Finished(), [])
+            return _SentParts(Finished(), [])
         sent = _empty(self._communicator, self._sent, dtype)
         sources = [self._held(values, move) for moves in self._sent for move in moves]
         _copy(_views(sent, self._sent), sources)
         received = _empty(self._communicator, self._received, dtype)
         lengths = _lengths(self._received), _lengths(self._sent)
         pending = self._communicator.all_to_all(received, sent, lengths)
-        return _Coming(pending, _views(received, self._received), [sent])
+        return _SentParts(pending, _views(received, self._received), [sent])
 
-    def compute(self, coming: _Coming, values: Values, compute: Compute, dtype: torch.dtype) -> _Return:
+    def compute(
+        self, coming: _SentParts, values: Values, compute: Compute, dtype: torch.dtype
+    ) -> _SentResults:
         """Computes with the matrices that this rank owns, once they are there; sends the results."""
         coming.pending.wait()
         stacks = [self._empty_stack(stack, dtype) for stack in self._stacks]
@@ -301,18 +258,18 @@ class _Round:
         )
         results: dict[int, torch.Tensor] = {}
         for stack, stacked in zip(self._stacks, stacks):
-            found = compute(stacked, [self._team.matrices[index] for index in stack])
+            found = compute(stacked, [self._group.matrices[index] for index in stack])
             results.update(zip(stack, found))
         return self._give_back(results, dtype)
 
     def _empty_stack(self, stack: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        shape = self._team.matrices[stack[0]].shape
+        shape = self._group.matrices[stack[0]].shape
         return torch.empty(len(stack), *shape, dtype=dtype, device=self._communicator.device)
 
-    def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _Return:
-        own = [(self._team.param_of(move[0]), move[1], self._placed(results, move)) for move in self._kept]
+    def _give_back(self, results: dict[int, torch.Tensor], dtype: torch.dtype) -> _SentResults:
+        own = [(self._group.params[move[0]], move[1], self._placed(results, move)) for move in self._kept]
         if not self._goes:
-            return _Return(Finished(), own)
+            return _SentResults(Finished(), own)
         sent = _empty(self._communicator, self._returned, dtype)
         _copy(
             _views(sent, self._returned),
@@ -323,29 +280,23 @@ class _Round:
         pending = self._communicator.all_to_all(received, sent, lengths)
         moves = [move for moves in self._arriving for move in moves]
         for (index, overlap), view in zip(moves, _views(received, self._arriving)):
-            own.append((self._team.param_of(index), overlap, view))
-        return _Return(pending, own, [sent])
+            own.append((self._group.params[index], overlap, view))
+        return _SentResults(pending, own, [sent])
 
     def _held(self, values: Values, move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
-        value = values[self._team.param_of(index)]
+        value = values[self._group.params[index]]
         assert value is not None
         return overlap.of_held(value)
 
     def _placed(self, matrices: dict[int, torch.Tensor], move: tuple[int, Overlap]) -> torch.Tensor:
         index, overlap = move
-        return matrices[index].view(self._team.matrices[index].block.sizes)[overlap.place]
+        return matrices[index].view(self._group.matrices[index].block.sizes)[overlap.place]
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """Parts of matrices on their way to their owner.
-
-    Attributes:
-        pending: What to wait for.
-        views: What comes, in the order of messages.
-        sent: Kept until then.
-    """
+class _SentParts:
+    """Parts of matrices on their way to their owner, in the order of messages. `sent` is kept alive."""
 
     pending: Pending
     views: list[torch.Tensor]
@@ -353,21 +304,15 @@ class _Coming:
 
 
 @dataclass(frozen=True)
-class _Return:
-    """Parts of results on their way from the owner.
-
-    Attributes:
-        pending: What to wait for.
-        parts: Of which parameter, where in what this rank has of it, and what comes.
-        sent: Kept until then.
-    """
+class _SentResults:
+    """Results on their way from the owner: (index of the parameter, overlap, view). `sent` is kept alive."""
 
     pending: Pending
     parts: list[tuple[int, Overlap, torch.Tensor]]
     sent: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, results: Sequence[torch.Tensor | None]) -> None:
-        """Puts what has come into results."""
+        """Copies the arrived parts into the results."""
         self.pending.wait()
         targets, sources = [], []
         for param, overlap, source in self.parts:
@@ -407,15 +352,8 @@ def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
     return Load(block.cost, block.numel, tuple(rank for rank, all_of_it in enumerate(whole) if all_of_it))
 
 
-def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    first, *others = dtypes
-    for other in others:
-        first = torch.promote_types(first, other)
-    return first
-
-
 def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-    """Refuses what differs between ranks, on all of them."""
+    """Refuses matrices that differ between ranks, on all ranks."""
     described = [[each[:4] for each in told] for told in everyone]
     for rank, told in enumerate(described):
         if told != described[0]:

@@ -1,6 +1,6 @@
-"""`Run`: several `DTensor`s whose shards lie one after the other, updated as one plain tensor.
+"""`ShardRun`: several `DTensor`s whose shards lie one after the other, updated as one plain tensor.
 
-`Runs` are those of an optimizer. What changes from step to step is looked at for all of them at once.
+`ShardRuns` are all runs of an optimizer, whose changes from step to step are looked for at once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,11 @@ _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
 State = dict[str, Any]
 
 
-class Run:
+class ShardRun:
     """`DTensor`s of one group of an optimizer, whose shards lie one after the other.
 
-    What the optimizer keeps of the run is of the size of them all; in public each has its own view of it.
+    The optimizer's state of the run is of the size of them all; in public each `DTensor` has its own view.
     Numbers, such as counts of steps, are equal for all, and each has its own.
-
-    Args:
-        params: The `DTensor`s.
-
-    Attributes:
-        params: The same.
-        shard: What an optimizer updates in their place.
-        offsets: Where each begins there, in elements.
-        numel: Its elements.
-        state: What the optimizer keeps of it.
-        numbers: Of the state, by name: those of all `DTensor`s.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -59,7 +48,7 @@ class Run:
         if self.shard.requires_grad:
             self.shard.grad_dtype = params[0].grad_dtype
         self.state: State = {}
-        self.numbers: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, torch.Tensor] = {}  # of the state, by name: those of all `DTensor`s
 
     def joint_gradient(self) -> torch.Tensor | None:
         """Returns the memory in which the gradients lie as the shards do; None if they do not."""
@@ -73,7 +62,7 @@ class Run:
         return memory_around(tensors, self.offsets, self.numel)
 
     def take_state(self, public: dict[Any, State]) -> State | None:
-        """Joins what state the `DTensor`s have; returns None, and changes nothing, if it cannot be joined."""
+        """Joins the `DTensor`s' state; returns None, and changes nothing, if it cannot be joined."""
         states = [public.get(param) or {} for param in self.params]
         if any(state.keys() != states[0].keys() for state in states):
             return None
@@ -108,7 +97,7 @@ class Run:
         return (joint[start:stop].view_as(local) for (start, stop), local in zip(self._bounds, self._locals))
 
     def show_in(self, public: dict[Any, State]) -> None:
-        """Lets the `DTensor`s have what there is of the state, in place of what they have."""
+        """Replaces the `DTensor`s' state by views of the joint one."""
         for param in self.params:
             for name in public.get(param, {}).keys() - self.state.keys():
                 del public[param][name]
@@ -117,7 +106,7 @@ class Run:
                 public.setdefault(param, {})[name] = shown
 
     def _shown(self, name: str, value: Any) -> Iterable[Any]:
-        """Returns what stands for a joint value in the states of the `DTensor`s."""
+        """Returns a joint value's views for the states of the `DTensor`s."""
         if not isinstance(value, torch.Tensor):
             return repeat(value)
         if name != "step" and value.shape == self.shard.shape:
@@ -130,12 +119,8 @@ _UNLIKE = object()
 """Stands for values that cannot be one."""
 
 
-class Runs:
-    """The runs of an optimizer, and what it was seen to keep of those that it updates as one.
-
-    Args:
-        groups: The `DTensor`s of each group of the optimizer.
-    """
+class ShardRuns:
+    """All runs of an optimizer, and the last seen state of those that are updated as one."""
 
     def __init__(self, groups: Iterable[Iterable[Any]]) -> None:
         self._runs = [run for params in groups for run in runs_in(params)]
@@ -144,18 +129,18 @@ class Runs:
         self._firsts = [*accumulate(self._counts, initial=0)][:-1]
         self._specs: list[Any] = []  # of gradients that all lay as the shards do
         self._distances: list[int] = []  # of these from the first of their run, in bytes
-        self._joint: Sequence[Run] = ()
+        self._joint: Sequence[ShardRun] = ()
         self._values: list[Any] = []  # what is kept of those
         self._numbers: list[torch.Tensor] = []  # what the `DTensor`s have of it, by name and run
         self._sources: list[torch.Tensor] = []  # what that is to be
         self._versions: list[int] = []  # of the numbers
 
-    def joint_gradients(self) -> dict[Run, torch.Tensor]:
+    def joint_gradients(self) -> dict[ShardRun, torch.Tensor]:
         """Returns the memory in which the gradients of a run lie as its shards do, where they do."""
         return self._all_gradients() or self._gradients_by_run()
 
-    def _all_gradients(self) -> dict[Run, torch.Tensor] | None:
-        """The same, if all are placed as they were when all of them lay so; else None."""
+    def _all_gradients(self) -> dict[ShardRun, torch.Tensor] | None:
+        """Returns all runs' memory if all gradients are placed as when they last lay so; else None."""
         try:
             with DisableTorchFunctionSubclass():  # which a getter would look for on each
                 grads = [*map(_GRAD, self._params)]
@@ -175,7 +160,7 @@ class Runs:
                 run: torch.as_strided(first, (run.numel,), (1,)) for run, first in zip(self._runs, firsts)
             }
 
-    def _gradients_by_run(self) -> dict[Run, torch.Tensor]:
+    def _gradients_by_run(self) -> dict[ShardRun, torch.Tensor]:
         found = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
         self._specs = []
         if len(found) == len(self._runs):
@@ -185,18 +170,18 @@ class Runs:
 
     @property
     def are_untouched(self) -> bool:
-        """Whether nobody has written to the numbers in public."""
+        """Whether the public numbers have not been written to."""
         return [*map(_VERSION, self._numbers)] == self._versions
 
-    def take_state(self, runs: Iterable[Run], public: dict[Any, State]) -> dict[Run, State]:
-        """Returns the state of those runs that are updated as one from now on: of which it can be joined."""
+    def take_state(self, runs: Iterable[ShardRun], public: dict[Any, State]) -> dict[ShardRun, State]:
+        """Joins the state of runs, where possible; these are updated as one from now on."""
         joint = {run: state for run in runs if (state := run.take_state(public)) is not None}
         self._joint = [*joint]
         self._note()
         return joint
 
     def hand_back(self, public: dict[Any, State]) -> bool:
-        """Lets the `DTensor`s have what a step has made of the state; returns whether any of it is new."""
+        """Updates the `DTensor`s' state after a step; returns whether any value is new."""
         if same(self._found(), self._values):
             if self._numbers:
                 foreach_copy_(self._numbers, self._sources)
@@ -223,13 +208,13 @@ def same(found: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
-def _has_room(first: torch.Tensor, run: Run) -> bool:
+def _has_room(first: torch.Tensor, run: ShardRun) -> bool:
     """Whether the memory of a run fits where its first gradient begins; else neighbours lie so by chance."""
     end = (first.storage_offset() + run.numel) * first.itemsize
     return bool(end <= first.untyped_storage().nbytes())
 
 
-def runs_in(params: Iterable[Any]) -> list[Run]:
+def runs_in(params: Iterable[Any]) -> list[ShardRun]:
     """Returns the runs of several among the `DTensor`s of one group; those that fit no run are left out."""
     found: list[list[Any]] = []
     filled = [param for param in params if param._local_tensor.numel()]
@@ -238,7 +223,7 @@ def runs_in(params: Iterable[Any]) -> list[Run]:
             found[-1].append(param)
         else:
             found.append([param])
-    return [Run(each) for each in found if len(each) > 1]
+    return [ShardRun(each) for each in found if len(each) > 1]
 
 
 def _follows(param: Any, other: Any) -> bool:

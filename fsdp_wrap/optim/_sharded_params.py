@@ -1,4 +1,4 @@
-"""What ranks hold of parameters, whichever way these are sharded: `Held`, and where that lies in a matrix."""
+"""`ShardedParam`: a parameter and the boxes of it that this rank has, whichever way it is sharded."""
 
 from __future__ import annotations
 
@@ -29,14 +29,8 @@ from fsdp_wrap.optim._views import Block
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a parameter that a rank has, contiguous in what it has.
-
-    Attributes:
-        offsets: Index of its first element in the parameter.
-        sizes: Its shape.
-        begin: Index of its first element in what the rank has, flattened.
-    """
+class LocalBox:
+    """A box of a parameter, contiguous in the rank's local elements, in which it begins at `begin`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,34 +39,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What of a matrix lies in a part.
+    """The overlap of a matrix with a local box."""
 
-    Attributes:
-        part: The part.
-        within: Where that is in the part.
-        place: Where that is in the matrix, as a box of the parameter.
-        sizes: Its shape.
-    """
-
-    part: Part
-    within: tuple[slice, ...]
-    place: tuple[slice, ...]
+    part: LocalBox
+    within: tuple[slice, ...]  # in the part
+    place: tuple[slice, ...]  # in the matrix, as a box of the parameter
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements that has."""
+        """Its number of elements."""
         return torch.Size(self.sizes).numel()
 
     def of_held(self, held: torch.Tensor) -> torch.Tensor:
-        """Returns it as a view of what a rank has, flattened."""
+        """Returns the overlap as a view of the rank's flattened local part."""
         part = self.part
         numel = torch.Size(part.sizes).numel()
         return held.narrow(0, part.begin, numel).view(part.sizes)[self.within]
 
 
-def overlaps(parts: Iterable[Part], block: Block) -> list[Overlap]:
-    """Returns what of a matrix lies in some parts of its parameter."""
+def overlaps(parts: Iterable[LocalBox], block: Block) -> list[Overlap]:
+    """Returns the overlaps of a matrix with boxes of its parameter."""
     found = []
     for part in parts:
         starts = [*map(max, part.offsets, block.offsets)]
@@ -88,30 +75,20 @@ def overlaps(parts: Iterable[Part], block: Block) -> list[Overlap]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter, and what this rank has of it.
+class ShardedParam:
+    """A parameter as an optimizer holds it (`param`), and the boxes of it that this rank has."""
 
-    Attributes:
-        fqn: Name in the unwrapped module, of several the first.
-        names: All of them.
-        shape: Of the whole parameter.
-        param: What an optimizer holds.
-        parts: What this rank has.
-        embeds: Whether an embedding looks up rows of it.
-        original: How it lies in a wrapper's unit, if it does.
-    """
-
-    fqn: str
+    fqn: str  # in the unwrapped module, the first of its `names`
     names: tuple[str, ...]
-    shape: torch.Size
+    shape: torch.Size  # of the whole parameter
     param: nn.Parameter
-    parts: tuple[Part, ...]
-    embeds: bool = False
-    original: Original | None = None
+    parts: tuple[LocalBox, ...]
+    embeds: bool = False  # whether an embedding looks up rows of it
+    original: Original | None = None  # in a wrapper's unit
 
     @property
     def copy(self) -> Any:
-        """Tells ranks that have one copy between them, as far as that is known, from those of others."""
+        """Mesh coordinates, or ranks, that identify this rank's replica; None if unknown."""
         if isinstance(self.param, DTensor):
             here = self.param.device_mesh.get_coordinate() or ()
             return [at for at, each in zip(here, self.param.placements) if each.is_replicate()]
@@ -120,18 +97,15 @@ class Held:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed with."""
+        """The device of its computations."""
         handle = None if self.original is None else self.original.handle
         return self.param.device if handle is None else handle.communicator.device
 
 
-def held_in(model: nn.Module) -> list[Held]:
+def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
     """Returns the parameters of a model in order, each once, as an optimizer of this library holds them.
 
     A `FlatParameter` is held by pieces: one for each original parameter.
-
-    Raises:
-        ValueError: If one lies in a way that is not known here.
     """
     flat = [unit for unit in units_in(model).values() if unit.handle is not None and not _of_dtensors(unit)]
     owned = owned_places(flat)
@@ -144,35 +118,35 @@ def held_in(model: nn.Module) -> list[Held]:
         names, places, _ = found.setdefault(key, ([], [], original or param))
         names.append(fqn)
         places.append(place)
-    return [_held(names, places, source) for names, places, source in found.values()]
+    return [_sharded_param(names, places, source) for names, places, source in found.values()]
 
 
 def _of_dtensors(unit: Any) -> bool:
     return any(isinstance(source, DTensor) for layout in unit.handle.layouts for source in layout.sources)
 
 
-def _held(names: Sequence[str], places: Iterable[Place], source: Any) -> Held:
+def _sharded_param(names: Sequence[str], places: Iterable[Place], source: Any) -> ShardedParam:
     embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
     fqn, every = names[0], tuple(dict.fromkeys(names))
     if not isinstance(source, Original):
-        return Held(fqn, every, source.shape, source, _parts_of(fqn, source), embeds)
+        return ShardedParam(fqn, every, source.shape, source, _boxes_of(fqn, source), embeds)
     interval = source.interval
     begins, sizes = (0,) * len(interval.shape), tuple(interval.shape)
     if interval.part is not None:
         begins, sizes = interval.part.box
     parts = tuple(
-        Part(tuple(map(sum, zip(begins, box.offsets))), box.sizes, box.first - interval.start)
+        LocalBox(tuple(map(sum, zip(begins, box.offsets))), box.sizes, box.first - interval.start)
         for box in boxes_of(sizes, interval.start, interval.stop)
         if box.numel
     )
     param: nn.Parameter = interval.source
     if isinstance(param, FlatParameter):
         param = FlatPiece(param, interval)
-    return Held(fqn, every, source.shape, param, parts, embeds, source)
+    return ShardedParam(fqn, every, source.shape, param, parts, embeds, source)
 
 
-def _parts_of(fqn: str, param: torch.Tensor) -> tuple[Part, ...]:
-    """Returns what this rank has of a parameter that is in no wrapper's unit."""
+def _boxes_of(fqn: str, param: torch.Tensor) -> tuple[LocalBox, ...]:
+    """Returns this rank's boxes of a parameter that is in no wrapper's unit."""
     offsets, sizes = [0] * param.dim(), [*param.shape]
     if isinstance(param, DTensor):
         for dim, place, count in _cuts(fqn, param):
@@ -185,11 +159,11 @@ def _parts_of(fqn: str, param: torch.Tensor) -> tuple[Part, ...]:
                 f"{dist.get_rank()} has {tuple(param._local_tensor.shape)}, not {tuple(sizes)}: distribute "
                 "it as torch.distributed.tensor.distribute_tensor does"
             )
-    return (Part(tuple(offsets), tuple(sizes), 0),) if torch.Size(sizes).numel() else ()
+    return (LocalBox(tuple(offsets), tuple(sizes), 0),) if torch.Size(sizes).numel() else ()
 
 
 def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
-    """Yields, in order, the dimension of each cut, which piece this rank has, and of how many."""
+    """Yields, in order, each cut's dimension, this rank's index, and the number of pieces."""
     mesh = param.device_mesh
     here = [*zip(param.placements, mesh.get_coordinate() or (), mesh.shape)]
     here.sort(key=lambda each: isinstance(each[0], StridedShard))  # these cut what others have cut
@@ -203,14 +177,14 @@ def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
             )
 
 
-class Teams:
-    """Finds the ranks that have parameters between them, and how these communicate."""
+class Communicators:
+    """Communicators of the ranks over which parameters are sharded, made once each."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Communicator] = {}
 
-    def of(self, held: Held) -> Communicator:
-        """Returns the communicator of all ranks that have any of a parameter; collective among them."""
+    def of(self, held: ShardedParam) -> Communicator:
+        """Returns the communicator of all ranks that hold any of a parameter; collective among them."""
         if isinstance(held.param, DTensor):
             ranks = sorted(held.param.device_mesh.mesh.flatten().tolist())
             return self._over(tuple(ranks), device_of(held.param.device_mesh))
@@ -248,5 +222,5 @@ def _reached(axes: Sequence[Communicator], groups: Iterable[dist.ProcessGroup]) 
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor, in one dimension."""
+    """Returns this rank's local part of a tensor, flattened."""
     return to_local(tensor.detach()).reshape(-1)

@@ -1,4 +1,4 @@
-"""`Part`: the parameters of one unit in an optimizer, which steps with just these."""
+"""`UnitParams`: the parameters of one unit in an optimizer, which steps with just these."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import to_local
-from fsdp_wrap.optim._on_shards import ShardsOfPart
+from fsdp_wrap.optim._on_shards import UnitShards
 
 
-class Part:
-    """Some parameters of an optimizer, with which it steps by themselves.
+class UnitParams:
+    """The parameters of one unit in an optimizer, which steps with these alone.
 
-    For that time its groups and its state have nothing else. Groups begin each step with the options that
-    they have in public, and what steps make of these (counts, say) is public when `commit` is called: so each
-    part begins with what the others began with.
-
-    Args:
-        optimizer: It.
-        params: The parameters.
+    Meanwhile its groups and state have nothing else. Groups begin each step with their public options.
+    Changes of these (counts, say) become public by `commit`, so that each unit begins with the same options.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -33,7 +28,7 @@ class Part:
         self._lists: list[list[nn.Parameter]] = []  # of each group of the optimizer
         self._sizes: list[int] = []
         self._changed: dict[int, dict[str, Any]] = {}
-        self._shards = ShardsOfPart()
+        self._shards = UnitShards()
 
     @property
     def has_gradients(self) -> bool:
@@ -41,11 +36,11 @@ class Part:
         return any(param.grad is not None for param in self._params)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns what this rank holds of them."""
+        """Returns this rank's local gradients."""
         return [to_local(param.grad) for param in self._params if param.grad is not None]
 
     def free(self) -> None:
-        """Frees them."""
+        """Frees the gradients."""
         for param in self._params:
             param.grad = None
 
@@ -60,7 +55,7 @@ class Part:
         return [{**group, "params": params} for group, params in zip(groups, self._lists) if params]
 
     def step(self) -> None:
-        """Lets the optimizer step with them."""
+        """Steps the optimizer with these parameters."""
         with self._alone(), self._shards.shown_by(self._optimizer):
             self._optimizer.step()
 
@@ -94,33 +89,26 @@ class Part:
             self._changed[number] = changed
 
     def commit(self) -> None:
-        """Makes public what steps have made of the options of groups."""
+        """Makes the steps' changes to the options of groups public."""
         changed, self._changed = self._changed, {}
         for number, options in changed.items():
             self._optimizer.param_groups[number].update(options)
 
 
-class Scaled:
-    """A part as a `GradScaler` sees an optimizer.
+class ScaledUnit:
+    """One unit's parameters in the form in which a `GradScaler` takes an optimizer."""
 
-    Args:
-        part: Whose gradients are scaled.
-
-    Attributes:
-        stepped: Whether the scaler has let it step.
-    """
-
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: UnitParams) -> None:
         self._part, self._work = part, _nothing
         self.stepped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the part."""
+        """The unit's groups."""
         return self._part.groups
 
     def offer(self, work: Callable[[], None]) -> None:
-        """Lets `step` do some work."""
+        """Sets the work of the next `step`."""
         self._work, self.stepped = work, False
 
     def step(self) -> None:
@@ -130,4 +118,4 @@ class Scaled:
 
 
 def _nothing() -> None:
-    """Stands for the work of a part that is not to step."""
+    """Does nothing, in place of the work of a unit that is not to step."""
