@@ -42,6 +42,7 @@ from fsdp_wrap._runtime import (
     move,
 )
 from fsdp_wrap._state import offload_optimizer_state
+from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
 OWN_DTYPES = MixedPrecisionPolicy()
 ON_DEVICE = OffloadPolicy()
@@ -99,6 +100,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
         parts: The modules of which each has a forward of its own.
         wanted: How.
     """
+    adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     contents = Contents.of(owner, _ignored(parts, wanted.ignored_params))
     slots, device = contents.slots, device_of(wanted.data.mesh)

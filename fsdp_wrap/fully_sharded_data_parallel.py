@@ -70,6 +70,7 @@ from fsdp_wrap._state import (
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
+from fsdp_wrap._torch_helpers import adapt_torch_helpers
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -195,6 +196,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         shard_alignment: int | str | None = None,
     ) -> None:
         super().__init__()
+        adapt_torch_helpers()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         settings = Settings(
@@ -429,7 +431,32 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
+        """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
+
+        Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
+        must therefore be the same on all ranks, save with `rank0_only`. Buffers stay in the dtype that
+        forwards compute with (`buffer_dtype`); state dicts have them in their own. Parameters that tensor
+        parallelism had distributed are shown as they were then: `DTensor`s over that mesh, whose
+        `full_tensor()` is the whole.
+
+        Args:
+            module: Any module; all units at and below it take part.
+            recurse: Also the units below the outermost one; without it nothing is shown unless `module`
+                itself is a unit.
+            writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
+            rank0_only: Show them only on the first rank of each unit's process group (of the first copy,
+                where there are several). The other ranks go on showing sharded parameters, and get the first
+                rank's edits. If any rank leaves by an exception, no edit is kept on any.
+            offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
+            with_grads: Show the full gradients as `.grad`; None where no rank has one.
+
+        Raises:
+            NotIdleError: Inside a forward, a backward, or another summon of the same unit.
+            RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced;
+                on leaving, if another rank's edits are lost (`rank0_only`).
+            ReplacedError: If something else was put in the place of a sharded parameter before.
+            ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
+        """
         drop_stale_loads(module)
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
@@ -443,7 +470,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         dtype: torch.dtype | None = None,
         buffers: bool = False,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_stream`."""
+        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.iter_full_params`."""
         drop_stale_loads(module)
         return iter_full_params(
             module,

@@ -34,7 +34,6 @@ from fsdp_wrap._params.interval_tensor import (
     IntervalTensor,
     assemble,
     by_rows,
-    rebuild_interval_tensor,
 )
 from fsdp_wrap._params.layout import Interval, Layout, memory_around
 from fsdp_wrap._params.parallel import (

@@ -31,31 +31,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
-
-    Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
-    Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
-    must therefore be the same on all ranks, save with `rank0_only`. What tensor parallelism had distributed
-    before is shown as it was then: `DTensor`s over that mesh, whose `full_tensor()` is the whole.
-
-    Args:
-        module: Any module; all units at and below it take part.
-        recurse: Also the units below the outermost one; without it nothing is shown unless `module` itself
-            is a unit.
-        writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
-        rank0_only: Show them only on the first rank of each unit's process group (of the first copy, where
-            there are several). The other ranks go on showing sharded parameters, and get the first rank's
-            edits. If any rank leaves by an exception, no edit is kept on any.
-        offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
-        with_grads: Show the full gradients as `.grad`; None where no rank has one.
-
-    Raises:
-        NotIdleError: Inside a forward, a backward, or another summon of the same unit.
-        RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
-            leaving, if another rank's edits are lost (`rank0_only`).
-        ReplacedError: If something else was put in the place of a sharded parameter before.
-        ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
-    """
+    """Shows full parameters in place of the sharded ones: the wrapper's method of this name, which see."""
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
     # Programs know torch's words.
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")

@@ -128,7 +128,7 @@ def iter_full_optim_state(
 ) -> Generator[tuple[str, str, Any]]:
     """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
 
-    As `fsdp_wrap.full_stream.iter_full_params`, also if it is closed early.
+    As `fsdp_wrap.iter_full_params`, also if it is closed early.
 
     Args:
         model: The wrapped module, or one that contains it.
