@@ -412,7 +412,7 @@ class FSDPModule(nn.Module):
         staying = sum(handle.staying_nbytes for handle in handles if handle is not None)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
-        return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))
+        return ", ".join(filter(None, [own, _format_alignment(layouts), stays]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
@@ -535,8 +535,8 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
 
 
-def _told_alignment(layouts: Sequence[Layout]) -> str:
-    """Says where parts begin, and which parameters stay whole for it, in a few words; nothing if anywhere."""
+def _format_alignment(layouts: Sequence[Layout]) -> str:
+    """Returns the alignment of parts, and which parameters stay whole for it, for `repr`; "" if none."""
     aligned = [layout for layout in layouts if layout.alignment is not None]
     if not aligned:
         return ""

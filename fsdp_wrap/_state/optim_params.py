@@ -1,4 +1,4 @@
-"""The parameters of optimizers, by their groups: what users give them, and which originals they stand for."""
+"""Parameter groups of optimizers, and the original parameters behind their parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fsdp_wrap._state.originals import Original, Originals
 
 
 @dataclass(frozen=True)
-class Group:
-    """A parameter group of an optimizer, or of what one would be made from.
+class ParamGroup:
+    """A parameter group of an optimizer, or of the argument that one would be made from.
 
     Attributes:
-        params: Under what the optimizer's state dict has each parameter, and what that stands for.
-        options: What the group has beside its parameters; None if that is not known.
+        params: By keys of the optimizer's state dict, the originals of each parameter.
+        options: The group's other entries; None if they are not known.
     """
 
     params: dict[Any, list[Original]]
@@ -90,7 +90,7 @@ def saved_options(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a parameter group has beside its parameters."""
+    """Returns the entries of a parameter group save its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -106,7 +106,7 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
-    """Checks that now is the time for `doing`, and returns the model's parameters.
+    """Returns the model's parameters, once `doing` is allowed.
 
     Raises:
         RuntimeError: Inside a forward or backward.
@@ -128,7 +128,9 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     return names if optim is None else names.as_held_by(optim)
 
 
-def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:
+def groups_of(
+    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> list[ParamGroup]:
     """Returns an optimizer's groups.
 
     Args:
@@ -143,12 +145,12 @@ def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mappin
     groups = []
     for group, now in zip(saved["param_groups"], optim.param_groups):
         keys = _in_order(names, group["params"], now["params"])
-        groups.append(Group(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
+        groups.append(ParamGroup(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
     return groups
 
 
 def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tensor]) -> Sequence[Any]:
-    """Puts keys into the order of the parameters that they name, if names is what they are.
+    """Sorts keys that are names into the order of the parameters that they name.
 
     Optimizers that name their parameters may sort them in their state dicts.
     """
@@ -158,8 +160,8 @@ def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tens
     return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys
 
 
-def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[Group]:
-    """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
+def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[ParamGroup]:
+    """Returns the groups of an optimizer's argument: parameters, or groups of them, perhaps with names.
 
     Args:
         module: Has the parameters.

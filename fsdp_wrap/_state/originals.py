@@ -126,22 +126,10 @@ class Original:
             return None
         return interval.start // row, interval.stop // row
 
-    def bounds_in(self, shape: torch.Size, block: int | None = None) -> tuple[int, int] | None:
-        """Says which elements of some state, flattened, belong to what this rank holds.
-
-        Args:
-            shape: Of the full state.
-            block: Of how many elements of the parameter it has one number, if that is so. One belongs to the
-                rank that holds the first of them.
-
-        Returns:
-            Start and stop; None if it cannot be cut as the parameter is.
-        """
-        start, stop = self.interval.start, self.interval.stop
-        if block is not None:
-            return -(-start // block), -(-stop // block)
+    def bounds_in(self, shape: torch.Size) -> tuple[int, int] | None:
+        """Returns this rank's interval of some flattened full state; None if it cannot be cut likewise."""
         if shape == self.shape:
-            return start, stop
+            return self.interval.start, self.interval.stop
         rows = self.rows
         if rows is None or not shape or shape[0] != self.shape[0]:
             return None
