@@ -102,7 +102,7 @@ __all__ = [
     "weight_source",
 ]
 
-# Importing these would take as long as all of the above. Who asks for one of their names imports them.
+# Importing these would take as long as all of the above, so they are imported on first use.
 if TYPE_CHECKING:
     from fsdp_wrap import checkpoint as checkpoint
     from fsdp_wrap import comm_hooks as comm_hooks

@@ -365,7 +365,7 @@ class OptimStateDictMethods:
             optim_state_dict: By one or the other, with full or sharded values.
             optim_state_key_type: Which one to return.
             model: The module, wrapped or not.
-            optim_input: What the optimizer was made from; deprecated.
+            optim_input: Argument that the optimizer was made from; deprecated.
             optim: The optimizer; None for one of `model.parameters()`.
 
         Raises:

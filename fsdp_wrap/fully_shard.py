@@ -63,8 +63,8 @@ def fully_shard(
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
     The unit owns what no unit below it owns, so call this on the inner modules first. Each parameter is cut
-    as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer afterwards. What is
-    on the meta device stays there: call `to_empty(device=...)`, then initialise or load it.
+    as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer afterwards.
+    Tensors on the meta device stay there: call `to_empty(device=...)`, then initialise or load them.
 
     Args:
         module: The module, or a list of modules which make one unit: unsharded before the first of them runs,

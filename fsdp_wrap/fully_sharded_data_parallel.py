@@ -106,7 +106,7 @@ def clean_names() -> Iterator[None]:
 
 
 _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter objects, or step after backward"
-"""What to do about optimizers in backward, which would train nothing."""
+"""The cure for optimizers in backward, which would train nothing."""
 
 
 class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
@@ -122,8 +122,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     Args:
         module: The module to wrap.
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
-            replicate) pair of groups, None to shard within each host. What has its methods `rank()` and
-            `size()` only stands in for it: the module is wrapped as that rank would, and cannot run, save
+            replicate) pair of groups, None to shard within each host. An object with its methods `rank()`
+            and `size()` only stands in for it: the module is wrapped as on that rank, and cannot run, save
             for one of one.
         sharding_strategy: FULL_SHARD by default.
         cpu_offload: Keep shards, gradients and so optimizer state in host memory, or optimizer state alone.
@@ -134,7 +134,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         ignored_modules: Modules not to shard, with all below them.
         param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
             for the modules of a unit that hold such tensors, or whose children do, children first. Without
-            it, the modules' `reset_parameters` are called. What has values keeps them.
+            it, the modules' `reset_parameters` are called. Tensors with values keep them.
         device_id: Where to compute; by default where the module's tensors are, and if all are on the meta
             device, on the current accelerator, if any.
         sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
@@ -157,9 +157,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             gathered again. Frozen ones stay between steps, others between forward and backward, and in
             evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
         shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements, or of
-            its rows with "rows" (a row is what one index of the first dimension selects). What that takes is
-            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are
-            not aligned. Not one of torch's arguments.
+            its rows with "rows" (a row is what one index of the first dimension selects). The cost is
+            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are not
+            aligned. Not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -1,8 +1,8 @@
 """Replica groups that come and go: torchft's manager as the replicate dimension of a sharded model.
 
 Each replica group holds one copy of the model, sharded over its own ranks by either front-end, with process
-groups of its own. What a hybrid mesh would sum over its replicas, a manager averages over the groups that are
-there in this step. A group that comes back takes shards from a living one, rank by rank and without a disk.
+groups of its own. A hybrid mesh sums gradients over its replicas; here a manager averages them over the
+groups of this step. A group that comes back takes shards from a living one, rank by rank, without a disk.
 """
 
 from __future__ import annotations

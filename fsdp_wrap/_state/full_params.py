@@ -110,12 +110,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 
 
 def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
-    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
-        RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
-    """
+    """Summons a unit and its lenders where they are not yet; returns these for `dismiss`."""
     used = used_by([unit])
     summoned = [each for each in used if not is_summoned(each)]
     for each in used if not how.rank0_only else ():
@@ -127,11 +122,7 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
 
 
 def refuse_hidden(unit: Unit) -> None:
-    """Refuses to use full parameters that only the first rank has.
-
-    Raises:
-        RuntimeError: If the unit is summoned by `rank0_only` and this rank does not show it.
-    """
+    """Raises if full parameters are summoned on the first rank only (`rank0_only`), and this is another."""
     if is_summoned(unit) and unit.handle is not None and not unit.handle.shows_full:
         raise RuntimeError(
             f"the full parameters of {unit.name} are on the first rank only: this call must come after "
@@ -140,11 +131,7 @@ def refuse_hidden(unit: Unit) -> None:
 
 
 def dismiss(units: Sequence[Unit], writeback: bool) -> None:
-    """Takes full parameters back, all of them; if one cannot be written back, none is.
-
-    Raises:
-        ValueError: If a parameter was replaced by one of another shape or dtype.
-    """
+    """Takes full parameters back; if one cannot be written back, none is."""
     with _taken_back(units, writeback):
         if writeback:
             _take_edits(units)
@@ -157,11 +144,7 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
-    """Refuses what needs sharded parameters while the user holds the full ones.
-
-    Raises:
-        NotIdleError: If a unit is summoned.
-    """
+    """Raises NotIdleError if a unit is summoned."""
     for unit in units:
         if is_summoned(unit):
             raise NotIdleError(
@@ -171,13 +154,7 @@ def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
-    """Reshards what units use, to read what it holds.
-
-    Raises:
-        RuntimeError: If a state dict of them is being taken or loaded.
-        NotIdleError: If they are in use otherwise, by name.
-        ReplacedError: If something else was put in the place of a sharded parameter.
-    """
+    """Reshards units and their lenders to read their shards; raises if they are in use or were replaced."""
     used = used_by(units)
     require_idle(used, doing)
     refuse_summoned(used, doing)
@@ -188,11 +165,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
 
 
 def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Reshards what units use, and returns its handles, save those that show something else on purpose.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
-    """
+    """Reshards units and their lenders; returns their handles, save those that show something on purpose."""
     handles = []
     for unit in used_by(units):
         if unit.handle is not None and unit.handle.become_sharded():

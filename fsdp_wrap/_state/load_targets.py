@@ -2,7 +2,7 @@
 
 Every rank takes its part of full tensors, one by one and without communication. With a state dict that reads
 from a file when asked (`torch.load(..., mmap=True)`, or a mapping that reads on access), no rank ever holds
-more than its shard and one value. What modules load in ways of their own is left to torch's walk over them.
+more than its shard and one value. Modules that load in ways of their own are left to torch's walk.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReadsOnAccess(ABC):
 
 @dataclass(frozen=True)
 class _Target:
-    """What this rank keeps of one value: elements of a full tensor, or of a part of one, from `start` on."""
+    """This rank's part of one value: elements of a full tensor, or of a part of one, from `start` on."""
 
     shape: torch.Size
     start: int
@@ -138,9 +138,6 @@ class Targets:
 
     Args:
         module: Its units are idle.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -158,7 +155,7 @@ class Targets:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank has of every value that is a tensor."""
+        """The targets of all tensors on this rank."""
         return {key: target.data for key, target in self._by_name.items() if target is not None}
 
     def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -195,10 +192,6 @@ class Targets:
 
         Returns:
             Whether it is sure to fit.
-
-        Raises:
-            RuntimeError: Naming missing and unexpected keys (if `strict`) and tensors of another shape, as
-                `torch.nn.Module.load_state_dict` does.
         """
         given = {clean_fqn(key): value for key, value in state_dict.items()}
         known = ((key, target) for key, target in self._by_name.items() if target and key in given)
@@ -223,11 +216,7 @@ class Targets:
         return not self._own_way and self._may_lack.isdisjoint(missing)
 
     def refuse(self, problems: Iterable[str]) -> None:
-        """Refuses what is to be loaded.
-
-        Raises:
-            RuntimeError: If there are any problems.
-        """
+        """Refuses what is to be loaded."""
         details = "\n\t".join(problems)
         if details:
             raise RuntimeError(

@@ -41,7 +41,7 @@ def load_optim_state_dict(
         optim: Made from its parameters; None to go by `optim_input`.
         state_dict: Values may be full tensors, `IntervalTensor`s of this rank, or torch's own kinds of
             sharded tensors (then this is collective).
-        optim_input: What an optimizer would be made from; None for `model.parameters()`.
+        optim_input: Argument of the optimizer that would be made; None for `model.parameters()`.
         from_first_rank: Whether the first rank alone has a state dict; then this is collective.
         by_name: Whether the optimizer takes names even if its own keys are numbers.
         only_known: Leave out, also of the groups, parameters of no unit that the state dict does not have:
@@ -50,11 +50,6 @@ def load_optim_state_dict(
     Returns:
         What `optim.load_state_dict` takes, in memory of its own; without `param_groups` where those are not
         given.
-
-    Raises:
-        ValueError: If it names parameters that the model does not have, does not name them at all, or what it
-            holds does not fit.
-        TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
     small = None if optim is None else small_states_of(optim)
@@ -281,11 +276,8 @@ def as_saved(
     Args:
         name_of: Returns the name of a parameter that the optimizer holds.
         optim: The optimizer.
-        state_dict: What it will load.
+        state_dict: The state dict that it will load.
         dtypes: Of the saved parameters, by name.
-
-    Raises:
-        ValueError: If the saved state lacks entries that the optimizer needs, as another optimizer's.
     """
     inner, states = innermost(optim), state_dict["state"]
     groups = zip(inner.param_groups, state_dict["param_groups"])

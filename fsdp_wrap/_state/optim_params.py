@@ -42,11 +42,7 @@ class ParamGroup:
         return [original.fqn for original in found]
 
     def saved_in(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the group with the options of the saved group that has the same parameters.
-
-        Raises:
-            ValueError: If there are several, with other options each, or none and the options are not known.
-        """
+        """Returns the group with the options of the saved group that has the same parameters."""
         options = saved_options(self.names, self.options, groups)
         if options is None:
             names = ", ".join(map(repr, self.names)) or "nothing"
@@ -66,9 +62,6 @@ def saved_options(
         names: Of the parameters.
         own: The group's options now, which stay where none of them was saved.
         groups: The saved groups.
-
-    Raises:
-        ValueError: If they were saved in groups with other options each.
     """
     by_name = {
         name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -106,13 +99,7 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
-    """Returns the model's parameters, once `doing` is allowed.
-
-    Raises:
-        RuntimeError: Inside a forward or backward.
-        TypeError: If `optim` is neither an optimizer nor None.
-        ValueError: If parameters were sharded by `fully_shard`, or the optimizer has one of them twice.
-    """
+    """Returns the model's parameters, once `doing` is allowed."""
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
     require_idle(units_in(model).values(), doing)
@@ -137,9 +124,6 @@ def groups_of(
         names: The parameters of the model.
         optim: The optimizer.
         state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
-
-    Raises:
-        ValueError: If the optimizer has parameters that are not the model's.
     """
     saved = state_dict if "param_groups" in state_dict else optim.state_dict()
     groups = []
@@ -170,10 +154,6 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
 
     Returns:
         Groups without options, whose keys count the parameters.
-
-    Raises:
-        Exception: As optimizers raise, if they would not take it.
-        ValueError: If a parameter is given twice or is not the model's, or a group has none.
     """
     given = module.parameters() if optim_input is None else optim_input
     if not isinstance(given, torch.Tensor):  # optimizers change the groups that they get
@@ -195,9 +175,6 @@ def refuse_shared(model: nn.Module, optimizers: Iterable[Any]) -> None:
     Args:
         model: Has their parameters; wrapped or not.
         optimizers: Optimizers, or what clients have wrapped them in.
-
-    Raises:
-        ValueError: If a parameter is in two of them, or twice in one, by name.
     """
     owners: dict[int, Any] = {}
     for optimizer in optimizers:

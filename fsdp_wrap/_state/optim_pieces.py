@@ -54,9 +54,6 @@ def _together(
         communicator: Of the ranks that hold it between them.
         entries: Each rank's metadata of its state.
         own: This rank's pieces and values.
-
-    Raises:
-        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
     """
     found: State = {}
     for key, value in {key: value for entry in reversed(entries) for key, value in entry.items()}.items():
@@ -115,9 +112,6 @@ def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | No
 
     Collective. A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on
     all.
-
-    Raises:
-        RuntimeError: If a rank lacks state of what it holds, and another has it.
     """
     cut = [each for each in names.by_name.values() if each.handle is not None and not each.uncut]
     found = dict(pieces)
@@ -132,9 +126,6 @@ def with_empty_pieces(
     """Returns pieces of every parameter with state on any rank, in one order; collective.
 
     A rank without elements of a parameter gets empty pieces. Only of such parameters metadata are exchanged.
-
-    Raises:
-        RuntimeError: As `agreed`.
     """
     found = dict(pieces)
     partly = [each for each in names.by_name.values() if not each.on_all_ranks]
@@ -159,12 +150,7 @@ def _empty(original: Original, key: str, other: Any) -> Any:
 def _exchanged(
     originals: Iterable[Original], pieces: Mapping[str, State], error: ValueError | None
 ) -> Iterator[tuple[Original, Communicator, list[State]]]:
-    """Yields parameters with each rank's metadata of their state; collective over the ranks that hold them.
-
-    Raises:
-        RuntimeError: If a rank lacks state of what it holds, and another has it.
-        ValueError: If any rank has an error.
-    """
+    """Yields parameters with each rank's metadata of their state; collective over their ranks."""
     by_group: dict[Communicator, list[Original]] = {}
     for original in originals:
         if original.handle is not None:
@@ -223,9 +209,6 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
     Args:
         model: The wrapped module, or one that contains it.
         state_dict: By name, of this rank; anything else is returned as it is.
-
-    Raises:
-        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
     """
     handles = handles_of(units_in(model).values())
     if not handles:

@@ -52,9 +52,6 @@ def sharded_optim_state_dict(
 
     Returns:
         `state` by name, with `IntervalTensor`s, and `param_groups`.
-
-    Raises:
-        ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
     names = originals_of(model, optim, "optim_state_dict()")
     local = _local_state(names, optim, state_dict, initial=True)
@@ -106,9 +103,6 @@ def full_optim_state_dict(
 
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
-
-    Raises:
-        ValueError: As `sharded_optim_state_dict`.
     """
     state = _FullState(model, optim, state_dict, "optim_state_dict()")
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
@@ -322,15 +316,11 @@ def rekey_optim_state_dict(
         state_dict: With one or the other, and full or sharded values.
         key_type: Which one to return.
         model: The module, wrapped or not.
-        optim_input: What the optimizer was made from; None for `model.parameters()`.
+        optim_input: Argument that the optimizer was made from; None for `model.parameters()`.
         optim: The optimizer, if there is one; then the former must be None.
 
     Returns:
         A new dict with the same values.
-
-    Raises:
-        TypeError: If `key_type` is no `OptimStateKeyType`.
-        ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
     """
     if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {key_type!r}")

@@ -68,11 +68,7 @@ def resolve_settings(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Checks configurations and completes them by their defaults.
-
-    Raises:
-        TypeError: If an argument is of another type than the kind of state dict wants.
-    """
+    """Checks configurations and completes them by their defaults."""
     check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
     return StateDictSettings(
@@ -377,9 +373,6 @@ def begin_load(
 
     Returns:
         What shows the sharded parameters again, with what was loaded, or if it gets False as they were.
-
-    Raises:
-        RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
     named_originals = [*_shown_names(unit)]
@@ -483,7 +476,7 @@ def _expand_local(
 
     Args:
         module: The module that is loaded.
-        units: Those of its units that are concerned, by name.
+        units: The units concerned, by name.
         state_dict: Of it.
         prefix: Of its names.
 

@@ -78,12 +78,7 @@ def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) ->
 
 @_answers(torch_runtime_utils)
 def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
-    """Cleans up after a forward or backward that raised.
-
-    Raises:
-        RuntimeError: Inside a forward or backward, which clean up by themselves; on an instance that another
-            one encloses.
-    """
+    """Cleans up after a forward or backward that raised."""
     require_root(state._unit, "_post_backward_final_callback()")
     schedule_of(state._unit).require_idle("_post_backward_final_callback()")
     for unit in units_in(state).values():

@@ -214,11 +214,7 @@ class FlatHandle:
         return shown
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it.
-
-        Raises:
-            RuntimeError: Inside a forward, a backward or `summon_full_params`.
-        """
+        """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it."""
         schedule_of(self._unit).require_idle("flat_param_to()")
         handle = self._unit.handle
         if handle is None or not handle.become_sharded():
@@ -371,11 +367,7 @@ class _Wrapper(FullyShardedDataParallel):
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:
-        """Lets an instance that was used alone, as a root, join the tree around it at the next forward.
-
-        Raises:
-            RuntimeError: If it is to be the root and another one encloses it; inside a forward or backward.
-        """
+        """Lets an instance that was used alone, as a root, join the tree around it at the next forward."""
         if is_root:
             if schedule_of(self._unit).root is not self._unit:
                 raise RuntimeError(

@@ -40,7 +40,7 @@ class Share:
     """Gradients that the same ranks hold between them.
 
     Attributes:
-        handles: Who reduces them; None stands for the parameters that no unit owns.
+        handles: Handles that reduce them; None stands for the parameters that no unit owns.
         group: The ranks that hold all of them between them; None where each rank does by itself.
         copies: How many copies of each that group holds.
     """
@@ -51,7 +51,7 @@ class Share:
 
 
 class HeldGradients:
-    """What was found at and below a module; it holds as long as `is_current`.
+    """The gradients at and below a module; valid while `is_current`.
 
     Attributes:
         units: The units.
@@ -124,7 +124,7 @@ class HeldGradients:
 
     @property
     def unreduced(self) -> list[ParamHandle]:
-        """Those whose gradients `no_sync` has left for a later backward to reduce."""
+        """Units whose gradients `no_sync` has left for a later backward to reduce."""
         if not any(map(_ACCUMULATED, self._segments)):
             return []
         return [handle for handle in self._handles if handle.accumulates]
@@ -199,11 +199,7 @@ def overs_of(handle: ParamHandle, layout: Layout) -> list[Over]:
 
 
 def over_of(grad: torch.Tensor) -> Over:
-    """Returns the ranks that hold a gradient between them, for what no unit owns.
-
-    Raises:
-        ValueError: If each of them has a summand of it.
-    """
+    """Returns the ranks that hold a gradient between them, for what no unit owns."""
     if not isinstance(grad, DTensor):
         return None, None
     if any(placement.is_partial() for placement in grad.placements):

@@ -63,7 +63,7 @@ def scale_to(grads: Iterable[torch.Tensor], total: torch.Tensor, bound: float) -
     """Scales gradients, in place, as those of a given total norm are scaled to have at most another one.
 
     Args:
-        grads: What this rank holds of them.
+        grads: This rank's parts of them.
         total: The norm, 0-d.
         bound: The most that it may be.
     """
