@@ -26,8 +26,9 @@ def clip_grad_norm_(
     """Scales gradients so that their total norm over all ranks is at most `max_norm`.
 
     With a model no operator runs on a `DTensor`, and the placement of gradients is looked up once.
-    `torch.nn.utils.clip_grad_norm_` takes longer, and refuses `DTensor`s of several meshes. Collective: one
-    all-reduce of a number; one more for each dimension of a mesh over which tensor parallelism cuts parameters.
+    `torch.nn.utils.clip_grad_norm_` takes longer, and refuses `DTensor`s of several meshes. Collective:
+    one all-reduce of a number; one more for each dimension of a mesh over which tensor parallelism cuts
+    parameters.
 
     Args:
         model_or_parameters: A model that is wrapped, sharded by `fully_shard`, or neither; or parameters

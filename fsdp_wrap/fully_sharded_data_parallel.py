@@ -158,8 +158,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
         shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements, or of
             its rows with "rows" (a row is what one index of the first dimension selects). The cost is
-            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are not
-            aligned. Not one of torch's arguments.
+            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are
+            not aligned. Not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -180,7 +180,8 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
     """
     value = unsharded(value)
     if not isinstance(value, torch.Tensor):
-        original.refuse_unless_uncut(key, value)
+        if not original.uncut:
+            original.refuse_cut(key, value)
         return value
     own = bounds_in(original, value.shape, of_blocks)
     if isinstance(value, IntervalTensor):

@@ -83,10 +83,6 @@ class Original:
         """Whether the optimizer of every rank holds it alone, whole and in its shape."""
         return self.source.shape == self.shape and (self.layout is None or not self.layout.sharded)
 
-    def held_as(self, piece: FlatPiece) -> Original:
-        """Returns the original with its piece of a `FlatParameter` as the optimizer's parameter."""
-        return replace(self, interval=replace(self.interval, source=piece, offset=0))
-
     @property
     def left_out(self) -> bool:
         """Whether this rank's optimizer has an empty slice of it, whose state it does not keep up."""
@@ -162,11 +158,6 @@ class Original:
         """A description of a valid full value, where shape and dtype do not tell."""
         return None if self.layout is None else self.layout.wanted(self.index)
 
-    def refuse_unless_uncut(self, key: str, value: Any) -> None:
-        """As `refuse_cut`, where ranks do not hold it whole."""
-        if not self.uncut:
-            self.refuse_cut(key, value)
-
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter."""
         for leaf in pytree.tree_leaves(value):
@@ -208,7 +199,11 @@ class Originals:
         if not isinstance(param, FlatPiece):
             return []
         found = self._by_source.get(id(param.flat), ())
-        return [each.held_as(param) for each in found if each.interval.fqn == param.fqn]
+        return [
+            replace(each, interval=replace(each.interval, source=param, offset=0))
+            for each in found
+            if each.interval.fqn == param.fqn
+        ]
 
     @cached_property
     def holders(self) -> dict[str, torch.Tensor]:
