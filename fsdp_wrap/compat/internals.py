@@ -28,15 +28,14 @@ __all__ = ["FlatHandle"]
 
 _INSTEAD = {
     "its gradient is `.grad`, on the device of the shard": (
-        "_cpu_grad _saved_grad_shard prepare_gradient_for_backward prepare_gradient_for_optim"
+        "prepare_gradient_for_backward prepare_gradient_for_optim"
     ),
-    "use register_post_accumulate_grad_hook on the sharded parameter": "_post_backward_hook_state",
     "there are no extensions": "_param_extensions",
     "use register_comm_hook(state, hook) of the root": "_comm_hook _comm_hook_state",
     "reshard() does all of it": "post_reshard",
     "use reshard(True)": "_use_sharded_views _free_unsharded_flat_param",
     "use summon_full_params": (
-        "_full_prec_full_param_padded pre_unshard unshard post_unshard unflatten_as_params "
+        "pre_unshard unshard post_unshard unflatten_as_params "
         "_use_unsharded_views _use_unsharded_flat_param _alloc_padded_unsharded_flat_param"
     ),
     "use summon_full_params(with_grads=True)": "unshard_grad reshard_grad",
@@ -103,18 +102,9 @@ def _copy_of_full(layout: FlatLayout) -> torch.Tensor:
     return full
 
 
-def _absent(name: str) -> Any:
-    return property(lambda _: _refuse("FlatParameter", name))
-
-
 @_given_to(FlatParameter)
 class _FlatParameter(FlatParameter):
     """Private attributes of flat parameters."""
-
-    _cpu_grad = _absent("_cpu_grad")
-    _saved_grad_shard = _absent("_saved_grad_shard")
-    _post_backward_hook_state = _absent("_post_backward_hook_state")
-    _full_prec_full_param_padded = _absent("_full_prec_full_param_padded")
 
     @property
     def _local_shard(self) -> torch.Tensor:

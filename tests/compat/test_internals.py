@@ -581,7 +581,6 @@ def test_what_is_not_there_says_what_to_use(rank, world_size):
         (lambda: model[1]._comm_hook_state, "'_comm_hook_state' of a wrapper.*register_comm_hook"),
         (lambda: model._exec_order_data.handles_post_forward_order, "handles_post_forward_order"),
         (lambda: model._handle.anything, "no attribute 'anything'"),
-        (lambda: model._flat_param._cpu_grad, "'_cpu_grad' of a FlatParameter.*`.grad`"),
         (whole._handle._get_padded_unsharded_flat_param, "only where it is sharded"),
     ]
     for look, said in refused:
