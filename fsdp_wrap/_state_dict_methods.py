@@ -378,8 +378,8 @@ class OptimStateDictMethods:
 
 def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
-        told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
-        warn_caller(told, FutureWarning)
+        message = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
+        warn_caller(message, FutureWarning)
 
 
 def _resolved(

@@ -485,12 +485,12 @@ class FirstRank:
                 failure = error
         for _ in tensors:  # a rank that does not use them, or cannot, takes part in the gathers all the same
             pass
-        told = failure
+        shared = failure
         if failure is not None and not isinstance(failure, RuntimeError):
-            told = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
-        told, found = self.object((told, result))
-        if told is not None:
-            raise told from None if told is failure else failure
+            shared = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
+        shared, found = self.object((shared, result))
+        if shared is not None:
+            raise shared from None if shared is failure else failure
         return cast(T, found)
 
     def announced(self, values: Any) -> Any:

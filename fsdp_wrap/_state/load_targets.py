@@ -1,4 +1,4 @@
-"""Where the values of a model's state dict go: to check it before anything is loaded, and to load it at once.
+"""Targets of the values in a model's state dict, to check it before loading, and to load it at once.
 
 Every rank takes its part of full tensors, one by one and without communication. With a state dict that reads
 from a file when asked (`torch.load(..., mmap=True)`, or a mapping that reads on access), no rank ever holds
@@ -41,12 +41,7 @@ _EXTRA = "_extra_state"
 
 
 class ReadsOnAccess(ABC):
-    """A tensor that is elsewhere, in a file say, of which parts can be read; whole in any torch function.
-
-    Attributes:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-    """
+    """A tensor in a file, say, of which parts can be read; torch functions read all of it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -56,7 +51,7 @@ class ReadsOnAccess(ABC):
         """Returns elements of the flattened tensor, 1-D."""
 
     def whole(self) -> torch.Tensor:
-        """Returns all of it."""
+        """Returns the whole tensor."""
         return self.read(0, self.shape.numel()).view(self.shape)
 
     @classmethod
@@ -82,7 +77,7 @@ class _Target:
         return (piece.start, piece.stop, piece.part) == (self.start, self.stop, self.part)
 
     def taken_apart(self, value: Any) -> Any:
-        """Returns a value as the tensor that is cut."""
+        """Returns a value as the tensor that is sharded."""
         return value if self.original is None else self.original.taken_apart(value)
 
     def takes(self, value: Any, pieces: bool) -> bool:
@@ -112,7 +107,7 @@ class _Target:
         self.data.copy_(values)
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
-        """Yields complaints about a value that does not fit."""
+        """Yields messages on a value that does not fit."""
         wanted = None if self.original is None else self.original.wanted
         if wanted is not None and getattr(value, "shape", None) != self.shape:
             yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
@@ -131,13 +126,9 @@ class _Target:
 
 
 class Targets:
-    """Where the values of a module's state dict go, by their clean names.
+    """The targets of a module's state dict by clean names; its units must be idle.
 
-    Of modules that load in ways of their own (hooks, `_load_from_state_dict`), and of all below them, nothing
-    is known: what they accept shows only when they do.
-
-    Args:
-        module: Its units are idle.
+    Modules that load in ways of their own (hooks, `_load_from_state_dict`), and all below them, have none.
     """
 
     def __init__(self, module: nn.Module) -> None:

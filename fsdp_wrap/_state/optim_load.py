@@ -67,8 +67,8 @@ def load_optim_state_dict(
     else:
         groups = groups_of(names, optim, optim.state_dict())
     if only_known:
-        told = {*pieces, *_declared(saved)}
-        groups = [replace(group, params=_known(group.params, told)) for group in groups]
+        names_given = {*pieces, *_declared(saved)}
+        groups = [replace(group, params=_known(group.params, names_given)) for group in groups]
     if by_name:
         groups = [replace(group, params=_by_name(group.params)) for group in groups]
     state = {
@@ -108,12 +108,12 @@ def _as_kept(
     return small.put_together(entry, initial_state_of(optim, source))
 
 
-def _known(params: Mapping[Any, list[Original]], told: Collection[str]) -> dict[Any, list[Original]]:
+def _known(params: Mapping[Any, list[Original]], given: Collection[str]) -> dict[Any, list[Original]]:
     """Returns the parameters that a state dict names or a unit owns."""
     return {
         key: originals
         for key, originals in params.items()
-        if any(each.handle is not None or each.fqn in told for each in originals)
+        if any(each.handle is not None or each.fqn in given for each in originals)
     }
 
 
