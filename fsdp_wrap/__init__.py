@@ -4,7 +4,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from fsdp_wrap import _torch_helpers as _torch_helpers  # which takes effect when imported
 from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._core import __version__ as __version__
 from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for
@@ -103,7 +102,7 @@ __all__ = [
     "weight_source",
 ]
 
-# Importing these would take as long as all of the above. Who asks for one of their names imports them.
+# Importing these would take as long as all of the above, so they are imported on first use.
 if TYPE_CHECKING:
     from fsdp_wrap import checkpoint as checkpoint
     from fsdp_wrap import comm_hooks as comm_hooks
@@ -121,15 +120,14 @@ if TYPE_CHECKING:
         Place,
         Plan,
         PlanningError,
-        Timeline,
         UnitPlan,
         explain_memory_errors,
         fit,
         measure_machine,
         plan,
         preset,
-        timeline,
     )
+    from fsdp_wrap.tools.timeline import Timeline, timeline
     from fsdp_wrap.weights import weight_changes, weight_source
 else:
     __getattr__, __dir__ = _found_when_asked_for(

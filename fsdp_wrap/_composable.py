@@ -1,4 +1,4 @@
-"""What `fully_shard` and `replicate` share: they make units of modules in place, with `DTensor`s."""
+"""The common part of `fully_shard` and `replicate`: units made of modules in place, with `DTensor`s."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from fsdp_wrap._runtime import (
     move,
 )
 from fsdp_wrap._state import offload_optimizer_state
+from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
 OWN_DTYPES = MixedPrecisionPolicy()
 ON_DEVICE = OffloadPolicy()
@@ -49,33 +50,27 @@ ON_DEVICE = OffloadPolicy()
 
 
 class Location(NamedTuple):
-    """Where a parameter lies: the mesh, and the dimension along which it is cut there."""
+    """The placement of a parameter: its mesh, and the dimension along which it is sharded there."""
 
     over: DataMesh
     dim: int
 
 
 def _nobody(over: DataMesh) -> Communicator | None:
-    """Lets no ranks keep full parameters between them."""
+    """Returns None: no ranks keep full parameters between them."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """What is to be made of modules.
+    """The arguments of one call of `fully_shard` or `replicate`, checked.
 
     Attributes:
-        by: The function that makes it, for messages.
-        kind: What they become.
-        data: The mesh on which parameters lie by default.
-        location_of: Checks a parameter, and says where it is to lie.
-        mp_policy: Dtypes of computation and communication.
-        offload: What lives in host memory, if anything does.
-        ignored_params: Parameters to leave alone.
-        options: How the schedule treats the unit.
+        by: Name of the called function, for messages.
+        kind: The class that the modules get.
+        data: The default mesh of parameters.
+        location_of: Checks a parameter and returns its placement, aligned by `alignment`.
         kept_within: Returns the ranks that keep full parameters between them, of those over one mesh.
-        shared_memory: Whether ranks that share a host may communicate through its memory.
-        alignment: Where in a parameter the part of a rank may begin, which `location_of` has seen to.
     """
 
     by: str
@@ -92,13 +87,8 @@ class Composition:
 
 
 def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
-    """Makes a unit of modules in place, once all has been checked.
-
-    Args:
-        module: The user's argument.
-        parts: The modules of which each has a forward of its own.
-        wanted: How.
-    """
+    """Makes a unit of `module`, the user's argument, in place; each of `parts` has a forward of its own."""
+    adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))
     slots, device = contents.slots, device_of(wanted.data.mesh)
@@ -135,16 +125,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
 
 
 def outermost(modules: Any, by: str) -> list[nn.Module]:
-    """Checks what is to become units; returns the modules that no other one encloses.
-
-    Args:
-        modules: The user's argument.
-        by: The function that makes them, for messages.
-
-    Raises:
-        TypeError: If they are no modules, or were made by TorchScript.
-        ValueError: If one is in a unit already, or has no forward.
-    """
+    """Checks the user's modules for the function named `by`; returns those that no other one encloses."""
     modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
@@ -172,11 +153,7 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
 
 
 def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | None:
-    """Checks both policies by themselves; returns what is offloaded, if anything is.
-
-    Raises:
-        TypeError: If either is of another type.
-    """
+    """Checks the types of both policies; returns the offload policy if it offloads anything."""
     check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
     offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
     kind = CPUOffloadPolicy if offloads else OffloadPolicy
@@ -185,24 +162,14 @@ def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | N
 
 
 def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
-    """Checks the arguments that torch does not have.
-
-    Raises:
-        TypeError: If one is of another type.
-        ValueError: If a number is negative.
-    """
+    """Checks the types and values of arguments that torch does not have."""
     check_flag("shared_memory", shared_memory)
     check_nbytes("travel_together_bytes", travel_together_bytes)
     check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
 
 
 def check_mesh(mesh: Any, dims: Any) -> None:
-    """Checks the types of both, and that this rank is part of the mesh.
-
-    Raises:
-        TypeError: If one is of another type.
-        ValueError: If this rank is not part of it.
-    """
+    """Checks the types of both, and that this rank is part of the mesh."""
     check_kind("dp_mesh_dims", dims, DataParallelMeshDims)
     if not isinstance(mesh, DeviceMesh):
         ranks_of(mesh)  # which refuses it
@@ -212,7 +179,7 @@ def check_mesh(mesh: Any, dims: Any) -> None:
 
 
 def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
-    """What users and torch's `replicate()` keep for themselves."""
+    """Returns the modules and parameters that users and torch's `replicate()` keep for themselves."""
     replicated = find_replicated(modules)
     theirs = (param for module in replicated for param in module.parameters(recurse=False))
     return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
@@ -221,7 +188,7 @@ def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None
 def _makes_layouts(
     over: DataMesh, locations: Mapping[nn.Parameter, Location], wanted: Composition
 ) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
-    """Returns what makes a layout of some parameters that lie on one mesh, and travel together."""
+    """Returns a function that makes the layout of one segment of parameters on one mesh."""
     options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment, **_on_host(wanted.offload)}
 
     def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
@@ -234,7 +201,7 @@ def _makes_layouts(
 
 
 def _on_host(offload: CPUOffloadPolicy | None) -> dict[str, bool]:
-    """What of a unit's shards lies in host memory, as a layout takes it."""
+    """Returns the offload options of a layout."""
     return {
         "offload": offload is not None and offload.offload_params,
         "pin": offload is not None and offload.pin_memory,
@@ -247,13 +214,13 @@ def _casts(policy: MixedPrecisionPolicy) -> InputCasts:
 
 
 def _offload_state(slots: Iterable[ParamSlot], offload: CPUOffloadPolicy | None) -> None:
-    """Marks parameters whose optimizer state alone is offloaded; what will stand for them is marked alike."""
+    """Marks parameters whose optimizer state alone is offloaded; their shards take over the mark."""
     if offload is not None and offload.only_state:
         offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
 
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:
-    """Returns the meshes on which parameters lie, first that on which they lie by default."""
+    """Returns the meshes of all parameters, the default one first."""
     found: list[DataMesh] = []
     for over, _ in locations.values():
         if over not in found:
@@ -262,7 +229,7 @@ def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[
 
 
 def without_dimensions(slot: ParamSlot) -> ValueError:
-    """Returns the error of a parameter that has no dimension to cut or to lie along."""
+    """Returns the error of a 0-d parameter."""
     return ValueError(
         f"parameter '{slot.fqn}' has no dimension: give it the shape (1,), or pass it in ignored_params"
     )

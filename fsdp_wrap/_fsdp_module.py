@@ -35,9 +35,9 @@ _Self = TypeVar("_Self", bound="FSDPModule")
 
 
 class FSDPModule(nn.Module):
-    """What `fully_shard` makes of a module: a subclass of its class that runs as a unit.
+    """A module to which `fully_shard` was applied: an instance of a subclass of its class, run as a unit.
 
-    While the unit is sharded, which it is outside of its forward and backward, `parameters()` are `DTensor`s.
+    While the unit is sharded, as outside of its forward and backward, `parameters()` are `DTensor`s.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +143,9 @@ class FSDPModule(nn.Module):
         set_stay_bytes(self._units(recurse), nbytes)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Decides whether backward gathers this unit's parameters: not needed where it computes without them.
+        """Decides whether backward gathers this unit's parameters: an embedding's backward needs none.
 
-        An embedding's does. If another's does not get them, the process may crash.
+        A backward that needs them and does not get them may crash the process.
         """
         self._set(False, unshards_in_backward=unshard_in_backward)
 
@@ -407,12 +407,12 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def extra_repr(self) -> str:
-        """That of the module's class, how parts are aligned, and how many bytes of full parameters stay."""
+        """As the module's class has it, with the alignment of shards and the bytes that stay unsharded."""
         own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
         staying = sum(handle.kept_nbytes for handle in handles if handle is not None)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
-        return ", ".join(filter(None, [own, _told_alignment(layouts), stays]))
+        return ", ".join(filter(None, [own, _format_alignment(layouts), stays]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
@@ -511,7 +511,7 @@ class _IssuedUnshard(UnshardHandle):
 
 
 def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:
-    """Makes a module one of a unit, in place: its class becomes a subclass of what it was, and of a kind."""
+    """Makes a module part of a unit in place: its class becomes a subclass of its own class and of `kind`."""
     module.__dict__[UNIT_ATTR] = unit
     module.__class__ = _class_of(type(module), kind)  # type: ignore[arg-type]  # classes can be hashed
 
@@ -544,8 +544,8 @@ def _shows_one_kind(handle: ParamHandle) -> bool:
     return all(len(each) == 1 for each in kinds)
 
 
-def _told_alignment(layouts: Sequence[Layout]) -> str:
-    """Says where parts begin, and which parameters stay whole for it, in a few words; nothing if anywhere."""
+def _format_alignment(layouts: Sequence[Layout]) -> str:
+    """Returns the alignment of parts, and which parameters stay whole for it, for `repr`; "" if none."""
     aligned = [layout for layout in layouts if layout.alignment is not None]
     if not aligned:
         return ""

@@ -41,11 +41,6 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
     """Reads the two arguments by which users name what not to shard.
 
     Warns if `module` itself is to be ignored, which leaves its unit nothing to shard.
-
-    Raises:
-        TypeError: If they are no collections.
-        WrongKindError: If they hold anything else than modules or parameters.
-        ValueError: If both are given, or hold a wrapped module.
     """
     if isinstance(ignored_states, Ignored):  # of the unit above, which has resolved it
         return ignored_states
@@ -107,12 +102,7 @@ class Settings:
         return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
 
     def mesh(self) -> ShardMesh:
-        """Checks what does not depend on the module, and finds the ranks.
-
-        Raises:
-            TypeError: If one is of the wrong type.
-            ValueError: If one has a value that it cannot have.
-        """
+        """Checks what does not depend on the module, and finds the ranks."""
         init = self.param_init_fn
         if init is not None and not callable(init):
             raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {init!r}")

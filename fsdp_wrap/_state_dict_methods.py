@@ -245,7 +245,7 @@ class OptimStateDictMethods:
             group: Not needed: every unit knows its ranks.
 
         Returns:
-            `state` by name and `param_groups` with names; see `fsdp_wrap.optim_state_dict`.
+            `state` by name and `param_groups` with names.
 
         Raises:
             ValueError: If the optimizer has parameters that are not the model's, or other than elementwise
@@ -359,15 +359,27 @@ class OptimStateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Renames parameters from names to positions or back; see `fsdp_wrap.optim_state_dict`."""
+        """Returns an optimizer state dict whose parameters go by names, or by positions in an optimizer.
+
+        Args:
+            optim_state_dict: By one or the other, with full or sharded values.
+            optim_state_key_type: Which one to return.
+            model: The module, wrapped or not.
+            optim_input: Argument that the optimizer was made from; deprecated.
+            optim: The optimizer; None for one of `model.parameters()`.
+
+        Raises:
+            TypeError: If `optim_state_key_type` is no `OptimStateKeyType`.
+            ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
+        """
         _warn_of_optim_input(optim_input)
         return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
 
 def _warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
-        told = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
-        warn_caller(told, FutureWarning)
+        message = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
+        warn_caller(message, FutureWarning)
 
 
 def _resolved(

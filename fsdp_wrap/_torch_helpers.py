@@ -1,45 +1,51 @@
-"""Lets torch's own helpers for state dicts take models that this package wraps for what they are.
+"""Makes torch's functions for state dicts work on wrapped and sharded models.
 
 The functions of `torch.distributed.checkpoint.state_dict` look for torch's wrapper. They would take ours for
 a plain module, and each rank's pieces of an optimizer's state for all of it, under full names. Programs may
-have imported them already. So what they call is rebound, when this package is imported, to look for our
-wrappers first; it is torch's own for all other models. `fsdp_wrap.compat` is not needed for that.
+have imported them already. So the private functions that they call are rebound when the first model is
+wrapped or sharded, and go on calling torch's own for all other models. `fsdp_wrap.compat` is not needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import StridedShard, torch_gathers
 from fsdp_wrap._core.torch_private import torch_state_dict as theirs
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
+from fsdp_wrap.distributed_state_dict import (
+    is_wrapped,
+    model_state,
+    optim_state,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 
 def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
-    return ours.model_state(model, info.submodule_prefixes or None, info) if info.handle_model else {}
+    return model_state(model, info.submodule_prefixes or None, info) if info.handle_model else {}
 
 
 def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
     prefixes = info.submodule_prefixes or None
-    return ours.optim_state(model, optimizers, prefixes, info) if info.handle_optim else {}
+    return optim_state(model, optimizers, prefixes, info) if info.handle_optim else {}
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
     state_dict = state_dict if info.handle_model else {}
-    return ours.set_model_state_dict(model, state_dict, options=info)
+    return set_model_state_dict(model, state_dict, options=info)
 
 
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
     if info.handle_optim:
-        ours.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+        set_optimizer_state_dict(model, optimizers, state_dict, options=info)
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -50,8 +56,9 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _adapt() -> None:
-    """Rebinds what torch's helpers call."""
+@cache
+def adapt_torch_helpers() -> None:
+    """Rebinds the private functions that torch's helpers call, once in a process."""
     for name, function in _OURS.items():
         setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
     name = "_distribute_state_dict"
@@ -64,7 +71,7 @@ def _adapt() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (own if ours.is_wrapped(model) else torchs)(model, *args, **kwargs)
+        return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
 
@@ -110,6 +117,3 @@ def _gathering_pieces(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(value, of_sharded, of_dtensor, of_tensor, **kwargs)
 
     return iterate
-
-
-_adapt()

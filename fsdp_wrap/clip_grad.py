@@ -25,9 +25,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their total norm over all ranks is at most `max_norm`.
 
-    With a model no operator runs on a `DTensor`, and who holds which gradients is found out once. That of
-    `torch.nn.utils` takes longer, and refuses `DTensor`s of several meshes. Collective: one all-reduce of a
-    number; one more for each dimension of a mesh over which tensor parallelism cuts parameters.
+    With a model no operator runs on a `DTensor`, and the placement of gradients is looked up once.
+    `torch.nn.utils.clip_grad_norm_` takes longer, and refuses `DTensor`s of several meshes. Collective:
+    one all-reduce of a number; one more for each dimension of a mesh over which tensor parallelism cuts
+    parameters.
 
     Args:
         model_or_parameters: A model that is wrapped, sharded by `fully_shard`, or neither; or parameters
@@ -63,8 +64,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
         norm_type: As for `clip_grad_norm_`.
 
     Returns:
-        0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. What has no
-        gradient is left out.
+        0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. Those
+        without a gradient are left out.
 
     Raises:
         TypeError: If `model` is no module.
@@ -80,7 +81,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
 
 
 def _norms_of(model: nn.Module) -> GradientNorms | None:
-    """Returns what knows the gradients of a model; None where nothing is wrapped or sharded."""
+    """Returns the gradient norms of a model; None where nothing is wrapped or sharded."""
     if model not in _known and units_in(model):
         _known[model] = GradientNorms(model)
     return _known.get(model)

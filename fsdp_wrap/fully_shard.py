@@ -63,8 +63,8 @@ def fully_shard(
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
     The unit owns what no unit below it owns, so call this on the inner modules first. Each parameter is cut
-    as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer afterwards. What is
-    on the meta device stays there: call `to_empty(device=...)`, then initialise or load it.
+    as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer afterwards.
+    Tensors on the meta device stay there: call `to_empty(device=...)`, then initialise or load them.
 
     Args:
         module: The module, or a list of modules which make one unit: unsharded before the first of them runs,
@@ -159,8 +159,8 @@ def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMe
     placement = placement_of(slot.param) if placement_of is not None else None
     over = data
     if type(placement).__name__ == ShardPlacementResult.__name__:  # ours, or torch's
-        told = cast(ShardPlacementResult, placement)
-        over, placement = _mesh_told(slot, told.mesh_info, data), told.placement
+        result = cast(ShardPlacementResult, placement)
+        over, placement = _mesh_of(slot, result.mesh_info, data), result.placement
     over.check(slot.fqn, slot.param)
     if placement is None:
         return Location(over, 0)
@@ -209,7 +209,7 @@ def _aligned(slot: ParamSlot, location: Location, alignment: ShardAlignment) -> 
     )
 
 
-def _mesh_told(slot: ParamSlot, info: Any, data: DataMesh) -> DataMesh:
+def _mesh_of(slot: ParamSlot, info: Any, data: DataMesh) -> DataMesh:
     try:
         return DataMesh.of(info, data.mesh.device_type)
     except (TypeError, ValueError) as error:

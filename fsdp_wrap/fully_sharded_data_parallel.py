@@ -70,6 +70,7 @@ from fsdp_wrap._state import (
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
+from fsdp_wrap._torch_helpers import adapt_torch_helpers
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -105,7 +106,7 @@ def clean_names() -> Iterator[None]:
 
 
 _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter objects, or step after backward"
-"""What to do about optimizers in backward, which would train nothing."""
+"""The cure for optimizers in backward, which would train nothing."""
 
 
 class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
@@ -121,8 +122,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     Args:
         module: The module to wrap.
         process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
-            replicate) pair of groups, None to shard within each host. What has its methods `rank()` and
-            `size()` only stands in for it: the module is wrapped as that rank would, and cannot run, save
+            replicate) pair of groups, None to shard within each host. An object with its methods `rank()`
+            and `size()` only stands in for it: the module is wrapped as on that rank, and cannot run, save
             for one of one.
         sharding_strategy: FULL_SHARD by default.
         cpu_offload: Keep shards, gradients and so optimizer state in host memory, or optimizer state alone.
@@ -133,7 +134,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         ignored_modules: Modules not to shard, with all below them.
         param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
             for the modules of a unit that hold such tensors, or whose children do, children first. Without
-            it, the modules' `reset_parameters` are called. What has values keeps them.
+            it, the modules' `reset_parameters` are called. Tensors with values keep them.
         device_id: Where to compute; by default where the module's tensors are, and if all are on the meta
             device, on the current accelerator, if any.
         sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
@@ -156,7 +157,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             gathered again. Frozen ones stay between steps, others between forward and backward, and in
             evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
         shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements, or of
-            its rows with "rows" (a row is what one index of the first dimension selects). What that takes is
+            its rows with "rows" (a row is what one index of the first dimension selects). The cost is
             padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are
             not aligned. Not one of torch's arguments.
 
@@ -195,6 +196,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         shard_alignment: int | str | None = None,
     ) -> None:
         super().__init__()
+        adapt_torch_helpers()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         settings = Settings(
@@ -429,7 +431,32 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Shows full parameters in place of the sharded ones; see `fsdp_wrap.full_params`."""
+        """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
+
+        Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
+        must therefore be the same on all ranks, save with `rank0_only`. Buffers stay in the dtype that
+        forwards compute with (`buffer_dtype`); state dicts have them in their own. Parameters that tensor
+        parallelism had distributed are shown as they were then: `DTensor`s over that mesh, whose
+        `full_tensor()` is the whole.
+
+        Args:
+            module: Any module; all units at and below it take part.
+            recurse: Also the units below the outermost one; without it nothing is shown unless `module`
+                itself is a unit.
+            writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
+            rank0_only: Show them only on the first rank of each unit's process group (of the first copy,
+                where there are several). The other ranks go on showing sharded parameters, and get the first
+                rank's edits. If any rank leaves by an exception, no edit is kept on any.
+            offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
+            with_grads: Show the full gradients as `.grad`; None where no rank has one.
+
+        Raises:
+            NotIdleError: Inside a forward, a backward, or another summon of the same unit.
+            RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced;
+                on leaving, if another rank's edits are lost (`rank0_only`).
+            ReplacedError: If something else was put in the place of a sharded parameter before.
+            ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
+        """
         drop_stale_loads(module)
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
@@ -443,7 +470,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         dtype: torch.dtype | None = None,
         buffers: bool = False,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.full_stream`."""
+        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.iter_full_params`."""
         drop_stale_loads(module)
         return iter_full_params(
             module,

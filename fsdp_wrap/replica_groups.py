@@ -1,8 +1,8 @@
 """Replica groups that come and go: torchft's manager as the replicate dimension of a sharded model.
 
 Each replica group holds one copy of the model, sharded over its own ranks by either front-end, with process
-groups of its own. What a hybrid mesh would sum over its replicas, a manager averages over the groups that are
-there in this step. A group that comes back takes shards from a living one, rank by rank and without a disk.
+groups of its own. A hybrid mesh sums gradients over its replicas; here a manager averages them over the
+groups of this step. A group that comes back takes shards from a living one, rank by rank, without a disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ReplicaManager", "join_replica_groups"]
 
 
 class ReplicaManager(Protocol):
-    """What is needed of `torchft.Manager`."""
+    """The methods of `torchft.Manager` that are used."""
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
         """Averages a tensor over the groups of this step; returns a work."""
@@ -28,7 +28,7 @@ class ReplicaManager(Protocol):
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Takes what gives and what sets the state that a group needs which comes back."""
+        """Registers functions that set and return the state for a group that comes back."""
 
 
 def join_replica_groups(
@@ -72,8 +72,8 @@ def join_replica_groups(
                 f"reductions of {unit.name} have a hook already: call set_all_reduce_hook(None) first, or "
                 "join replica groups only once"
             )
-    shards = _Shards(model, optimizer)
-    manager.register_state_dict_fn("fsdp_wrap", shards.load_state_dict, shards.state_dict)
+    state = _ReplicaState(model, optimizer)
+    manager.register_state_dict_fn("fsdp_wrap", state.load_state_dict, state.state_dict)
 
     def average(reduced: torch.Tensor) -> None:
         manager.allreduce(reduced).wait()
@@ -82,10 +82,10 @@ def join_replica_groups(
         hook_reductions(unit, average, None)
 
 
-class _Shards:
-    """What a rank holds of model and optimizer, as plain tensors.
+class _ReplicaState:
+    """This rank's shards of model and optimizer, as plain tensors.
 
-    The parameters are looked up once: while a forward runs, in another thread, modules show others.
+    Parameters are looked up once: while a forward runs in another thread, modules show full ones.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,7 +93,7 @@ class _Shards:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all of it; tensors are those of model and optimizer."""
+        """Returns all state, in the memory of model and optimizer."""
         optim = self._optimizer.state_dict()
         sharded = [
             (number, key)
@@ -110,7 +110,7 @@ class _Shards:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes all of it from a rank of another group.
+        """Loads the state of a rank of another group.
 
         Raises:
             ValueError: If that group shards in another way; nothing has changed then.
@@ -134,14 +134,14 @@ class _Shards:
 
 
 def _own(value: Any) -> Any:
-    """Returns a tensor's part on this rank; what is no tensor as it is."""
+    """Returns a tensor's local part; other values as they are."""
     if isinstance(value, DTensor):
         return value.to_local().detach()
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _as_sharded(own: torch.Tensor, like: DTensor) -> DTensor:
-    """Returns a tensor that is sharded as a parameter, of which this rank holds a part."""
+    """Wraps a local part in a `DTensor` that is sharded as a parameter."""
     own = own.to(like.device)
     shape, stride = like.shape, like.stride()
     return DTensor.from_local(own, like.device_mesh, like.placements, shape=shape, stride=stride)

@@ -30,10 +30,10 @@ __all__ = ["ReplicateModule", "replicate"]
 
 
 class ReplicateModule(FSDPModule):
-    """What `replicate` makes of a module: a subclass of its class that runs as a unit, whole on each rank.
+    """A module to which `replicate` was applied: a subclass of its class, run as a unit, whole on each rank.
 
-    It has all methods of `FSDPModule`. Nothing is gathered, so those that are about gathers change at most
-    when copies of the parameters in another dtype, or from host memory, are made and freed.
+    It has all methods of `FSDPModule`. Nothing is gathered, so methods about gathers change at most when
+    copies of the parameters in another dtype, or from host memory, are made and freed.
     """
 
 
@@ -60,8 +60,8 @@ def replicate(
         module: The module, or a list of modules which make one unit.
         mesh: Of one dimension; by default all ranks, in a dimension that is named "replicate". Parameters
             that tensor parallelism has distributed must be `DTensor`s on another part of the same mesh.
-        mp_policy: Dtypes of computation and communication. What computes in another dtype is copied, from
-            forward to backward.
+        mp_policy: Dtypes of computation and communication. Parameters that compute in another dtype are
+            copied, from forward to backward.
         offload_policy: Whether parameters, or optimizer state, live in host memory.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: Which dimensions of `mesh` to replicate over, where all parameters are `DTensor`s on

@@ -242,7 +242,7 @@ def _suggest(names: list[str], classes: Counter[type]) -> str:
 
 @dataclass(frozen=True)
 class ConfigAutoWrap:
-    """What `wrap` does inside an `enable_wrap` block: the wrapper class and its default arguments."""
+    """The wrapper class of an `enable_wrap` block, and its default arguments."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: Kwargs

@@ -25,10 +25,10 @@ from fsdp_wrap import (
     ShardingStrategy,
     fully_shard,
     replicate,
+    set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
-from fsdp_wrap.in_place_gradients import set_gradients_in_place
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 

@@ -33,7 +33,6 @@ from fsdp_wrap._params.interval_tensor import (
     IntervalTensor,
     assemble,
     by_rows,
-    rebuild_interval_tensor,
 )
 from fsdp_wrap._params.kept import KeptSegmentsPlan
 from fsdp_wrap._params.layout import Interval, Layout, memory_around

@@ -366,10 +366,7 @@ def rebuild_interval_tensor(
     return IntervalTensor(torch.Size(shape), start, piece, spread=spread, part=beside)
 
 
-_BEFORE = "fsdp_wrap._interval_tensor._rebuild"  # the name in older files
-torch.serialization.add_safe_globals(
-    [IntervalTensor, rebuild_interval_tensor, (rebuild_interval_tensor, _BEFORE)]
-)
+torch.serialization.add_safe_globals([IntervalTensor, rebuild_interval_tensor])
 
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -154,12 +154,10 @@ def communicators_of(unit: Unit) -> list[Communicator]:
 
 def _contents_of(unit: Unit) -> list[str]:
     """Names the parameters, in the order in which they travel, with their shapes and dtypes."""
-    return [
-        f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.layout.dtype}{_told_alignment(segment.layout)}"
-        for segment in ([] if unit.handle is None else unit.handle.segments)
-        for fqn, leaf in zip(segment.layout.fqns, segment.leaves)
-    ]
-
-
-def _told_alignment(layout: Layout) -> str:
-    return "" if layout.alignment is None else f", aligned to {layout.alignment}"
+    found: list[str] = []
+    for segment in [] if unit.handle is None else unit.handle.segments:
+        layout = segment.layout
+        aligned = "" if layout.alignment is None else f", aligned to {layout.alignment}"
+        pairs = zip(layout.fqns, segment.leaves)
+        found += [f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}" for fqn, leaf in pairs]
+    return found

@@ -37,8 +37,8 @@ from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
-from fsdp_wrap._state.optim_initial import as_saved, innermost
-from fsdp_wrap._state.optim_load import load_optim_state_dict
+from fsdp_wrap._state.optim_initial import innermost
+from fsdp_wrap._state.optim_load import as_saved, load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state
 from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
 from fsdp_wrap._state.optim_pieces import refitted
@@ -57,8 +57,7 @@ from fsdp_wrap._state.originals import (
     owned_places,
     uncut,
 )
-from fsdp_wrap._state.small_dtensors import put_in_dtensor, taken_from_dtensor
-from fsdp_wrap._state.small_states import is_scale, small_states_of
+from fsdp_wrap._state.small_states import is_scale, put_in_dtensor, small_states_of, taken_from_dtensor
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,

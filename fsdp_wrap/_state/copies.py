@@ -27,9 +27,6 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
         wrapper: The wrapper.
         unit: Its unit.
         memo: Of `copy.deepcopy`.
-
-    Raises:
-        RuntimeError: Inside a forward, a backward or `summon_full_params`.
     """
     if id(unit) in memo:  # its unit is made by the copying of a wrapper that encloses or uses this one
         return _copy_module(wrapper, memo)

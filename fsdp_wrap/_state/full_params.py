@@ -31,31 +31,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
-
-    Buffers stay in the dtype that forwards compute with (`buffer_dtype`); state dicts have them in their own.
-    Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
-    must therefore be the same on all ranks, save with `rank0_only`. What tensor parallelism had distributed
-    before is shown as it was then: `DTensor`s over that mesh, whose `full_tensor()` is the whole.
-
-    Args:
-        module: Any module; all units at and below it take part.
-        recurse: Also the units below the outermost one; without it nothing is shown unless `module` itself
-            is a unit.
-        writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
-        rank0_only: Show them only on the first rank of each unit's process group (of the first copy, where
-            there are several). The other ranks go on showing sharded parameters, and get the first rank's
-            edits. If any rank leaves by an exception, no edit is kept on any.
-        offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
-        with_grads: Show the full gradients as `.grad`; None where no rank has one.
-
-    Raises:
-        NotIdleError: Inside a forward, a backward, or another summon of the same unit.
-        RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced; on
-            leaving, if another rank's edits are lost (`rank0_only`).
-        ReplacedError: If something else was put in the place of a sharded parameter before.
-        ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
-    """
+    """Shows full parameters in place of the sharded ones: the wrapper's method of this name, which see."""
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
     # Programs know torch's words.
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
@@ -134,12 +110,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 
 
 def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
-    """Summons what a unit uses and is not summoned yet, and returns that for `dismiss`.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
-        RuntimeError: If it is summoned by `rank0_only` and this rank does not show it.
-    """
+    """Summons a unit and its lenders where they are not yet; returns these for `dismiss`."""
     used = used_by([unit])
     summoned = [each for each in used if not is_summoned(each)]
     for each in used if not how.rank0_only else ():
@@ -151,11 +122,7 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
 
 
 def refuse_hidden(unit: Unit) -> None:
-    """Refuses to use full parameters that only the first rank has.
-
-    Raises:
-        RuntimeError: If the unit is summoned by `rank0_only` and this rank does not show it.
-    """
+    """Raises if full parameters are summoned on the first rank only (`rank0_only`), and this is another."""
     if is_summoned(unit) and unit.handle is not None and not unit.handle.shows_full:
         raise RuntimeError(
             f"the full parameters of {unit.name} are on the first rank only: this call must come after "
@@ -164,11 +131,7 @@ def refuse_hidden(unit: Unit) -> None:
 
 
 def dismiss(units: Sequence[Unit], writeback: bool) -> None:
-    """Takes full parameters back, all of them; if one cannot be written back, none is.
-
-    Raises:
-        ValueError: If a parameter was replaced by one of another shape or dtype.
-    """
+    """Takes full parameters back; if one cannot be written back, none is."""
     with _taken_back(units, writeback):
         if writeback:
             _take_edits(units)
@@ -181,11 +144,7 @@ def _take_edits(units: Iterable[Unit]) -> None:
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
-    """Refuses what needs sharded parameters while the user holds the full ones.
-
-    Raises:
-        NotIdleError: If a unit is summoned.
-    """
+    """Raises NotIdleError if a unit is summoned."""
     for unit in units:
         if is_summoned(unit):
             raise NotIdleError(
@@ -195,13 +154,7 @@ def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
 
 
 def settle(units: Iterable[Unit], doing: str) -> None:
-    """Reshards what units use, to read what it holds.
-
-    Raises:
-        RuntimeError: If a state dict of them is being taken or loaded.
-        NotIdleError: If they are in use otherwise, by name.
-        ReplacedError: If something else was put in the place of a sharded parameter.
-    """
+    """Reshards units and their lenders to read their shards; raises if they are in use or were replaced."""
     used = used_by(units)
     require_idle(used, doing)
     refuse_summoned(used, doing)
@@ -212,11 +165,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
 
 
 def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Reshards what units use, and returns its handles, save those that show something else on purpose.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
-    """
+    """Reshards units and their lenders; returns their handles, save those that show something on purpose."""
     handles = []
     for unit in used_by(units):
         if unit.handle is not None and unit.handle.become_sharded():

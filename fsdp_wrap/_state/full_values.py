@@ -36,14 +36,12 @@ class FullValue:
     """A full tensor that ranks hold between them, in consecutive parts, and that can be gathered.
 
     Attributes:
-        key: What it is: a name, say.
-        shape: Of the full tensor.
+        key: Its name, or another key.
         dtype: In which it is gathered.
-        communicator: Of the ranks.
-        lengths: How many elements each rank holds.
+        lengths: Elements of each rank.
         write: Writes this rank's elements into a 1-D tensor.
-        part: What they hold between them, if that is a part only: other ranks have the others.
-        whole: Makes of the full tensor what users see, if that is something else.
+        part: The part of the tensor that these ranks hold, where tensor parallelism has cut it.
+        whole: Converts the gathered tensor to the one that users see, if they differ.
     """
 
     key: Any
@@ -90,12 +88,7 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuses what values cannot be cast to.
-
-    Raises:
-        TypeError: If it is neither a dtype nor None.
-        ValueError: If it is not floating-point.
-    """
+    """Raises unless it is a floating-point dtype or None."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
@@ -103,11 +96,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
-    """Returns a tensor that no unit owns: this rank has it whole, or it is a `DTensor`.
-
-    Raises:
-        RuntimeError: If it is on the meta device.
-    """
+    """Returns a tensor that no unit owns: this rank has it whole, or it is a `DTensor`."""
     if tensor.is_meta:
         raise RuntimeError(
             f"'{key}' is on the meta device and has no values: call to_empty(device=...) on the model and "
@@ -136,12 +125,7 @@ _Issued = tuple[list[FullValue], list[Callable[[], torch.Tensor]], Pending]
 
 
 def check_budget(budget: int | None) -> None:
-    """Refuses what is no number of bytes.
-
-    Raises:
-        TypeError: If it is neither an int nor None.
-        ValueError: If it is not positive.
-    """
+    """Raises unless it is a positive int or None."""
     if budget is None:
         return
     if isinstance(budget, bool) or not isinstance(budget, int):
@@ -329,18 +313,9 @@ def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 class FullParams:
-    """What `iter_full_params` yields, known before anything is gathered.
+    """The full parameters of a module, described before anything is gathered.
 
-    Args:
-        module: As there.
-        doing: Who asks, for messages.
-        dtype: As there.
-        buffers: As there.
-
-    Raises:
-        RuntimeError: As there.
-        TypeError: If `dtype` is none.
-        ValueError: As there.
+    Arguments are those of `iter_full_params`; `doing` names the caller in messages.
     """
 
     def __init__(
@@ -355,11 +330,7 @@ class FullParams:
             self._values += [value_held_here(*each) for each in persistent_buffers(module, units)]
 
     def refuse_subclasses(self, doing: str) -> None:
-        """Refuses what takes plain tensors only.
-
-        Raises:
-            TypeError: If a full value is of a tensor subclass.
-        """
+        """Raises TypeError if a full value is of a tensor subclass."""
         made = self.subclasses
         if made:
             raise TypeError(
@@ -377,11 +348,7 @@ class FullParams:
         return {value.key for value in self._values if value.whole is not None}
 
     def choose(self, wanted: Mapping[str, torch.dtype]) -> None:
-        """Leaves out all others of them, and lets these travel in another order, and in other dtypes.
-
-        Args:
-            wanted: The dtypes by name, in the order.
-        """
+        """Keeps only these parameters, in this order and these dtypes."""
         values = {value.key: value for value in self._values}
         self._values = [replace(values[name], dtype=dtype) for name, dtype in wanted.items()]
 
@@ -395,12 +362,7 @@ class FullParams:
 
 
 def settled_units(module: nn.Module, doing: str) -> list[Unit]:
-    """Returns the units of a module, resharded to read what they hold.
-
-    Raises:
-        RuntimeError: If they are in use.
-        ValueError: If `module` is a part of a unit, and so shows only what this rank holds.
-    """
+    """Returns the units of a module, resharded to read what they hold."""
     units = list(units_in(module).values())
     settle(units, doing)
     owned = owned_places(units)
@@ -467,13 +429,7 @@ def is_first_rank(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Announced:
-    """A tensor of the first rank, which travels by itself.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        own: The tensor, on the first rank.
-    """
+    """Metadata of a tensor of the first rank, which is broadcast by itself; `own` is the tensor there."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -484,16 +440,10 @@ class Announced:
 
 
 class FirstRank:
-    """The way from the first rank to all that hold a module: over the replicas, then within each copy.
+    """Broadcasts from the first rank to all that hold a module: over the replicas, then within each copy.
 
-    Before these, to the ranks that hold other parts of it, where tensor parallelism has distributed it.
-
-    Args:
-        module: Its first unit tells which ranks these are; without units nothing travels.
-
-    Attributes:
-        steps: The way.
-        is_here: Whether this is the first rank.
+    Before these, to the ranks that hold other parts of it, where tensor parallelism has distributed it. The
+    module's first unit has the ranks; without units nothing is sent.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -518,13 +468,10 @@ class FirstRank:
         return value
 
     def uses(self, tensors: Iterator[Named], use: Callable[[Iterator[Named]], T], doing: str) -> T:
-        """Lets the first rank use tensors that all ranks gather; collective.
+        """Lets the first rank use tensors that all ranks gather; collective. Its error is raised on all.
 
         Returns:
             What the first rank made of them, which must be small and picklable.
-
-        Raises:
-            RuntimeError: What the first rank raised, on every rank, when all have come to the end.
         """
         own: list[Exception] = []
         failure: Exception | None = None
@@ -538,12 +485,12 @@ class FirstRank:
                 failure = error
         for _ in tensors:  # a rank that does not use them, or cannot, takes part in the gathers all the same
             pass
-        told = failure
+        shared = failure
         if failure is not None and not isinstance(failure, RuntimeError):
-            told = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
-        told, found = self.object((told, result))
-        if told is not None:
-            raise told from None if told is failure else failure
+            shared = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
+        shared, found = self.object((shared, result))
+        if shared is not None:
+            raise shared from None if shared is failure else failure
         return cast(T, found)
 
     def announced(self, values: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where the values of a model's state dict go: to check it before anything is loaded, and to load it at once.
+"""Targets of the values in a model's state dict, to check it before loading, and to load it at once.
 
 Every rank takes its part of full tensors, one by one and without communication. With a state dict that reads
 from a file when asked (`torch.load(..., mmap=True)`, or a mapping that reads on access), no rank ever holds
-more than its shard and one value. What modules load in ways of their own is left to torch's walk over them.
+more than its shard and one value. Modules that load in ways of their own are left to torch's walk.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ _EXTRA = "_extra_state"
 
 
 class ReadsOnAccess(ABC):
-    """A tensor that is elsewhere, in a file say, of which parts can be read; whole in any torch function.
-
-    Attributes:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-    """
+    """A tensor in a file, say, of which parts can be read; torch functions read all of it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -56,7 +51,7 @@ class ReadsOnAccess(ABC):
         """Returns elements of the flattened tensor, 1-D."""
 
     def whole(self) -> torch.Tensor:
-        """Returns all of it."""
+        """Returns the whole tensor."""
         return self.read(0, self.shape.numel()).view(self.shape)
 
     @classmethod
@@ -66,7 +61,7 @@ class ReadsOnAccess(ABC):
 
 @dataclass(frozen=True)
 class _Target:
-    """What this rank keeps of one value: elements of a full tensor, or of a part of one, from `start` on."""
+    """This rank's part of one value: elements of a full tensor, or of a part of one, from `start` on."""
 
     shape: torch.Size
     start: int
@@ -82,7 +77,7 @@ class _Target:
         return (piece.start, piece.stop, piece.part) == (self.start, self.stop, self.part)
 
     def taken_apart(self, value: Any) -> Any:
-        """Returns a value as the tensor that is cut."""
+        """Returns a value as the tensor that is sharded."""
         return value if self.original is None else self.original.taken_apart(value)
 
     def takes(self, value: Any, pieces: bool) -> bool:
@@ -112,7 +107,7 @@ class _Target:
         self.data.copy_(values)
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
-        """Yields complaints about a value that does not fit."""
+        """Yields messages on a value that does not fit."""
         wanted = None if self.original is None else self.original.wanted
         if wanted is not None and getattr(value, "shape", None) != self.shape:
             yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
@@ -131,16 +126,9 @@ class _Target:
 
 
 class Targets:
-    """Where the values of a module's state dict go, by their clean names.
+    """The targets of a module's state dict by clean names; its units must be idle.
 
-    Of modules that load in ways of their own (hooks, `_load_from_state_dict`), and of all below them, nothing
-    is known: what they accept shows only when they do.
-
-    Args:
-        module: Its units are idle.
-
-    Raises:
-        ReplacedError: If something else was put in the place of a sharded parameter.
+    Modules that load in ways of their own (hooks, `_load_from_state_dict`), and all below them, have none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -158,7 +146,7 @@ class Targets:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank has of every value that is a tensor."""
+        """The targets of all tensors on this rank."""
         return {key: target.data for key, target in self._by_name.items() if target is not None}
 
     def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -195,10 +183,6 @@ class Targets:
 
         Returns:
             Whether it is sure to fit.
-
-        Raises:
-            RuntimeError: Naming missing and unexpected keys (if `strict`) and tensors of another shape, as
-                `torch.nn.Module.load_state_dict` does.
         """
         given = {clean_fqn(key): value for key, value in state_dict.items()}
         known = ((key, target) for key, target in self._by_name.items() if target and key in given)
@@ -223,11 +207,7 @@ class Targets:
         return not self._own_way and self._may_lack.isdisjoint(missing)
 
     def refuse(self, problems: Iterable[str]) -> None:
-        """Refuses what is to be loaded.
-
-        Raises:
-            RuntimeError: If there are any problems.
-        """
+        """Refuses what is to be loaded."""
         details = "\n\t".join(problems)
         if details:
             raise RuntimeError(

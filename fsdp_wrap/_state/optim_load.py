@@ -1,9 +1,11 @@
-"""Optimizer state dicts by name, cut to what this rank's optimizer takes."""
+"""Loads optimizer state dicts by name: cuts them to this rank's shards, and keeps dtypes as saved."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +14,14 @@ from torch import nn
 
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._state.full_values import FirstRank, unsharded
-from fsdp_wrap._state.optim_initial import initial_state
+from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
 from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
-from fsdp_wrap._state.small_states import SmallStates, block_of, is_scale, small_states_of
+from fsdp_wrap._state.small_states import SmallStates, bounds_in, is_scale, small_states_of
 
 _NEVER_ELEMENTWISE = frozenset({"step"})
-"""Names of state that torch's optimizers count with, for parameters without dimensions."""
+"""State of parameters without dimensions that is no elementwise state: torch's step counts."""
 
 
 def load_optim_state_dict(
@@ -39,7 +41,7 @@ def load_optim_state_dict(
         optim: Made from its parameters; None to go by `optim_input`.
         state_dict: Values may be full tensors, `IntervalTensor`s of this rank, or torch's own kinds of
             sharded tensors (then this is collective).
-        optim_input: What an optimizer would be made from; None for `model.parameters()`.
+        optim_input: Argument of the optimizer that would be made; None for `model.parameters()`.
         from_first_rank: Whether the first rank alone has a state dict; then this is collective.
         by_name: Whether the optimizer takes names even if its own keys are numbers.
         only_known: Leave out, also of the groups, parameters of no unit that the state dict does not have:
@@ -48,11 +50,6 @@ def load_optim_state_dict(
     Returns:
         What `optim.load_state_dict` takes, in memory of its own; without `param_groups` where those are not
         given.
-
-    Raises:
-        ValueError: If it names parameters that the model does not have, does not name them at all, or what it
-            holds does not fit.
-        TypeError: If it is no optimizer state dict.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
     small = None if optim is None else small_states_of(optim)
@@ -70,8 +67,8 @@ def load_optim_state_dict(
     else:
         groups = groups_of(names, optim, optim.state_dict())
     if only_known:
-        told = {*pieces, *_declared(saved)}
-        groups = [replace(group, params=_known(group.params, told)) for group in groups]
+        names_given = {*pieces, *_declared(saved)}
+        groups = [replace(group, params=_known(group.params, names_given)) for group in groups]
     if by_name:
         groups = [replace(group, params=_by_name(group.params)) for group in groups]
     state = {
@@ -87,7 +84,7 @@ def load_optim_state_dict(
 
 
 def _apart(small: SmallStates, names: Originals, state_dict: Any) -> Any:
-    """Returns a state dict with values and scales, where it is of a plain optimizer that has codes."""
+    """Dequantises the state dict of a plain low-bit optimizer: values and scales in place of codes."""
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
         return state_dict
     known = names.by_name
@@ -108,17 +105,15 @@ def _as_kept(
     """Returns the state of a sharded parameter as the optimizer keeps it."""
     if small is None or optim is None:
         return entry
-    groups = [[each for each in group["params"] if each is source] for group in optim.param_groups]
-    like = next(found for of_group in initial_state(optim, groups) for found in of_group)
-    return small.put_together(entry, like)
+    return small.put_together(entry, initial_state_of(optim, source))
 
 
-def _known(params: Mapping[Any, list[Original]], told: Collection[str]) -> dict[Any, list[Original]]:
-    """Returns those parameters of which a state dict tells anything, or that a unit owns."""
+def _known(params: Mapping[Any, list[Original]], given: Collection[str]) -> dict[Any, list[Original]]:
+    """Returns the parameters that a state dict names or a unit owns."""
     return {
         key: originals
         for key, originals in params.items()
-        if any(each.handle is not None or each.fqn in told for each in originals)
+        if any(each.handle is not None or each.fqn in given for each in originals)
     }
 
 
@@ -157,7 +152,7 @@ def _declared(groups: Iterable[Mapping[str, Any]] | None) -> list[Any]:
 def _pieces(
     names: Originals, states: Mapping[str, Any], first: FirstRank | None
 ) -> tuple[dict[str, State], State]:
-    """Returns what this rank holds of all states, and what belongs to no parameter."""
+    """Returns this rank's pieces of all states by name, and the entries that belong to no parameter."""
     counted = {  # beside what is never elementwise: what has no dimensions though its parameter has
         key
         for name, entry in states.items()
@@ -179,21 +174,16 @@ def _pieces(
 
 
 def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_blocks: bool) -> Any:
-    """Returns this rank's piece of a value, or the value where it is not elementwise.
+    """Returns this rank's piece of a value, or the whole value where it is not elementwise.
 
-    Args:
-        original: The parameter.
-        key: Name of the value.
-        value: It, or a piece.
-        counted: Names of what is not elementwise.
-        of_blocks: Whether it has a number for each block of elements.
+    Names in `counted` are never elementwise. With `of_blocks` the value has one element per block.
     """
     value = unsharded(value)
     if not isinstance(value, torch.Tensor):
-        original.refuse_unless_uncut(key, value)
+        if not original.uncut:
+            original.refuse_cut(key, value)
         return value
-    block = block_of(original.shape.numel(), value.shape[0]) if of_blocks else None
-    own = None if of_blocks and block is None else original.bounds_in(value.shape, block)
+    own = bounds_in(original, value.shape, of_blocks)
     if isinstance(value, IntervalTensor):
         part = None if of_blocks else original.interval.part
         if (value.start, value.stop) != own or value.part != part:
@@ -217,9 +207,9 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
 def _source_state(
     originals: Sequence[Original], pieces: Mapping[str, State], small: SmallStates | None
 ) -> State:
-    """Puts the state of one sharded parameter together from that of what it stands for.
+    """Joins the pieces of the originals to the state of their sharded parameter.
 
-    The scales of an optimizer that keeps state in few bits are spread to all elements; no other takes them.
+    Scales are spread to all elements for a low-bit optimizer, and dropped for others.
     """
     if originals[0].left_out:
         return {}
@@ -245,7 +235,7 @@ def _source_state(
 
 
 def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None) -> Any:
-    """Joins pieces; of all else a FlatParameter has one value, which all of its parameters must have."""
+    """Joins pieces; of any other value a FlatParameter has one, on which its parameters must agree."""
     first, value = values[0]
     if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
         return value.piece.view(-1, *value.shape[1:])
@@ -268,3 +258,109 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
 def _never_stepped(state: Mapping[str, Any]) -> bool:
     step = state.get("step")
     return step is not None and float(step) == 0
+
+
+# as saved
+
+
+def as_saved(
+    name_of: Callable[[nn.Parameter], str],
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
+) -> Callable[[], None]:
+    """Returns a function that makes an optimizer's state exactly that of a state dict which it has loaded.
+
+    Torch casts floats to the dtype of the parameter, also integers and what an optimizer keeps in float32,
+    and makes generators of strings. The cast stands where the parameter had another dtype when it was saved.
+
+    Args:
+        name_of: Returns the name of a parameter that the optimizer holds.
+        optim: The optimizer.
+        state_dict: The state dict that it will load.
+        dtypes: Of the saved parameters, by name.
+    """
+    inner, states = innermost(optim), state_dict["state"]
+    groups = zip(inner.param_groups, state_dict["param_groups"])
+    params = {
+        key: param
+        for own, group in groups
+        for key, param in zip(group["params"], own["params"])
+        if states.get(key)
+    }
+    begins = _begins_with(inner, state_dict, params)
+    for key, param in params.items():
+        if missing := [name for name in begins[key] if name not in states[key]]:
+            raise ValueError(
+                f"the saved optimizer state of '{name_of(param)}' has {', '.join(states[key])}, and "
+                f"{type(inner).__name__} needs {', '.join(missing)}: it is of another optimizer. Make that "
+                "one, or pass optim=None"
+            )
+
+    def restore() -> None:
+        for key, param in params.items():
+            entry = inner.state.get(param, {})
+            saved_dtype = dtypes.get(name_of(param), param.dtype)
+            for name in entry.keys() & states[key].keys() - {"step"}:
+                begun = getattr(begins[key].get(name), "dtype", None)
+                entry[name] = _exact(states[key][name], entry[name], saved_dtype != param.dtype, begun)
+
+    return restore if small_states_of(inner) is None else lambda: None  # those have few bits of their own
+
+
+def _begins_with(
+    inner: Any, state_dict: Mapping[str, Any], params: Mapping[Any, Any]
+) -> dict[Any, Mapping[str, Any]]:
+    """Returns by key what a first step of one of torch's optimizers makes, of small tensors; else nothing."""
+    found: dict[Any, Mapping[str, Any]] = dict.fromkeys(params, {})
+    if not inspect.unwrap(type(inner).step).__module__.startswith("torch.optim."):
+        return found
+    saved = state_dict["param_groups"]
+    options = [{**own, **group} for own, group in zip(inner.param_groups, saved)]
+    small = [{_kind(params[key]): key for key in group["params"] if key in params} for group in saved]
+    zeros = [[_small(params[key]) for key in kinds.values()] for kinds in small]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may need more than gradients
+        begun = initial_state(inner, zeros, groups=options)
+    for group, kinds, states in zip(saved, small, begun):
+        by_kind = dict(zip(kinds, states))
+        found |= {key: by_kind[_kind(params[key])] for key in group["params"] if key in params}
+    return found
+
+
+def _kind(param: torch.Tensor) -> tuple[Any, ...]:
+    return param.dim(), param.dtype, param.device
+
+
+def _small(param: torch.Tensor) -> nn.Parameter:
+    shape = [min(size, 2) for size in param.shape]
+    return nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
+
+
+def _exact(saved: Any, loaded: Any, recast: bool, begun: torch.dtype | None) -> Any:
+    """Returns the saved value in place of the loaded one, where the optimizer can have it.
+
+    Args:
+        saved: The saved value.
+        loaded: The same as the optimizer has cast it.
+        recast: Whether the parameter had another dtype when it was saved.
+        begun: The dtype of the optimizer's initial state, if known.
+    """
+    if isinstance(saved, str):
+        return saved if isinstance(loaded, str) else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {
+            key: _exact(saved[key], value, recast, begun) if key in saved else value
+            for key, value in loaded.items()
+        }
+    if isinstance(saved, (list, tuple)) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(_exact(*pair, recast, begun) for pair in zip(saved, loaded))
+    if not isinstance(saved, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+        return loaded
+    if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
+        return loaded
+    if saved.is_floating_point() and loaded.is_floating_point():
+        widened = torch.promote_types(saved.dtype, loaded.dtype) == loaded.dtype
+        if recast or (widened and begun == loaded.dtype):  # of an optimizer that keeps fewer bits
+            return loaded
+    return saved.to(loaded.device)

@@ -1,4 +1,4 @@
-"""The parameters of optimizers, by their groups: what users give them, and which originals they stand for."""
+"""Parameter groups of optimizers, and the original parameters behind their parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fsdp_wrap._state.originals import Original, Originals
 
 
 @dataclass(frozen=True)
-class Group:
-    """A parameter group of an optimizer, or of what one would be made from.
+class ParamGroup:
+    """A parameter group of an optimizer, or of the argument that one would be made from.
 
     Attributes:
-        params: Under what the optimizer's state dict has each parameter, and what that stands for.
-        options: What the group has beside its parameters; None if that is not known.
+        params: By keys of the optimizer's state dict, the originals of each parameter.
+        options: The group's other entries; None if they are not known.
     """
 
     params: dict[Any, list[Original]]
@@ -42,11 +42,7 @@ class Group:
         return [original.fqn for original in found]
 
     def saved_in(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the group with the options of the saved group that has the same parameters.
-
-        Raises:
-            ValueError: If there are several, with other options each, or none and the options are not known.
-        """
+        """Returns the group with the options of the saved group that has the same parameters."""
         options = saved_options(self.names, self.options, groups)
         if options is None:
             names = ", ".join(map(repr, self.names)) or "nothing"
@@ -66,9 +62,6 @@ def saved_options(
         names: Of the parameters.
         own: The group's options now, which stay where none of them was saved.
         groups: The saved groups.
-
-    Raises:
-        ValueError: If they were saved in groups with other options each.
     """
     by_name = {
         name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -90,7 +83,7 @@ def saved_options(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a parameter group has beside its parameters."""
+    """Returns the entries of a parameter group save its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -106,13 +99,7 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
-    """Checks that now is the time for `doing`, and returns the model's parameters.
-
-    Raises:
-        RuntimeError: Inside a forward or backward.
-        TypeError: If `optim` is neither an optimizer nor None.
-        ValueError: If parameters were sharded by `fully_shard`, or the optimizer has one of them twice.
-    """
+    """Returns the model's parameters, once `doing` is allowed."""
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
     require_idle(units_in(model).values(), doing)
@@ -128,27 +115,26 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     return names if optim is None else names.as_held_by(optim)
 
 
-def groups_of(names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Group]:
+def groups_of(
+    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> list[ParamGroup]:
     """Returns an optimizer's groups.
 
     Args:
         names: The parameters of the model.
         optim: The optimizer.
         state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
-
-    Raises:
-        ValueError: If the optimizer has parameters that are not the model's.
     """
     saved = state_dict if "param_groups" in state_dict else optim.state_dict()
     groups = []
     for group, now in zip(saved["param_groups"], optim.param_groups):
         keys = _in_order(names, group["params"], now["params"])
-        groups.append(Group(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
+        groups.append(ParamGroup(dict(zip(keys, map(names.of, now["params"]))), options_of(group)))
     return groups
 
 
 def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tensor]) -> Sequence[Any]:
-    """Puts keys into the order of the parameters that they name, if names is what they are.
+    """Sorts keys that are names into the order of the parameters that they name.
 
     Optimizers that name their parameters may sort them in their state dicts.
     """
@@ -158,8 +144,8 @@ def _in_order(names: Originals, keys: Sequence[Any], params: Sequence[torch.Tens
     return [named[id(param)] for param in params] if {*map(id, params)} == named.keys() else keys
 
 
-def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[Group]:
-    """Reads what users give optimizers, in its order: parameters, or groups of them, perhaps with names.
+def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[ParamGroup]:
+    """Returns the groups of an optimizer's argument: parameters, or groups of them, perhaps with names.
 
     Args:
         module: Has the parameters.
@@ -168,10 +154,6 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
 
     Returns:
         Groups without options, whose keys count the parameters.
-
-    Raises:
-        Exception: As optimizers raise, if they would not take it.
-        ValueError: If a parameter is given twice or is not the model's, or a group has none.
     """
     given = module.parameters() if optim_input is None else optim_input
     if not isinstance(given, torch.Tensor):  # optimizers change the groups that they get
@@ -193,9 +175,6 @@ def refuse_shared(model: nn.Module, optimizers: Iterable[Any]) -> None:
     Args:
         model: Has their parameters; wrapped or not.
         optimizers: Optimizers, or what clients have wrapped them in.
-
-    Raises:
-        ValueError: If a parameter is in two of them, or twice in one, by name.
     """
     owners: dict[int, Any] = {}
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Optimizer state on all ranks: what each has of it, told to the others; put together, or cut anew."""
+"""Optimizer state on all ranks: metadata of all pieces exchanged, pieces gathered or cut anew."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank, same_values
 from fsdp_wrap._state.originals import Original, Originals, handles_of
-from fsdp_wrap._state.small_states import SCALE, block_of
+from fsdp_wrap._state.small_states import SCALE, block_of, bounds_in
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Extent:
-    """Which elements of a full tensor a rank has."""
+class _PieceMetadata:
+    """A rank's interval of a full tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -30,35 +30,35 @@ class _Extent:
     stop: int
 
 
-def _told(entry: Mapping[str, Any]) -> State:
-    """Describes pieces; what is whole and no mere count each rank has itself, and is not sent."""
-    told: State = {}
+def _metadata(entry: Mapping[str, Any]) -> State:
+    """Returns metadata of pieces, and numbers; whole tensors are on each rank and not sent."""
+    found: State = {}
     for key, value in entry.items():
         if isinstance(value, IntervalTensor):
-            told[key] = _Extent(value.shape, value.dtype, value.start, value.stop)
+            found[key] = _PieceMetadata(value.shape, value.dtype, value.start, value.stop)
         elif not isinstance(value, torch.Tensor) or value.dim() == 0:
-            told[key] = value
-    return told
+            found[key] = value
+    return found
 
 
 def _together(
-    original: Original, communicator: Communicator, told: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
+    original: Original,
+    communicator: Communicator,
+    entries: Sequence[Mapping[str, Any]],
+    own: Mapping[str, Any],
 ) -> State:
-    """Returns the state of one parameter: a `FullValue` of what is cut, the value of all else.
+    """Returns the state of one parameter: `FullValue`s of pieces, and all other values.
 
     Args:
         original: The parameter.
         communicator: Of the ranks that hold it between them.
-        told: What each has of its state.
+        entries: Each rank's metadata of its state.
         own: This rank's pieces and values.
-
-    Raises:
-        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
     """
     found: State = {}
-    for key, value in {key: value for entry in reversed(told) for key, value in entry.items()}.items():
-        extents = [entry.get(key) for entry in told]
-        if any(isinstance(extent, _Extent) for extent in extents):
+    for key, value in {key: value for entry in reversed(entries) for key, value in entry.items()}.items():
+        extents = [entry.get(key) for entry in entries]
+        if any(isinstance(extent, _PieceMetadata) for extent in extents):
             found[key] = _full_value(original, communicator, key, extents, own.get(key))
         else:
             found[key] = own.get(key, value)
@@ -68,8 +68,8 @@ def _together(
 def _full_value(
     original: Original, communicator: Communicator, key: str, extents: Sequence[Any], piece: Any
 ) -> FullValue:
-    known = [extent for extent in extents if isinstance(extent, _Extent)]
-    lengths = [each.stop - each.start if isinstance(each, _Extent) else 0 for each in extents]
+    known = [extent for extent in extents if isinstance(extent, _PieceMetadata)]
+    lengths = [each.stop - each.start if isinstance(each, _PieceMetadata) else 0 for each in extents]
     shape, part = original.shape, original.interval.part
     held = [each for each in known if each.start < each.stop]
     starts, stops = [each.start for each in held], [each.stop for each in held]
@@ -89,7 +89,7 @@ def _full_value(
 
 
 def _is_by_more(original: Original, key: str, shape: torch.Size) -> bool:
-    """Whether state of this shape has a number for several elements: for a block of them, or for a row."""
+    """Whether state of this shape has one element for a block, or entries for each row."""
     if key.endswith(SCALE):
         return block_of(original.shape.numel(), shape[0]) is not None
     return len(original.shape) > 1 and shape[:1] == original.shape[:1]
@@ -99,14 +99,8 @@ def _is_by_more(original: Original, key: str, shape: torch.Size) -> bool:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others of its optimizer's state.
-
-    Attributes:
-        rank: The rank, as the default group counts.
-        error: Why it cannot go on.
-        states: What it has of each parameter of which it holds elements, by name.
-    """
+class _RankState:
+    """One rank's part of an optimizer's state, as metadata by parameter name, or its error."""
 
     rank: int
     error: Exception | None
@@ -114,12 +108,10 @@ class _Told:
 
 
 def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | None) -> dict[str, State]:
-    """Returns, for every parameter with state on any rank, `FullValue`s of what is cut, and all other values.
+    """Returns `FullValue`s of pieces and all other values of every parameter with state on any rank.
 
-    A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on all.
-
-    Raises:
-        RuntimeError: If a rank lacks state of what it holds, and another has it.
+    Collective. A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on
+    all.
     """
     cut = [each for each in names.by_name.values() if each.handle is not None and not each.uncut]
     found = dict(pieces)
@@ -133,62 +125,54 @@ def with_empty_pieces(
 ) -> dict[str, State]:
     """Returns pieces of every parameter with state on any rank, in one order; collective.
 
-    Pieces of which this rank holds nothing are empty. Only what some rank holds nothing of is asked for.
-
-    Raises:
-        RuntimeError: As `agreed`.
+    A rank without elements of a parameter gets empty pieces. Only of such parameters metadata are exchanged.
     """
     found = dict(pieces)
     partly = [each for each in names.by_name.values() if not each.on_all_ranks]
     for original, _, entries in _exchanged(partly, pieces, error):
         if original.left_out:
-            told = {key: value for entry in reversed(entries) for key, value in entry.items()}
-            found[original.fqn] = {key: _empty(original, key, value) for key, value in told.items()}
+            merged = {key: value for entry in reversed(entries) for key, value in entry.items()}
+            found[original.fqn] = {key: _empty(original, key, value) for key, value in merged.items()}
     return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
 
 
-def _empty(original: Original, key: str, told: Any) -> Any:
-    """Returns the piece of a rank that holds nothing, or the value that is the same for all ranks."""
-    if not isinstance(told, _Extent):
-        return told
-    nothing = torch.empty(0, dtype=told.dtype, device=original.source.device)
-    if told.shape == original.shape and not key.endswith(SCALE):
+def _empty(original: Original, key: str, other: Any) -> Any:
+    """Returns the piece of a rank without elements, or the number that all ranks share."""
+    if not isinstance(other, _PieceMetadata):
+        return other
+    nothing = torch.empty(0, dtype=other.dtype, device=original.source.device)
+    if other.shape == original.shape and not key.endswith(SCALE):
         return original.piece(nothing)
-    bounds = _bounds_in(original, key, told.shape)
-    return IntervalTensor(told.shape, 0 if bounds is None else bounds[0], nothing)
+    bounds = bounds_in(original, other.shape, key.endswith(SCALE))
+    return IntervalTensor(other.shape, 0 if bounds is None else bounds[0], nothing)
 
 
 def _exchanged(
     originals: Iterable[Original], pieces: Mapping[str, State], error: ValueError | None
 ) -> Iterator[tuple[Original, Communicator, list[State]]]:
-    """Yields parameters with what each rank has of their state; collective over the ranks that hold them.
-
-    Raises:
-        RuntimeError: If a rank lacks state of what it holds, and another has it.
-        ValueError: If any rank has an error.
-    """
+    """Yields parameters with each rank's metadata of their state; collective over their ranks."""
     by_group: dict[Communicator, list[Original]] = {}
     for original in originals:
         if original.handle is not None:
             by_group.setdefault(original.handle.communicator, []).append(original)
-    told: dict[Communicator, list[_Told]] = {}
+    ranks: dict[Communicator, list[_RankState]] = {}
     for communicator, members in by_group.items():
-        own = {each.fqn: _told(pieces.get(each.fqn, {})) for each in members if not each.left_out}
-        told[communicator] = communicator.all_gather_object(_Told(rank(), error, own))
-    for each_error in (error, *(each.error for of_group in told.values() for each in of_group)):
+        own = {each.fqn: _metadata(pieces.get(each.fqn, {})) for each in members if not each.left_out}
+        ranks[communicator] = communicator.all_gather_object(_RankState(rank(), error, own))
+    for each_error in (error, *(each.error for of_group in ranks.values() for each in of_group)):
         if each_error is not None:
             raise each_error
     for communicator, members in by_group.items():
         for original in members:
-            _refuse_lacking(original.fqn, told[communicator])
-            _refuse_differing(original.fqn, told[communicator])
-            yield original, communicator, [each.states.get(original.fqn, {}) for each in told[communicator]]
+            _refuse_lacking(original.fqn, ranks[communicator])
+            _refuse_differing(original.fqn, ranks[communicator])
+            yield original, communicator, [each.states.get(original.fqn, {}) for each in ranks[communicator]]
 
 
-def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
-    """Refuses that a rank lacks what another has: zeros in its place would be wrong."""
-    having = [each.rank for each in told if each.states.get(fqn)]
-    lacking = [each.rank for each in told if each.states.get(fqn) == {}]
+def _refuse_lacking(fqn: str, ranks: Sequence[_RankState]) -> None:
+    """Raises if a rank lacks state that another has: zeros in its place would be wrong."""
+    having = [each.rank for each in ranks if each.states.get(fqn)]
+    lacking = [each.rank for each in ranks if each.states.get(fqn) == {}]
     if having and lacking:
         raise RuntimeError(
             f"rank {lacking[0]} has no optimizer state of parameter '{fqn}', of which rank {having[0]} has: "
@@ -199,9 +183,9 @@ def _refuse_lacking(fqn: str, told: Sequence[_Told]) -> None:
 _NUMBERS = (bool, int, float, torch.Tensor)
 
 
-def _refuse_differing(fqn: str, told: Sequence[_Told]) -> None:
-    """Refuses numbers that differ between ranks: they are of what each rank holds, not of the whole."""
-    having = [each for each in told if each.states.get(fqn)]
+def _refuse_differing(fqn: str, ranks: Sequence[_RankState]) -> None:
+    """Raises if numbers differ between ranks: they are of each rank's part, not of the whole."""
+    having = [each for each in ranks if each.states.get(fqn)]
     for key, value in having[0].states[fqn].items() if having else ():
         for each in having[1:]:
             other = each.states[fqn].get(key, value)
@@ -217,17 +201,14 @@ def _refuse_differing(fqn: str, told: Sequence[_Told]) -> None:
 
 
 def refitted(model: nn.Module, state_dict: Any) -> Any:
-    """Returns a state dict of pieces with those pieces that this rank holds of `model`; collective.
+    """Returns a state dict of pieces with the pieces that this rank holds of `model`; collective.
 
-    Where all ranks' pieces are those already, the ranks only tell each other so. Otherwise what was cut in
-    another way is gathered, one tensor after the other, and cut anew.
+    Where all ranks' pieces fit already, the ranks only agree on that. Otherwise pieces of another sharding
+    are gathered, one tensor after the other, and cut anew.
 
     Args:
         model: The wrapped module, or one that contains it.
-        state_dict: By name, of this rank; what is no optimizer state dict is returned as it is.
-
-    Raises:
-        ValueError: If the ranks do not hold all of a tensor between them, each a part behind the one before.
+        state_dict: By name, of this rank; anything else is returned as it is.
     """
     handles = handles_of(units_in(model).values())
     if not handles:
@@ -237,11 +218,11 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
     states: Mapping[str, State] = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
     if all(communicator.all_gather_object(_fits(names, states))):
         return state_dict
-    own = {fqn: _told(entry) for fqn, entry in states.items() if fqn in names.by_name}
-    told: list[dict[str, State]] = communicator.all_gather_object(own)
+    own = {fqn: _metadata(entry) for fqn, entry in states.items() if fqn in names.by_name}
+    every: list[dict[str, State]] = communicator.all_gather_object(own)
     exchanged: dict[str, State] = {}
     for fqn, original in names.by_name.items():
-        entries = [each.get(fqn, {}) for each in told]
+        entries = [each.get(fqn, {}) for each in every]
         entry = _together(original, communicator, entries, states.get(fqn, {}))
         if any(isinstance(value, FullValue) for value in entry.values()):
             exchanged[fqn] = entry
@@ -258,22 +239,14 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
 def _piece_of(original: Original, key: str, full: torch.Tensor) -> Any:
     if full.shape == original.shape and not key.endswith(SCALE):
         return original.piece_of(full)
-    bounds = _bounds_in(original, key, full.shape)
+    bounds = bounds_in(original, full.shape, key.endswith(SCALE))
     return full if bounds is None else IntervalTensor(full.shape, bounds[0], full.reshape(-1)[slice(*bounds)])
 
 
-def _bounds_in(original: Original, key: str, shape: torch.Size) -> tuple[int, int] | None:
-    """As `Original.bounds_in`, for a state of this name."""
-    if not key.endswith(SCALE):
-        return original.bounds_in(shape)
-    block = block_of(original.shape.numel(), shape[0])
-    return None if block is None else original.bounds_in(shape, block)
-
-
 def _fits(names: Originals, states: Mapping[str, State]) -> bool:
-    """Whether this rank's pieces are of what it holds now."""
+    """Whether this rank's pieces are those that it holds now."""
     return all(
-        (value.start, value.stop) == _bounds_in(original, key, value.shape)
+        (value.start, value.stop) == bounds_in(original, value.shape, key.endswith(SCALE))
         for fqn, original in names.by_name.items()
         for key, value in states.get(fqn, {}).items()
         if isinstance(value, IntervalTensor)

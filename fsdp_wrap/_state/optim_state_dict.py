@@ -19,7 +19,7 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
 from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_initial import initial_state
-from fsdp_wrap._state.optim_params import Group, given_groups, groups_of, options_of, originals_of
+from fsdp_wrap._state.optim_params import ParamGroup, given_groups, groups_of, options_of, originals_of
 from fsdp_wrap._state.optim_pieces import State, agreed, with_empty_pieces
 from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
@@ -38,7 +38,7 @@ def sharded_optim_state_dict(
     """Returns this rank's pieces of the optimizer state.
 
     All ranks have all names in one order; a piece of what a rank holds nothing of is empty. For this the
-    ranks tell each other, without any tensor, what they have of the parameters that not all of them hold.
+    ranks exchange metadata, without any tensor, of the parameters that not all of them hold.
 
     An optimizer that was never stepped gets the state it would begin with, with a step count of zero, so
     that `torch.distributed.checkpoint` finds where to load to; loading such state leaves it never stepped.
@@ -52,22 +52,18 @@ def sharded_optim_state_dict(
 
     Returns:
         `state` by name, with `IntervalTensor`s, and `param_groups`.
-
-    Raises:
-        ValueError: If the optimizer has parameters that are not the model's, or other than elementwise state.
     """
     names = originals_of(model, optim, "optim_state_dict()")
-    held, error = _held_or_error(names, optim, state_dict, initial=True)
+    local = _local_state(names, optim, state_dict, initial=True)
     if all_names:
-        pieces = with_empty_pieces(names, held.pieces, error)
-    elif error is not None:
-        raise error
+        pieces = with_empty_pieces(names, local.pieces, local.error)
+    elif local.error is not None:
+        raise local.error
     else:
-        pieces = held.pieces
-    state = {
-        fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()
-    }
-    return {"state": {**state, **held.others}, **held.groups}
+        pieces = local.pieces
+    return local.state_dict(
+        {fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()}
+    )
 
 
 def dtensor_optim_state_dict(
@@ -85,7 +81,7 @@ def dtensor_optim_state_dict(
             found[fqn][key] = value.cpu() if to_host else value
         else:
             found[fqn][key] = _kept(value, to_host)
-    return {"state": {**found, **full.held.others}, **full.held.groups}
+    return full.local.state_dict(found)
 
 
 def full_optim_state_dict(
@@ -107,15 +103,12 @@ def full_optim_state_dict(
 
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
-
-    Raises:
-        ValueError: As `sharded_optim_state_dict`.
     """
     state = _FullState(model, optim, state_dict, "optim_state_dict()")
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
     for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
         found[fqn][key] = value
-    return {"state": {**found, **state.held.others}, **state.held.groups} if wanted else {}
+    return state.local.state_dict(found) if wanted else {}
 
 
 def iter_full_optim_state(
@@ -128,7 +121,7 @@ def iter_full_optim_state(
 ) -> Generator[tuple[str, str, Any]]:
     """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
 
-    As `fsdp_wrap.full_stream.iter_full_params`, also if it is closed early.
+    As `fsdp_wrap.iter_full_params`, also if it is closed early.
 
     Args:
         model: The wrapped module, or one that contains it.
@@ -157,12 +150,10 @@ def iter_full_optim_state(
 
 
 class _FullState:
-    """The state of an optimizer on all ranks; making one is collective.
+    """The state of an optimizer on all ranks; its constructor is collective.
 
     Attributes:
-        names: The model's parameters.
-        held: What this rank has of it.
-        known: By name, `FullValue`s of what is cut, the values of all else.
+        known: By parameter name, `FullValue`s of pieces and all other values.
         unit_nbytes: Bytes of the full parameters of the largest unit.
     """
 
@@ -175,8 +166,8 @@ class _FullState:
         initial: bool = False,
     ) -> None:
         self.names = names = originals_of(model, optim, doing)
-        self.held, error = _held_or_error(names, optim, state_dict, initial)
-        self.known = agreed(names, self.held.pieces, error)
+        self.local = _local_state(names, optim, state_dict, initial)
+        self.known = agreed(names, self.local.pieces, self.local.error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
     def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
@@ -196,39 +187,41 @@ class _FullState:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What this rank has of an optimizer's state.
+class _LocalState:
+    """This rank's part of an optimizer's state.
 
     Attributes:
-        pieces: Its state by name of parameter.
-        others: What belongs to no parameter.
+        pieces: State by name of parameter.
+        others: State that belongs to no parameter.
         groups: The entry `param_groups`, with names, if there is one.
+        error: Why it could not be read: raised once all ranks know, as others may wait for this one.
     """
 
     pieces: dict[str, State] = field(default_factory=dict)
     others: State = field(default_factory=dict)
     groups: State = field(default_factory=dict)
+    error: ValueError | None = None
+
+    def state_dict(self, state: Mapping[str, State]) -> dict[str, Any]:
+        """Returns a state dict with this state of the parameters."""
+        return {"state": {**state, **self.others}, **self.groups}
 
 
-def _held_or_error(
+def _local_state(
     names: Originals,
     optim: torch.optim.Optimizer,
     state_dict: Mapping[str, Any] | None,
     initial: bool = False,
-) -> tuple[_Held, ValueError | None]:
-    """As `_held`; returns its error, for other ranks may have nothing to refuse, and wait for this one."""
+) -> _LocalState:
     try:
-        return _held(names, optim, state_dict, initial), None
+        return _read_local_state(names, optim, state_dict, initial)
     except ValueError as error:
-        return _Held(), error
+        return _LocalState(error=error)
 
 
-def _held(
-    names: Originals,
-    optim: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any] | None,
-    initial: bool = False,
-) -> _Held:
+def _read_local_state(
+    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, initial: bool
+) -> _LocalState:
     saved = state_dict or optim.state_dict()
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if initial else {})
@@ -247,11 +240,11 @@ def _held(
     pieces = {fqn: _pieces_of(original, states[keys[fqn]], small) for fqn, original in held.items()}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
-    return _Held(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
+    return _LocalState(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
 
 
 def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates | None) -> State:
-    """Returns what this rank has of the state of one parameter, by its names."""
+    """Returns this rank's pieces of the state of one parameter."""
     found: State = {}
     for key, value in entry.items():
         if small is None or not is_scale(key, entry):
@@ -290,12 +283,12 @@ def _without_memory(value: Any) -> Any:
 
 
 def _renamed(options: Mapping[str, Any], names: list[str], params: Sequence[Any]) -> dict[str, Any]:
-    """Returns a group of parameters that go by other keys."""
+    """Returns a group with other keys of its parameters."""
     named = {"param_names": list(names)} if "param_names" in options else {}
     return {**copy.deepcopy(dict(options)), **named, "params": list(params)}
 
 
-def _initial_state(optim: torch.optim.Optimizer, groups: Sequence[Group]) -> State:
+def _initial_state(optim: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> State:
     """Returns the state that a first step would make, by the keys of the groups."""
     firsts = [[originals[0] for originals in group.params.values()] for group in groups]
     params = [[first.source for first in of_group] for of_group in firsts]
@@ -323,15 +316,11 @@ def rekey_optim_state_dict(
         state_dict: With one or the other, and full or sharded values.
         key_type: Which one to return.
         model: The module, wrapped or not.
-        optim_input: What the optimizer was made from; None for `model.parameters()`.
+        optim_input: Argument that the optimizer was made from; None for `model.parameters()`.
         optim: The optimizer, if there is one; then the former must be None.
 
     Returns:
         A new dict with the same values.
-
-    Raises:
-        TypeError: If `key_type` is no `OptimStateKeyType`.
-        ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
     """
     if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {key_type!r}")

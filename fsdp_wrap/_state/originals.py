@@ -1,4 +1,4 @@
-"""Original parameters by name: what the sharded parameters in an optimizer stand for."""
+"""Original parameters by name, and their place in the sharded parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import Place, ceil_div, clean_fqn, named, params
+from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
     FlatParameter,
@@ -43,9 +43,8 @@ class Original:
     """One parameter of the unwrapped module.
 
     Attributes:
-        fqn: Name in the unwrapped module, of several the first in order; where only units were asked, in its
-            unit.
-        interval: What this rank holds of it.
+        fqn: Its first name in the unwrapped module, or in its unit where only units were asked.
+        interval: This rank's part of it.
         handle: Owner of its storage; None where no unit owns it.
         layout: How it lies there.
         index: Its position in the layout.
@@ -61,12 +60,12 @@ class Original:
 
     @property
     def key(self) -> object:
-        """Tells it from others, under whichever name."""
+        """Its identity, whatever its name."""
         return id(self.source) if self.layout is None else (self.layout, self.index)
 
     @property
     def places(self) -> Iterable[Place]:
-        """What shows it, where a unit owns it."""
+        """The (module, name) pairs that show it, where a unit owns it."""
         return () if self.layout is None else self.layout.places[self.index]
 
     @property
@@ -76,17 +75,13 @@ class Original:
 
     @property
     def source(self) -> nn.Parameter:
-        """What the optimizer holds for it."""
+        """The parameter that the optimizer holds for it."""
         return self.interval.source
 
     @property
     def uncut(self) -> bool:
         """Whether the optimizer of every rank holds it alone, whole and in its shape."""
         return self.source.shape == self.shape and (self.layout is None or not self.layout.sharded)
-
-    def held_as(self, piece: FlatPiece) -> Original:
-        """Returns the same where an optimizer holds a piece of the `FlatParameter` in its place."""
-        return replace(self, interval=replace(self.interval, source=piece, offset=0))
 
     @property
     def left_out(self) -> bool:
@@ -108,7 +103,7 @@ class Original:
         return Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
-        """Returns what this rank holds of something of the parameter's shape."""
+        """Wraps this rank's elements of a tensor of the parameter's shape."""
         start, part = self.interval.start, self.interval.part
         return IntervalTensor(self.shape, start, held.reshape(-1), spread=self._spread, part=part)
 
@@ -126,22 +121,10 @@ class Original:
             return None
         return interval.start // row, interval.stop // row
 
-    def bounds_in(self, shape: torch.Size, block: int | None = None) -> tuple[int, int] | None:
-        """Says which elements of some state, flattened, belong to what this rank holds.
-
-        Args:
-            shape: Of the full state.
-            block: Of how many elements of the parameter it has one number, if that is so. One belongs to the
-                rank that holds the first of them.
-
-        Returns:
-            Start and stop; None if it cannot be cut as the parameter is.
-        """
-        start, stop = self.interval.start, self.interval.stop
-        if block is not None:
-            return ceil_div(start, block), ceil_div(stop, block)
+    def bounds_in(self, shape: torch.Size) -> tuple[int, int] | None:
+        """Returns this rank's interval of some flattened full state; None if it cannot be cut likewise."""
         if shape == self.shape:
-            return start, stop
+            return self.interval.start, self.interval.stop
         rows = self.rows
         if rows is None or not shape or shape[0] != self.shape[0]:
             return None
@@ -172,20 +155,11 @@ class Original:
 
     @property
     def wanted(self) -> str | None:
-        """What a full value must be, where shape and dtype do not tell."""
+        """A description of a valid full value, where shape and dtype do not tell."""
         return None if self.layout is None else self.layout.wanted(self.index)
 
-    def refuse_unless_uncut(self, key: str, value: Any) -> None:
-        """As `refuse_cut`, where ranks do not hold it whole."""
-        if not self.uncut:
-            self.refuse_cut(key, value)
-
     def refuse_cut(self, key: str, value: Any) -> None:
-        """Refuses optimizer state that cannot be cut like the parameter.
-
-        Raises:
-            ValueError: If it has dimensions, and so is not elementwise.
-        """
+        """Refuses optimizer state that cannot be cut like the parameter."""
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 raise ValueError(
@@ -209,18 +183,14 @@ class Originals:
             self._by_source.setdefault(id(original.source), []).append(original)
 
     def of(self, param: torch.Tensor) -> list[Original]:
-        """Returns what a parameter of an optimizer stands for.
-
-        Raises:
-            ValueError: If it is none of the module's.
-        """
+        """Returns what a parameter of an optimizer stands for."""
         found = self._by_source.get(id(param)) or self._of_piece(param)
         if not found:
             raise foreign_to_model(param)
         return found
 
     def as_held_by(self, optim: torch.optim.Optimizer) -> Originals:
-        """Notes for which parameters an optimizer holds pieces of `FlatParameter`s, and returns itself."""
+        """Returns itself, updated with the pieces of `FlatParameter`s that an optimizer holds."""
         for param in chain.from_iterable(group["params"] for group in optim.param_groups):
             self.by_name.update((each.fqn, each) for each in self._of_piece(param))
         return self
@@ -229,11 +199,15 @@ class Originals:
         if not isinstance(param, FlatPiece):
             return []
         found = self._by_source.get(id(param.flat), ())
-        return [each.held_as(param) for each in found if each.interval.fqn == param.fqn]
+        return [
+            replace(each, interval=replace(each.interval, source=param, offset=0))
+            for each in found
+            if each.interval.fqn == param.fqn
+        ]
 
     @cached_property
     def holders(self) -> dict[str, torch.Tensor]:
-        """What optimizers hold, by the names that the wrapped module's parameters go by, without prefixes."""
+        """Parameters of optimizers by clean names, both the wrapped module's and the unwrapped one's."""
         shown = {clean_fqn(name): param for name, param in self._module.named_parameters()}
         return {**shown, **{fqn: original.source for fqn, original in self.by_name.items()}}
 

@@ -1,9 +1,9 @@
-"""Optimizer state in few bits: codes with one scale for each block of them, taken apart and made again.
+"""State of low-bit optimizers: codes with one scale for each block, dequantised and quantised again.
 
-In a state dict there are the values, in float32 and elementwise, under the name that state of more bits has,
-and beside them the scales. So state fits any cut of the parameters, and other optimizers too. A value divided
-by the scale of its block is closer to its own code than to any other: where blocks lie as they did, the same
-codes come back.
+State dicts have the values, elementwise in float32, under the name that state of more bits has, and the
+scales beside them. So state fits any cut of the parameters, and other optimizers too. A value divided by the
+scale of its block is closer to its own code than to any other: where blocks lie as they did, the same codes
+come back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_wrap._core import ceil_div
-from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._params import IntervalTensor, holding, to_local
+from fsdp_wrap._state.optim_initial import initial_state_of, innermost
 from fsdp_wrap._state.originals import Original
 
 State = dict[str, Any]
 
 SCALE = ".scale"
-"""What the name of a state ends with that has the scales of another one."""
+"""Suffix of the name of a state that holds the scales of another one."""
 
 _BITSANDBYTES_BLOCK = 256
 
@@ -38,10 +41,22 @@ def block_of(numel: int, blocks: int) -> int | None:
     return block if ceil_div(numel, block) == blocks else None
 
 
+def bounds_in(original: Original, shape: torch.Size, of_blocks: bool) -> tuple[int, int] | None:
+    """Returns this rank's interval of some flattened state of a parameter; None if it is cut otherwise.
+
+    With `of_blocks` the state has one element per block, on the rank that holds the first of its elements.
+    """
+    if not of_blocks:
+        return original.bounds_in(shape)
+    block = block_of(original.shape.numel(), shape[0])
+    if block is None:
+        return None
+    return ceil_div(original.interval.start, block), ceil_div(original.interval.stop, block)
+
+
 def small_states_of(optim: Any) -> SmallStates | None:
-    """Returns how an optimizer keeps state in few bits; None if it does not, or in a way not known here."""
-    while isinstance(getattr(optim, "optimizer", None), torch.optim.Optimizer):  # as clients wrap them
-        optim = optim.optimizer
+    """Returns how a low-bit optimizer keeps its state; None for other optimizers and unknown ones."""
+    optim = innermost(optim)
     packages = {kind.__module__.partition(".")[0] for kind in type(optim).__mro__}
     block = getattr(optim, "block_size", None)
     if "torchao" in packages and isinstance(block, int) and block & (block - 1) == 0:
@@ -51,25 +66,16 @@ def small_states_of(optim: Any) -> SmallStates | None:
 
 
 class SmallStates(ABC):
-    """How optimizers keep state in few bits.
-
-    Args:
-        block: How many elements have one scale: a power of two.
-    """
+    """The format of a low-bit optimizer's state, of blocks of `block` elements: a power of two."""
 
     def __init__(self, block: int) -> None:
         self.block = block
 
     def taken_apart(self, entry: Mapping[str, Any], shape: torch.Size) -> State:
-        """Returns the state of one sharded parameter with values and scales in place of codes.
+        """Dequantises the state of one sharded parameter of this shape.
 
-        Args:
-            entry: As the optimizer has it.
-            shape: Of the sharded parameter.
-
-        Returns:
-            Whatever is elementwise in float32; beside it, with the ending `SCALE`, the scale of each whole or
-            last block: 1-D, and 0 where there are no codes.
+        Elementwise state is in float32; beside it, with the suffix `SCALE`, is the scale of each whole or
+        last block: 1-D, and 0 where there are no codes.
         """
         found: State = {}
         entry = self.as_in_optimizer(entry)
@@ -92,13 +98,10 @@ class SmallStates(ABC):
         return flat is not entry or any(self._codes_of(*each, entry) is not None for each in entry.items())
 
     def put_together(self, entry: State, like: Mapping[str, Any]) -> State:
-        """Returns the state of a sharded parameter as the optimizer keeps it.
+        """Quantises the state of a sharded parameter, into the memory of its initial state `like`.
 
-        Args:
-            entry: Values of the shape of the sharded parameter, and scales for each of its elements, NaN
-                where these are of no parameter. A block of which all have the same one gets that; any other
-                the one of its largest value.
-            like: What the optimizer would begin with.
+        The entry has scales for each element, NaN where it belongs to no parameter. A block whose elements
+        have the same scale gets that; any other the scale of its largest value.
         """
         found: State = {}
         for key, value in entry.items():
@@ -117,9 +120,9 @@ class SmallStates(ABC):
         return self._as_loaded(found)
 
     def scales_of(self, original: Original, scale: torch.Tensor) -> IntervalTensor | None:
-        """Returns, of the scales of a sharded parameter's blocks, those of an original parameter's.
+        """Returns an original parameter's scales out of its sharded parameter's.
 
-        None where ranks have a part of the parameter between them: its blocks are others than the whole's.
+        None where tensor parallelism has cut the parameter: its blocks are others than the whole's.
         """
         interval = original.interval
         if interval.part is not None:
@@ -131,16 +134,16 @@ class SmallStates(ABC):
     def scales_within(
         self, numel: int, start: int, stop: int, offset: int, scale: torch.Tensor
     ) -> IntervalTensor:
-        """Returns the scales of a parameter's blocks, of which this rank holds an interval.
+        """Returns this rank's interval of the scales of a parameter's blocks.
 
         A block belongs to the rank that has its first element. Its scale is 0 if that rank does not have all
         of it, or it is no block of the sharded parameter.
 
         Args:
             numel: Elements of the parameter.
-            start: Of the interval.
-            stop: Of the interval.
-            offset: Where it begins in the sharded parameter.
+            start: Of this rank's interval of the parameter.
+            stop: Of that interval.
+            offset: Where the interval begins in the sharded parameter.
             scale: Of the sharded parameter's blocks.
         """
         first, last = (ceil_div(end, self.block) for end in (start, stop))
@@ -153,13 +156,9 @@ class SmallStates(ABC):
         return IntervalTensor(torch.Size([ceil_div(numel, self.block)]), first, piece)
 
     def spread(self, numel: int, start: int, piece: IntervalTensor, out: torch.Tensor) -> None:
-        """Writes scales to every element of which this rank holds them, if they are of blocks of this size.
+        """Writes the scales of `scales_within` to each element of an interval that begins at `start`.
 
-        Args:
-            numel: Elements of the parameter.
-            start: Of the interval that this rank holds of it.
-            piece: Scales of its blocks, as `scales_within` has them.
-            out: 1-D, for the interval.
+        Zeros where they are of blocks of another size.
         """
         out.zero_()
         if piece.shape[0] != ceil_div(numel, self.block):
@@ -188,12 +187,12 @@ class SmallStates(ABC):
 
 
 class _Codes:
-    """The memory of one state in few bits.
+    """One quantised state, in the optimizer's memory.
 
     Args:
-        codes: Its memory: one code for each element, or two in a byte.
+        codes: One code for each element, or two in a byte.
         scale: Of each block.
-        table: The numbers that codes stand for, ascending; None where the codes' dtype says it.
+        table: The ascending numbers that codes stand for; None where codes are floats.
         block: Elements of a block; the last may have less.
     """
 
@@ -212,12 +211,7 @@ class _Codes:
         return numbers * self._by_element(self.scale, numbers.numel())
 
     def take(self, values: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """Takes other values.
-
-        Args:
-            values: 1-D, float32.
-            scales: Of each element; 0 where it is not known, NaN where there is nothing; or None.
-        """
+        """Quantises values (1-D, float32) into the memory; scales of elements are 0 where unknown."""
         self.scale.copy_(self._scale_of(values, scales))
         numbers = values / self._by_element(self.scale, values.numel()).clamp_min(torch.finfo().tiny)
         if self._table is None:
@@ -284,3 +278,65 @@ class _Bitsandbytes(SmallStates):
 
     def _of_key(self, key: str, entry: Mapping[str, Any]) -> State:
         return {name: entry[name] for name in (key, f"absmax{key[-1]}", f"qmap{key[-1]}")}
+
+
+# of `DTensor`s
+
+
+def taken_from_dtensor(small: SmallStates, param: torch.Tensor, entry: Mapping[str, Any]) -> State:
+    """Returns the state of a parameter, a `DTensor` or whole, with values and scales in place of codes."""
+    local = {key: to_local(value) for key, value in small.as_in_optimizer(entry).items()}
+    apart = small.taken_apart(local, to_local(param).shape)
+    bounds = _bounds(param)
+    found: State = {}
+    for key, value in apart.items():
+        if not is_scale(key, apart):
+            found[key] = _placed(param, key, value)
+        elif bounds is not None:
+            scales = small.scales_within(param.numel(), *bounds, 0, value)
+            found[key] = scales if isinstance(param, DTensor) else scales.piece
+    return found
+
+
+def put_in_dtensor(
+    small: SmallStates, optim: torch.optim.Optimizer, param: nn.Parameter, entry: Mapping[str, Any]
+) -> State:
+    """Undoes `taken_from_dtensor`, for an entry of whole scales, perhaps of another cut or optimizer."""
+    held = to_local(param)
+    if not held.numel():
+        return dict(entry)
+    bounds, local = _bounds(param), {}
+    for key, value in entry.items():
+        if not is_scale(key, entry):
+            local[key] = to_local(value)
+        elif bounds is not None:
+            local[key] = torch.empty(held.numel(), device=held.device)
+            first, last = (ceil_div(bound, small.block) for bound in bounds)
+            piece = IntervalTensor(value.shape, first, value[first:last].to(held.device))
+            small.spread(param.numel(), bounds[0], piece, local[key])
+    own = nn.Parameter(held.detach(), requires_grad=param.requires_grad)
+    kept = small.put_together(local, initial_state_of(optim, param, own))
+    return {key: _placed(param, key, value) for key, value in kept.items()}
+
+
+def _placed(param: torch.Tensor, key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _placed(param, name, each) for name, each in value.items()}
+    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
+    return holding(param, value) if elementwise and key != "step" else value
+
+
+def _bounds(param: torch.Tensor) -> tuple[int, int] | None:
+    """Returns this rank's interval of a flattened parameter; None where it holds several."""
+    if not isinstance(param, DTensor):
+        return 0, param.numel()
+    cuts = [dim for dim, each in enumerate(param.placements) if not isinstance(each, Replicate)]
+    placements = [param.placements[dim] for dim in cuts]
+    if len(cuts) > 1 or any(type(each) is not Shard or each.dim != 0 for each in placements):
+        return None
+    first, rows = 0, param.shape[0] if param.ndim else 1
+    for dim in cuts:
+        chunk = -(-rows // param.device_mesh.size(dim))
+        first = min(param.device_mesh.get_local_rank(dim) * chunk, rows)
+    row = param.shape[1:].numel()
+    return first * row, first * row + to_local(param).numel()

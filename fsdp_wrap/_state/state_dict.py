@@ -1,7 +1,7 @@
 """Model state dicts, full, sharded and local, under the names of the unwrapped module.
 
-While a state dict is taken or loaded, the modules show parameters made for it, so torch's own walk of the
-modules, and with it the users' hooks, finds what it is to contain: full copies, or `IntervalTensor`s.
+While a state dict is taken or loaded, the modules show parameters made for it: full copies, or
+`IntervalTensor`s. So torch's own walk of the modules finds them, and with it the users' hooks.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ def resolve_settings(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Checks configurations and completes them by their defaults.
-
-    Raises:
-        TypeError: If an argument is of another type than the kind of state dict wants.
-    """
+    """Checks configurations and completes them by their defaults."""
     check_kind("state_dict_type", kind, StateDictType, optional=False)
     config_type, optim_type = _CONFIGS[kind]
     return StateDictSettings(
@@ -113,20 +109,14 @@ def wants_dtensors(config: StateDictConfig | OptimStateDictConfig) -> bool:
 
 
 def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Whether this rank is to get what is saved of the units in `module`."""
+    """Whether this rank gets the result."""
     return not getattr(config, "rank0_only", False) or is_first_rank(module)
 
 
 class Taking:
-    """One call of `state_dict()` with those of the wrappers below it, of which each adds its part.
+    """One outermost call of `state_dict()`, with the calls of wrappers below it, which add to `destination`.
 
-    What concerns all parts is done once, by the outermost: nested wrappers would each do it for all below.
-
-    Args:
-        destination: To which they add.
-        module: The outermost one.
-        prefix: Of its names.
-        wanted: Whether this rank keeps what it adds.
+    Copies and metadata are made once at its end: nested wrappers would each do it for all below.
     """
 
     def __init__(self, destination: dict[str, Any], module: nn.Module, prefix: str, wanted: bool) -> None:
@@ -137,23 +127,23 @@ class Taking:
 
     @cached_property
     def names(self) -> dict[Place, list[str]]:
-        """The names in the result of what every place shows."""
+        """The names of each place in the result."""
         found: dict[Place, list[str]] = {}
         for fqn, place, _ in named(self._module, params, all_names=True):
             found.setdefault(place, []).append(self._prefix + fqn)
         return found
 
     def note_aliased(self, unit: Unit, to_host: bool) -> None:
-        """Notes a unit's tensors, with which what was added must not share memory in the end.
+        """Notes a unit's tensors, whose memory the result must not share in the end.
 
-        These are its buffers, and its parameters, which the user may hold in full now. What it ignores stays
-        that of the model, as in the state dict of a plain module, unless all is copied to the host.
+        These are its buffers, and its parameters, which the user may hold in full now. Ignored tensors stay
+        those of the model, as in the state dict of a plain module, unless all is copied to the host.
         """
         tensors = _tensors(_modules(unit)) if to_host else _taken_tensors(unit)
         self._aliased.update((tensor.untyped_storage()._cdata, (tensor, to_host)) for tensor in tensors)
 
     def separate(self) -> None:
-        """Replaces what was added, and shares memory with the model, by copies."""
+        """Copies the added tensors that share memory with the model."""
         state_dict = self.destination
         for key in list(takewhile(lambda key: key != self._last, reversed(state_dict))):
             value = state_dict[key]
@@ -163,7 +153,7 @@ class Taking:
                     state_dict[key] = offloaded(value, aliased[1])
 
     def add_metadata(self) -> None:
-        """Adds versions under the names of wrapped modules, for which a plain module above looks."""
+        """Adds versions under the names of wrapped modules too, which a plain module above looks up."""
         metadata = self.destination._metadata  # type: ignore[attr-defined]
         for name, _ in walk(self._module, all_names=True):
             plain = f"{name}.".replace(f"{WRAPPED_ATTR}.", "")
@@ -177,7 +167,7 @@ _taking: ContextVar[Taking | None] = ContextVar("fsdp_wrap_taking", default=None
 
 @contextmanager
 def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> Iterator[tuple[Taking, bool]]:
-    """Gives the call of which a wrapper's part is taken now, and whether it has just begun."""
+    """Yields the running outermost call, and whether this call is it."""
     outer = _taking.get()
     if outer is not None and outer.destination is destination:
         yield outer, False
@@ -196,7 +186,7 @@ def taking(destination: Any, module: nn.Module, prefix: str, wanted: bool) -> It
 
 
 def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
-    """Yields what a wrapper's unit, and units of `fully_shard` inside, have taken of their modules."""
+    """Yields the tensors of a wrapper's unit and of `fully_shard`'s units inside, as modules show them."""
     inside = (module.__dict__[UNIT_ATTR] for module in _modules(unit) if UNIT_ATTR in module.__dict__)
     units: list[Unit] = [unit, *inside]
     for module, name in owned_places(units):  # as modules show it now
@@ -221,16 +211,7 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 def take_state_dict(
     unit: Unit, settings: StateDictSettings, call: Taking, *, wanted: bool, prefix: str, keep_vars: bool
 ) -> Any:
-    """Lets the wrapped module make its state dict while it shows what that is to contain.
-
-    Args:
-        unit: The wrapper's unit.
-        settings: Which kind of state dict.
-        call: To whose result it adds.
-        wanted: Whether this rank keeps it; otherwise its tensors have no memory.
-        prefix: As in `torch.nn.Module.state_dict`.
-        keep_vars: As there.
-    """
+    """Adds the wrapped module's state dict to a call; tensors have no memory where they are not wanted."""
     module = _wrapped(unit)
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     if kind is not StateDictType.FULL_STATE_DICT:
@@ -250,8 +231,8 @@ def take_state_dict(
 @contextmanager
 def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: bool) -> Iterator[None]:
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
-    # Copies, as torch's: who keeps them keeps the values of now. Variables are the memory itself; of local
-    # shards copies follow.
+    # Copies, as torch's: they keep today's values. Variables are the memory itself; local shards are copied
+    # later.
     copied = offload or not (keep_vars or kind is StateDictType.LOCAL_STATE_DICT)
     handles = _replaceable(unit)
     try:
@@ -269,7 +250,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: 
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
-    """Returns the handles, sharded, of what a unit uses, save those that show something else already."""
+    """Returns the resharded handles of a unit and its lenders, save those that are replaced already."""
     for each in used_by([unit]):
         refuse_hidden(each)
     return sharded_handles([unit])
@@ -341,14 +322,10 @@ def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: st
 
 
 def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
-    """Returns a shard as what it is of the flat buffer: other ranks' are not taken for copies of it."""
+    """Returns a shard as an interval of the flat buffer, so other ranks' shards are not taken for copies."""
     start = handle.communicator.rank * layout.shard_numel
     spread = Spread(handle.held_by, 0, layout.shard_numel)
     return IntervalTensor(torch.Size([layout.numel]), start, shard, spread=spread)
-
-
-def _not_a_unit(module: nn.Module) -> bool:
-    return UNIT_ATTR not in module.__dict__
 
 
 def _wrapped(unit: Unit) -> nn.Module:
@@ -363,23 +340,20 @@ def _wrapped(unit: Unit) -> nn.Module:
 def begin_load(
     unit: Unit, kind: StateDictType, state_dict: dict[str, Any], prefix: str, errors: list[str], in_full: bool
 ) -> Callable[[bool], None]:
-    """Shows what a unit's part of a state dict is loaded into, and puts it as the modules take it.
+    """Shows parameters for a unit's part of a state dict, whose values it converts in place.
 
-    Modules that only copy full tensors may as well copy them into what cuts them; others see full parameters.
+    Modules that only copy full tensors copy them into `IntervalTensor`s; others see full parameters.
 
     Args:
         unit: The wrapper's unit.
         kind: Of the state dict.
-        state_dict: By the unwrapped module's names; it is changed.
+        state_dict: By the unwrapped module's names.
         prefix: Of the unit's names.
-        errors: Gets what is wrong with flat shards.
+        errors: Gets a message for each flat shard that does not fit.
         in_full: Whether a full state dict needs full parameters in any case.
 
     Returns:
-        What shows the sharded parameters again, with what was loaded, or if it gets False as they were.
-
-    Raises:
-        RuntimeError: If the user holds the full parameters and the kind needs the sharded ones.
+        A function that shows the sharded parameters again: loaded, or with False as they were.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
     named_originals = [*_shown_names(unit)]
@@ -402,12 +376,12 @@ def begin_load(
 
 
 def _distribute(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Makes `DTensor`s of the values that go to such parameters: modules would not copy whole ones there."""
+    """Makes `DTensor`s of values for `DTensor` parameters: modules would not copy whole ones there."""
     for name, original in _shown_names(unit):
         part, value = original.interval.part, state_dict.get(prefix + name)
         if part is None or not isinstance(value, torch.Tensor) or to_local(value) is not value:
             continue
-        if value.shape == part.shape:  # else the module says what does not fit
+        if value.shape == part.shape:  # else the module refuses it
             state_dict[prefix + name] = part.tensor(part.cut(value).contiguous())
 
 
@@ -452,7 +426,8 @@ def _shown_in(unit: Unit) -> Iterable[nn.Module]:
 def _shown_names(unit: Unit) -> Iterator[tuple[str, Original]]:
     """Yields the names of a unit's parameters, also those in other units, which tied ones have."""
     own = {each for _, each in own_modules(_wrapped(unit))}
-    return owned_names(_wrapped(unit), [unit], _not_a_unit if _shows_within(unit, own) else None)
+    into = (lambda module: UNIT_ATTR not in module.__dict__) if _shows_within(unit, own) else None
+    return owned_names(_wrapped(unit), [unit], into)
 
 
 def _shows_within(unit: Unit, own: Collection[nn.Module]) -> bool:
@@ -460,15 +435,7 @@ def _shows_within(unit: Unit, own: Collection[nn.Module]) -> bool:
 
 
 def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
-    """Returns a copy with pieces in place of flat shards, and versions of modules under the names of now.
-
-    Args:
-        module: The module that is loaded.
-        state_dict: Of it.
-
-    Returns:
-        The copy, and what is wrong with flat shards.
-    """
+    """Returns a copy with pieces in place of flat shards and current names of versions, and problems."""
     copied: OrderedDict[str, Any] = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", {})
     names = [name for name, _ in walk(module, all_names=True)]
@@ -479,17 +446,7 @@ def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDi
 def _expand_local(
     module: nn.Module, units: Mapping[str, Unit], state_dict: dict[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Replaces, in place, flat shards by the pieces that they consist of.
-
-    Args:
-        module: The module that is loaded.
-        units: Those of its units that are concerned, by name.
-        state_dict: Of it.
-        prefix: Of its names.
-
-    Returns:
-        What is wrong with shards that do not fit; those stay.
-    """
+    """Replaces flat shards by their pieces, in place; returns messages on shards that do not fit and stay."""
     problems: list[str] = []
     pieces: dict[Layout | None, list[torch.Tensor]] = {}
     for key, handle, layout in _shard_names(units, prefix):

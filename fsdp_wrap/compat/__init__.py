@@ -1,7 +1,6 @@
 """Runs programs that were written for torch's wrapper, unchanged, on this one.
 
-Lives here: what makes torch's names, private attributes and helpers stand for ours, and what clients need
-beyond names.
+Lives here: torch's names, private attributes and helpers rebound to ours, and adaptations of clients.
 May import: everything else. Nothing else imports this folder: it can be deleted.
 Must never know: more of a unit than the front-ends show.
 

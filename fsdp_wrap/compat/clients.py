@@ -1,4 +1,4 @@
-"""What accelerate, Lightning and peft need beyond the names of torch's wrapper."""
+"""Adapts accelerate, Lightning and peft beyond the names of torch's wrapper."""
 
 from __future__ import annotations
 
@@ -17,21 +17,13 @@ __all__ = ["adapt_clients"]
 
 
 def adapt_clients(installation: Installation, cpu: bool) -> None:
-    """Adapts clients once they are imported, or now where they are.
-
-    Args:
-        installation: What takes it back.
-        cpu: Whether they shall accept a host without accelerators.
-    """
+    """Adapts clients now or when they are imported; with `cpu` they accept a host without accelerators."""
     for module, adapt in {**_ADAPTATIONS, **(_GATES if cpu else {})}.items():
         installation.when_imported(module, adapt)
 
 
 def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
-    """Lets peft see the names that state dicts have.
-
-    It compares the two, and knows of one prefix at most, so it would miss what nested wrappers hold.
-    """
+    """Shows peft the names of state dicts: it strips one prefix at most, and would miss nested wrappers."""
 
     def by_clean_names(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -46,7 +38,7 @@ def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
 
 
 def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:
-    """Lets peft read a model's names on all ranks, also where only the first is to get a full state dict."""
+    """Lets peft read a model's names on all ranks, also where only the first gets a full state dict."""
     tuner = tuners_utils.BaseTuner
     original = tuner._remap_adapter_state_dict_for_load.__func__
 

@@ -1,9 +1,9 @@
-"""What programs read of the state that torch's `fully_shard` and `replicate` keep, told of our units.
+"""The state that torch's `fully_shard` and `replicate` keep of a module, imitated for our units.
 
-It has the names of torch's classes, for which `isinstance` takes it, and is computed when asked for. What our
-units cannot tell or do raises by its name, since an answer that is missing would pass for "not sharded".
-`adapt_fully_shard` makes the names of both stand for ours, for `compat`. Importing this file gives our
-functions, which know nothing of it, torch's way to ask: `fully_shard.state`, `replicate.state`.
+Proxies pass for instances of torch's classes and compute the attributes that programs read. Other attributes
+of torch's raise by name, since a missing one would pass for "not sharded". Importing this file adds torch's
+way to ask for the state to our functions, which know nothing of it: `fully_shard.state`, `replicate.state`.
+`adapt_fully_shard` rebinds the names of FSDP2 for `compat.install(fully_shard=True)`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,13 @@ def state_of(module: nn.Module) -> UnitState | None:
 
 
 _WITH_STATE = {"fully_shard": fully_shard, "replicate": replicate}
-"""What torch's ways to ask hang on."""
 
 for _function in _WITH_STATE.values():
     vars(_function)["state"] = state_of
 
 
-class _Told:
-    """Stands for an object of a class of torch's.
-
-    Args:
-        unit: Of which it tells.
-        others: What tells two of one unit apart.
-    """
+class _Proxy:
+    """Stands for an object of a class of torch's; equal to others of the same unit and key."""
 
     torchs: ClassVar[type]
     unit: Unit
@@ -88,24 +82,20 @@ class _Told:
 
 
 def _names_of(cls: type) -> set[str]:
-    """Returns names that a class and its instances have, and some that their methods use otherwise."""
+    """Returns the names of a class and its instances, and others that their methods use."""
     bodies = [getattr(value, "fget", value) for each in cls.__mro__ for value in vars(each).values()]
     codes = [body.__code__ for body in bodies if hasattr(body, "__code__")]
     return {*dir(cls), *(name for code in codes for name in code.co_names)}
 
 
-def _option(name: str, doc: str) -> Any:
-    """Returns a property that is an option of the unit, under torch's name."""
-    read = attrgetter(f"unit.options.{name}")
-    return property(read, lambda self, value: self.unit.set(**{name: value}), doc=doc)
-
-
-class UnitState(_Told):
+class UnitState(_Proxy):
     """A unit as torch's `FSDPState`."""
 
     torchs = torchs.FSDPState
 
-    _auto_reshard_after_forward = _option("keeps_as_root", "Whether it keeps its parameters as the root.")
+    _auto_reshard_after_forward = property(
+        attrgetter("unit.options.keeps_as_root"), lambda self, value: self.unit.set(keeps_as_root=value)
+    )
 
     @property
     def _fsdp_param_groups(self) -> list[UnitGroup]:
@@ -117,7 +107,6 @@ class UnitState(_Told):
     _device = property(attrgetter("unit.handle.communicator.device"))  # refused where it has no parameters
     _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
     _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
-    _comm_ctx = property(lambda self: schedule_of(self.unit))  # of use to tell whether two roots share one
 
     def _lazy_init(self) -> None:
         """Makes this unit the root of those below, unless another unit runs it already."""
@@ -128,7 +117,7 @@ class UnitState(_Told):
         schedule_of(self.unit).await_reduction()
 
 
-class TreeState(_Told):
+class TreeState(_Proxy):
     """The units of one root as torch's `FSDPStateContext`."""
 
     torchs = torchs.FSDPStateContext
@@ -139,15 +128,10 @@ class TreeState(_Told):
         return [UnitState(unit) for unit in units if not unit.mesh_label]  # others are groups of these
 
 
-class UnitGroup(_Told):
+class UnitGroup(_Proxy):
     """A unit's parameters as torch's `FSDPParamGroup`."""
 
     torchs = torchs.FSDPParamGroup
-
-    reshard_after_backward = _option("reshards_after_backward", "Whether it reshards after backward.")
-    unshard_in_backward = _option("unshards_in_backward", "Whether backward gathers its parameters.")
-    reduce_grads = _option("syncs", "Whether gradients are reduced.")
-    all_reduce_grads = _option("sums_over_replicas", "Whether they are summed over the replicas as well.")
 
     _handle = property(attrgetter("unit.handle"))  # no group is made of a unit without
 
@@ -155,10 +139,6 @@ class UnitGroup(_Told):
     def fsdp_params(self) -> list[UnitParam]:
         pairs = [(each, index) for each in self._handle.segments for index in range(len(each.leaves))]
         return [UnitParam(self.unit, segment, index) for segment, index in pairs]
-
-    modules = property(lambda self: _modules_of(self.unit))
-    device = property(attrgetter("_handle.communicator.device"))
-    _module_fqn = property(lambda self: None if self.unit.schedule is None else self.unit.fqn)
 
     # where it communicates
 
@@ -174,7 +154,6 @@ class UnitGroup(_Told):
 
     _is_hsdp = property(lambda self: isinstance(self.mesh_info, torchs.HSDPMeshInfo))
     _all_gather_process_group = property(attrgetter("mesh_info.shard_process_group"))
-    _reduce_scatter_process_group = property(attrgetter("mesh_info.shard_process_group"))
     _all_reduce_process_group = property(attrgetter("mesh_info.replicate_process_group"))
 
     # between forward and backward
@@ -221,7 +200,7 @@ class UnitGroup(_Told):
         schedule_of(self.unit).end_backwards_of(self.unit)
 
 
-class UnitParam(_Told):
+class UnitParam(_Proxy):
     """One parameter as torch's `FSDPParam`."""
 
     torchs = torchs.FSDPParam
@@ -256,8 +235,6 @@ class UnitParam(_Told):
             raise RuntimeError(f"the full parameter '{self._param_fqn}' is not in memory; unshard its module")
         return self.segment.leaves[self.index]
 
-    _unsharded_param = unsharded_param
-
     _param_fqn = property(lambda self: self.unit.name_of(self.segment.layout.fqns[self.index]))
 
     @property
@@ -266,10 +243,6 @@ class UnitParam(_Told):
         modules, names = [module for module, _ in shared], [name for _, name in shared]
         return torchs.ParamModuleInfo(module, name, modules, names)
 
-    fsdp_placement = property(lambda self: self.sharded_param.placements[-1])
-    mesh_info = property(lambda self: UnitGroup(self.unit).mesh_info)
-    device = property(lambda self: UnitGroup(self.unit).device)
-    orig_dtype = property(attrgetter("sharded_param.dtype"))
     _orig_size = property(attrgetter("sharded_param.shape"))
     sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
 
@@ -282,14 +255,14 @@ def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
 # names
 
 _CLASSES = ("FSDPModule", "ReplicateModule")
-"""Those that torch's own modules hold only to ask whether something is one."""
+"""Torch's own modules hold these only for `isinstance`."""
 
 _TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torch_fully_shard.__all__}
 _TORCHS |= {name: getattr(torchs.torch_replicate, name) for name in ("replicate", "ReplicateModule")}
-"""What the public names of torch's FSDP2 stand for before any installation."""
+"""Torch's objects by the public names of FSDP2, before any installation."""
 
 _IMPORTER = "torch.distributed._composable.fsdp"
-"""A small module of torch that names FSDP2's things, loaded first so that it gets torch's back at the end."""
+"""A small module of torch with FSDP2's names, loaded first so that it gets torch's back at the end."""
 
 _STAGES = "torch.distributed.pipelining.stage"
 
@@ -298,13 +271,10 @@ _LATER = (
     _STAGES,
     "torch.distributed._tools.fsdp2_mem_tracker",
 )
-"""Large ones, which are adapted when they are imported."""
+"""Large modules, adapted when they are imported."""
 
 _BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", torchs.torch_replicate.__name__, *_LATER)
-"""How modules of torch begin that hold its classes of modules only to ask, or to make some.
-
-They keep them: ours are instances of them, too.
-"""
+"""Prefixes of torch's modules that keep its classes of modules: ours are instances of them, too."""
 
 
 def fully_shard_names() -> dict[str, tuple[Any, Any]]:
@@ -316,8 +286,8 @@ def fully_shard_names() -> dict[str, tuple[Any, Any]]:
 def adapt_fully_shard(installation: Installation) -> None:
     """Makes the names of torch's FSDP2 resolve to ours, in all loaded modules and for later imports.
 
-    Modules that our functions have made units are instances of torch's `FSDPModule` or `ReplicateModule`
-    meanwhile, whoever holds that class, and torch's functions that look for a module's state find theirs.
+    Meanwhile our sharded modules are instances of torch's `FSDPModule` or `ReplicateModule` for all code that
+    holds that class, and torch's functions that look for a module's state find theirs.
     """
     importlib.import_module(_IMPORTER)
     names = fully_shard_names()
@@ -354,10 +324,10 @@ def _adapt_importer(installation: Installation, module: Any) -> None:
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Returns what one of torch's composable ways, or of ours, knows of a module; else None."""
+    """Returns the state that our or torch's composable functions keep of a module, or None."""
     return state_of(module) or torchs.get_module_state(module)
 
 
 def _contracted_state_of(theirs: Any) -> Callable[[nn.Module], Any]:
-    """Returns what finds the same, as the `state` of our function that stands for one of torch's."""
+    """Returns the `state` function of ours that stands for one of torch's."""
     return lambda module: state_of(module) or theirs.state(module)

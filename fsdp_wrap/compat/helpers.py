@@ -1,4 +1,4 @@
-"""Torch's private helpers that programs call for a wrapper: for ours they answer, else torch's own do."""
+"""Torch's private helpers that programs call with a wrapper, for ours; torch's own run for all others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ HELPERS: list[tuple[Any, Any]] = []
 
 
 def _answers(module: ModuleType, of: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets a function stand for torch's of its name where it is asked about a wrapper of ours.
+    """Registers a function that replaces torch's of its name where argument number `of` is our wrapper.
 
-    Args:
-        module: Where torch has it.
-        of: The number of the argument by which that is decided; by its name it is `state`, or else `module`.
+    Passed by keyword, that argument is `state`, or else `module`.
     """
 
     def register(ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,13 +48,13 @@ def _answers(module: ModuleType, of: int = 0) -> Callable[[Callable[..., Any]], 
 
 @_answers(torch_common_utils)
 def _get_module_fsdp_state(module: FSDP) -> FSDP:
-    """A wrapper is its own state; so torch's walks over states find ours."""
+    """Returns the wrapper as its own state, so torch's walks over states find ours."""
     return module
 
 
 @_answers(torch_runtime_utils)
 def _lazy_init(state: FSDP, root_module: nn.Module) -> FSDP | None:
-    """What the first forward does: the instance becomes a root, unless it has one."""
+    """Makes the instance a root unless it has one, as its first forward does."""
     if state._is_root is not None:
         return None
     schedule_of(state._unit)
@@ -73,19 +71,14 @@ def _reshard(state: FSDP, handle: Any, free_unsharded_flat_param: bool) -> None:
 
 @_answers(torch_runtime_utils)
 def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The inputs as the root's forward would take them; it begins by itself when it is called."""
+    """Returns the inputs as the root's forward would take them; the forward begins when it is called."""
     _lazy_init(state, module)
     return prepared_inputs(state._unit, args, kwargs) if state._is_root else (args, kwargs)
 
 
 @_answers(torch_runtime_utils)
 def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
-    """Cleans up after a forward or backward that raised.
-
-    Raises:
-        RuntimeError: Inside a forward or backward, which clean up by themselves; on an instance that another
-            one encloses.
-    """
+    """Cleans up after a forward or backward that raised."""
     require_root(state._unit, "_post_backward_final_callback()")
     schedule_of(state._unit).require_idle("_post_backward_final_callback()")
     for unit in units_in(state).values():
@@ -94,7 +87,7 @@ def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
 
 @_answers(torch_unshard_utils, of=1)
 def _unshard_params_for_summon(module: nn.Module, state: FSDP, *args: Any, **kwargs: Any) -> Any:
-    """Summons what one wrapper owns."""
+    """Summons the parameters of one wrapper alone."""
     return FSDP.summon_full_params(state, False, *args, **kwargs)
 
 
@@ -104,7 +97,7 @@ _theirs_unshard_params = torch_unshard_utils._unshard_params
 @wraps(_theirs_unshard_params)
 @contextmanager
 def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Summons what the wrappers at and below a module own."""
+    """Summons the parameters of all wrappers at and below a module."""
     ours = bool(FSDP.fsdp_modules(module))
     with (FSDP.summon_full_params if ours else _theirs_unshard_params)(module, recurse, *args, **kwargs):
         yield
@@ -112,7 +105,7 @@ def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any)
 
 @wraps(torch_traversal_utils._get_fsdp_handles)
 def _get_fsdp_handles(module: nn.Module) -> list[Any]:
-    """A handle for each flat parameter, of which our units may have several."""
+    """Returns a handle for each flat parameter, of which our units may have several."""
     handles: list[Any] = []
     for state in torch_traversal_utils._get_fsdp_states(module):
         if isinstance(state, FSDP):

@@ -18,7 +18,7 @@ __all__ = ["Installation"]
 
 
 class Installation(ExitStack):
-    """What one call of `install` has changed; as a context manager it takes that back at the end."""
+    """The changes of one call of `install`; as a context manager it takes them back at the end."""
 
     def rebind(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
@@ -30,7 +30,7 @@ class Installation(ExitStack):
 
         Args:
             pairs: (old, new).
-            kept: How the names of modules begin that keep the old ones.
+            kept: Prefixes of the names of modules that keep the old ones.
         """
         by_id = {id(old): new for old, new in pairs}
         for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:

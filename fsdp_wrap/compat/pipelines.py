@@ -1,7 +1,7 @@
-"""What torch's pipeline stages need of our units, beyond names.
+"""Adapts torch's pipeline stages to our units.
 
-A stage keeps what its microbatches share: it gathers and reduces once in a step, and may compute gradients of
-inputs before those of parameters. The latter it asks of `parameters()`, which gives ours sharded.
+A stage gathers and reduces once in a step for all its microbatches, and may compute gradients of inputs
+before those of parameters. It takes the latter of `parameters()`, which are sharded in our units.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _forward(theirs: _Method) -> _Method:
     @wraps(theirs)
     def forward_one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward and isinstance(self.submod, FSDPModule):
-            # As each backward does. So what the first forward keeps for its backward is there for the second.
+            # As each backward does, so the second forward finds the parameters that the first has kept.
             self.submod.set_reshard_after_backward(False)
         return theirs(self, *args, **kwargs)
 
@@ -63,12 +63,10 @@ def _backward(theirs: _Method) -> _Method:
 
 @contextmanager
 def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
-    """Lets `module.parameters()` give the full parameters, which graphs lead to, in memory or not.
+    """Makes `module.parameters()` return the full parameters, to which graphs lead, in memory or not.
 
-    Args:
-        module: A stage's.
-        shows: Whether the modules show them as well, for what is computed again: where backwards begin in
-            the middle of the graph, no gradient of an output tells the units so.
+    With `shows` the modules show them too, for checkpointed parts: where backwards begin in the middle of the
+    graph, no gradient of an output tells the units.
     """
     units = [*dict.fromkeys(units_in(module).values())]
     segments = chain.from_iterable(unit.handle.segments for unit in units if unit.handle is not None)

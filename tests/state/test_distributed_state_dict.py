@@ -17,6 +17,7 @@ from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as of
 from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
+from bed.scripts import python
 from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard
@@ -281,3 +282,47 @@ def test_parts_that_fully_shard_has_sharded(rank, world_size):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
         found = functions.get_model_state_dict(model, options=options)
         assert_equal(found, plain.state_dict()) if rank == 0 or not offload else no_entries(found)
+
+
+IMPORT_AND_WRAP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils, checkpoint, device_mesh, fsdp, tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim import SGD
+
+def held_by_torch():
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    found = {name: dict(vars(module)) for name, module in modules.items() if hasattr(module, "__dict__")}
+    classes = [value for held in found.values() for value in held.values() if isinstance(value, type)]
+    return found, {cls: dict(vars(cls)) for cls in classes if cls.__module__.startswith("torch")}
+
+modules, classes = held_by_torch()
+import fsdp_wrap
+assert "torch.distributed.checkpoint.state_dict" in modules and tensor.DTensor in classes
+for before, after in zip((modules, classes), held_by_torch()):
+    for owner, held in before.items():
+        changed = [name for name, value in held.items() if after[owner].get(name) is not value]
+        assert changed in ([], ["_marked_safe_globals_set"]), (owner, changed)  # `add_safe_globals`
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+names = plain.state_dict().keys()
+model = fsdp_wrap.FullyShardedDataParallel(plain)
+assert get_model_state_dict(model).keys() == names
+optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.ones(2, 3)).sum().backward()
+optimizer.step()
+assert get_optimizer_state_dict(model, optimizer)["state"].keys() == names
+rebound = checkpoint.state_dict._get_model_state_dict
+assert rebound is not modules[checkpoint.state_dict.__name__]["_get_model_state_dict"]
+fsdp_wrap.fully_shard(nn.Linear(2, 2))
+assert checkpoint.state_dict._get_model_state_dict is rebound, "once"
+dist.destroy_process_group()
+"""
+
+
+def test_importing_changes_nothing_of_torchs_and_wrapping_adapts_its_functions():
+    python("-W", "ignore", "-c", IMPORT_AND_WRAP)

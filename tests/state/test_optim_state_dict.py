@@ -23,8 +23,8 @@ from fsdp_wrap import (
     ShardingStrategy,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._state import sharded_optim_state_dict
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict
-from fsdp_wrap.optim_state_dict import sharded_optim_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name, grouped, resume
 from state_nets import (

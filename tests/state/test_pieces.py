@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import io
-import zlib
 
 import pytest
 import torch
@@ -155,29 +153,3 @@ def test_pieces_do_not_combine_with_dtensors(rank, world_size):
         other.copy_(value)
     with pytest.raises(AttributeError, match="use full_tensor"):
         _ = value._spec
-
-
-OF_AN_OLDER_VERSION = (
-    "c-p0uPiWIn9LHbMHLX$GbsG$K*tw#%X}bPX+$2au0$M9V@e;D+tqW#NU-H_jpa`<T5Kn@~T|DSj7<dqN_ayTm2#N<U"
-    "dh+1OgW!A3%#zeq>K=qglHd3D`{bAJ@70yq1OUk-"
-    "7+RBH3TTeLYW85>(6E;4+_GdT1#X7c1NI&QO^(F(q1jr+h|yPEqoej6t&>yDHik}5vs4V*uI=!u1DCs|W$=j2Dy$OQ"
-    "KrsdA*d}FiY8RW9>xb+~)Sk$riEOr+ASGN9skI=AdlFu@Yz<%c9`cB5G9*SoiDr!KdZ&w$N*tpj*A$?{*AcHU>*(mF"
-    "uG^Lcb!^&gm%r*5(1FH9Q^!0ycCvwvW0Y#3be2e%4K(Rz%3Rr`SumQyXu5%B++1BrBtQLnvHg=o(5rr6BWHo+H!`<k"
-    "J8K$Nd(d$Sfh;XX`Z?|@P>xsMKR%@2&Wz-"
-    "k1C@P_y;iE4WwzRDu#IJ@_&+G+1q!g#N8eadf*lEv0ZTr>@*NCq+I?9%cbFDfCdL+|4D08=oS;7BMlz(pV#w8bL6*)"
-    "Q0^sYj$FHZKY%Shbe(bz?^kL`aw!TAY*bASZ&X9UDBWcng@6-5}I5iGVk*C#mw^}#;-"
-    "T!$Y?i*n6@h)^s;()sv9S7AkWGOdhFAAlKSS{3Qr9z=vS|~3R1+grYi$b|psgwnwRH&3HRk0>g%56FSJWDvT14@R%`"
-    "kcX0nj9jJo<mV}Z~$gQ%F7HmX!xQ@f+n5|CD{!o8Je7Eo}dvkp*#&13=cq59&}DBB!AC>h<Bsfpbyd^tq}uJr$xoV-"
-    "!mT)zYB=}Zk)Qpai{;-EOy3MCL;S=#@laCcstPzUR~n6d+!8`bDkzKi1%WD16sL@2>"
-)
-"""{"weight": elements of a 2x3 matrix}, saved when the class lay in another module; zlib, base 85."""
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_files_of_older_versions_load(weights_only):
-    file = io.BytesIO(zlib.decompress(base64.b85decode(OF_AN_OLDER_VERSION)))
-    weight = torch.load(file, weights_only=weights_only)["weight"]
-    assert type(weight) is IntervalTensor and weight.shape == (2, 3) and weight.start == 0
-    torch.testing.assert_close(
-        weight.piece, torch.tensor([-0.0043, 0.3097, -0.4752, -0.4249, -0.2224]), atol=1e-4, rtol=0
-    )

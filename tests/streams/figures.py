@@ -24,7 +24,7 @@ from torch import nn
 
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, SIDE, no_sync, shard
-from fsdp_wrap.in_place_gradients import set_gradients_in_place
+from fsdp_wrap import set_gradients_in_place
 from stream_programs import BF16, NO_SHARD, OFFLOAD, TOGETHER, products_beside
 
 UNITS, STEPS = 4, 4

@@ -25,10 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, KEPT, no_sync
-from fsdp_wrap import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
+from fsdp_wrap import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    set_gradients_in_place,
+)
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
-from fsdp_wrap.in_place_gradients import set_gradients_in_place
 from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, by_calls, wrapped
 
 STEPS = 3

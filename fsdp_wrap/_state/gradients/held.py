@@ -1,4 +1,4 @@
-"""Which gradients there are at and below a module, and which ranks hold them."""
+"""The gradients at and below a module, by the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
 Over = tuple[Communicator | None, tuple[DeviceMesh, tuple[int, ...]] | None]
-"""Ranks that hold a tensor between them: those of a unit, and those of dimensions of another mesh."""
+"""Ranks that hold a tensor between them: a unit's, and those of dimensions of another mesh."""
 
 Named = list[tuple[Original, torch.Tensor | None]]
-"""Parameters, each with what this rank holds of its gradient, or None."""
+"""Parameters, each with this rank's part of its gradient, or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class Share:
     """Gradients that the same ranks hold between them.
 
     Attributes:
-        handles: Who reduces them; None stands for the parameters that no unit owns.
+        handles: Handles that reduce them; None stands for the parameters that no unit owns.
         group: The ranks that hold all of them between them; None where each rank does by itself.
-        copies: How many copies of each that group holds.
+        copies: Copies of each gradient in that group.
     """
 
     handles: Sequence[ParamHandle | None]
@@ -51,12 +51,10 @@ class Share:
 
 
 class HeldGradients:
-    """What was found at and below a module; it holds as long as `is_current`.
+    """The gradients at and below a module; valid while `is_current`.
 
     Attributes:
-        units: The units.
         shares: The gradients, by the ranks that hold them.
-        device: Where the units compute.
         distributed: Whether tensor parallelism has distributed a parameter, so that ranks of other units hold
             parts.
     """
@@ -78,7 +76,7 @@ class HeldGradients:
         self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
-        """Notes the modules and what they show.
+        """Notes the modules and their parameters.
 
         Units' own parameters are only counted: the next forward refuses any other in their place.
         """
@@ -94,7 +92,7 @@ class HeldGradients:
 
     @property
     def is_current(self) -> bool:
-        """Whether the modules below, what they show as parameters, and dtypes are those that were found."""
+        """Whether modules, their parameters and dtypes are still the same."""
         if [*map(_GENERATION, self._handles)] != self._generations:
             return False
         if [*map(len, self._counted)] != self._counts:
@@ -113,7 +111,7 @@ class HeldGradients:
         yield from self.replicated
 
     def widest_dtype(self) -> torch.dtype:
-        """Returns that of the gradients that there may be, and of norms: a rank may have none of them."""
+        """Returns the widest dtype of all possible gradients: a rank may have none of them."""
         dtypes = {segment.dtypes.grad for segment in self._segments}
         dtypes |= {param.dtype for param in self.replicated}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
@@ -124,18 +122,13 @@ class HeldGradients:
 
     @property
     def unreduced(self) -> list[ParamHandle]:
-        """Those whose gradients `no_sync` has left for a later backward to reduce."""
+        """Units whose gradients `no_sync` has left for a later backward to reduce."""
         if not any(map(_ACCUMULATED, self._segments)):
             return []
         return [handle for handle in self._handles if handle.accumulates]
 
     def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
-        """Returns what this rank holds of a share, in as few tensors as possible, none of them empty.
-
-        Args:
-            share: The gradients.
-            without: Those of these are passed over.
-        """
+        """Returns this rank's part of a share in few non-empty tensors, save handles `without`."""
         handles = [each for each in share.handles if each not in without] if without else share.handles
         blocks = _blocks_of(handles) if without else self._blocks[share]
         found = [block for each in blocks for block in each.find()]
@@ -145,11 +138,7 @@ class HeldGradients:
         return found
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
-        """Returns what this rank holds of gradients, by the ranks that hold the rest; none of them empty.
-
-        Args:
-            without: Those of these are passed over.
-        """
+        """Returns this rank's non-empty parts by the ranks that hold the rest, save handles `without`."""
         found: dict[Over, list[torch.Tensor]] = {(None, None): []}
         for handle in self._handles:
             for layout in handle.layouts:
@@ -164,7 +153,7 @@ class HeldGradients:
         return found
 
     def named(self, share: Share) -> Named:
-        """Returns the parameters of a share, each with what this rank holds of its gradient, or None."""
+        """Returns the parameters of a share with this rank's parts of their gradients."""
         gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
         found: Named = []
         for original in Originals(self._module()).by_name.values():
@@ -175,7 +164,7 @@ class HeldGradients:
         return found
 
     def named_by_ranks(self) -> dict[Over, Named]:
-        """Returns all parameters, each with what this rank holds of its gradient, by who holds the rest."""
+        """Returns all parameters with local parts of their gradients, by the ranks that hold the rest."""
         held = {
             layout: [*zip(overs_of(handle, layout), layout.gradients())]
             for handle in self._handles
@@ -199,11 +188,7 @@ def overs_of(handle: ParamHandle, layout: Layout) -> list[Over]:
 
 
 def over_of(grad: torch.Tensor) -> Over:
-    """Returns the ranks that hold a gradient between them, for what no unit owns.
-
-    Raises:
-        ValueError: If each of them has a summand of it.
-    """
+    """Returns the ranks that hold the gradient of a parameter outside of units."""
     if not isinstance(grad, DTensor):
         return None, None
     if any(placement.is_partial() for placement in grad.placements):
@@ -218,13 +203,8 @@ def over_of(grad: torch.Tensor) -> Over:
 class _Blocks:
     """The gradients of several units, in as few tensors as possible.
 
-    What a rank holds of a unit's gradients are views of one reduced shard, most of the time, and lie in it as
-    the sharded parameters lie in theirs. Whether they do is seen for all at once, in a fraction of the time
-    that it takes to ask the layouts.
-
-    Args:
-        layouts: Of the units.
-        of_dtensors: Whether their sharded parameters are `DTensor`s: all, or else none.
+    Most of the time a unit's gradients are views of one reduced shard, and lie in it as the sharded
+    parameters lie in theirs. Comparing all addresses at once takes a fraction of the time of asking layouts.
     """
 
     def __init__(self, layouts: Sequence[Layout], of_dtensors: bool) -> None:
@@ -241,14 +221,14 @@ class _Blocks:
         self._numels = [shard.numel() for shard in shards]
         pieces = [*map(to_local, self._params)]
         self._offsets = [*map(operator.sub, map(_DATA_PTR, pieces), self._spread(shards))]
-        # Numbers by which ranks tell each other something are no gradients, but padding is zero.
+        # Numbers that ranks exchange in the padding are no gradients; other padding is zero.
         self._parts = [
             _part_of(layout.flat_param, [*map(to_local, params)]) if layout.noted_numel else None
             for layout, params in filled
         ]
 
     def find(self) -> list[torch.Tensor]:
-        """Returns them as `Layout.gradient_blocks` does: none empty, zero padding perhaps among them."""
+        """Returns the gradients as `Layout.gradient_blocks`: none empty, perhaps with zero padding."""
         try:
             with DisableTorchFunctionSubclass():  # which a getter would look for on each
                 grads = [*map(self._gradient_of, self._params)]
@@ -262,7 +242,7 @@ class _Blocks:
         return [block for layout in self._layouts for block in layout.gradient_blocks()]
 
     def _spread(self, shards: Sequence[torch.Tensor]) -> chain[int]:
-        """For each parameter, the address of its shard."""
+        """Yields the address of its shard for each parameter."""
         return chain.from_iterable(map(repeat, map(_DATA_PTR, shards), self._counts))
 
 
@@ -275,7 +255,7 @@ def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
 
 
 def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> slice:
-    """Returns where in a shard its pieces lie."""
+    """Returns the slice of a shard that holds its pieces."""
     begin, size = shard.data_ptr(), shard.element_size()
     starts = [(piece.data_ptr() - begin) // size for piece in pieces]
     return slice(min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))))

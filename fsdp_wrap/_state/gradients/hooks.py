@@ -27,7 +27,7 @@ _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
 class DefaultState:
-    """What the ready-made hooks need to know.
+    """The state of the ready-made hooks.
 
     Args:
         process_group: The ranks to average over.
@@ -35,8 +35,8 @@ class DefaultState:
     Attributes:
         process_group: See there.
         world_size: How many they are.
-        gradient_predivide_factor: What gradients are divided by before they are summed, a power of two.
-        gradient_postdivide_factor: What the sum is divided by; the product of both is `world_size`.
+        gradient_predivide_factor: Divisor of gradients before they are summed, a power of two.
+        gradient_postdivide_factor: Divisor of the sum; the product of both is `world_size`.
 
     Raises:
         ValueError: If there is no process group.
@@ -55,7 +55,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What the compressing hooks need to know.
+    """The state of the compressing hooks.
 
     Args:
         process_group: The ranks to average over.
@@ -134,7 +134,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
 
     Args:
         module: The root wrapper.
-        state: What the hook gets first.
+        state: The first argument of the hook.
         hook: The hook. Torch's own ones may be given.
 
     Raises:

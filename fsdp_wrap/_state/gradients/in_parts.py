@@ -1,4 +1,4 @@
-"""`NormInParts`: the norm of all gradients, where those of one unit are there at a time."""
+"""`NormInParts`: the norm of all gradients, added unit by unit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _P = 2.0
 
 
 class NormInParts:
-    """The 2-norm of gradients, of which each rank adds its parts unit by unit.
-
-    Args:
-        handles: Of all units; the same on all ranks.
-    """
+    """The 2-norm of gradients that ranks add unit by unit, for the handles of all units on all ranks."""
 
     def __init__(self, handles: Iterable[ParamHandle]) -> None:
         self._overs: dict[Over, None] = {}
@@ -31,7 +27,7 @@ class NormInParts:
 
     @torch.no_grad()
     def add(self, handle: ParamHandle) -> None:
-        """Adds what this rank holds of a unit's gradients."""
+        """Adds this rank's part of a unit's gradients."""
         found: dict[Over, list[torch.Tensor]] = {}
         for layout in handle.layouts:
             for over, grad in zip(overs_of(handle, layout), layout.gradients()):
@@ -47,11 +43,7 @@ class NormInParts:
 
     @torch.no_grad()
     def total(self) -> torch.Tensor:
-        """Returns the norm of all that was added on all ranks, and begins anew; collective.
-
-        Returns:
-            0-d, float64, the same on all ranks, where the units compute.
-        """
+        """Returns the norm of all added gradients (0-d, float64), and begins anew; collective."""
         found, self._powers = self._powers, {}
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
         powers = [summed_over(over, found.get(over, nothing).to(self._device), _P) for over in self._overs]
@@ -63,7 +55,7 @@ def scale_to(grads: Iterable[torch.Tensor], total: torch.Tensor, bound: float) -
     """Scales gradients, in place, as those of a given total norm are scaled to have at most another one.
 
     Args:
-        grads: What this rank holds of them.
+        grads: This rank's parts of them.
         total: The norm, 0-d.
         bound: The most that it may be.
     """

@@ -36,11 +36,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def checked_norm(norm_type: float) -> float:
-    """Returns the p of a p-norm.
-
-    Raises:
-        ValueError: If it is not positive.
-    """
+    """Returns the p of a p-norm."""
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type must be positive, but is {norm_type}: it is the p of the p-norm")
@@ -48,11 +44,7 @@ def checked_norm(norm_type: float) -> float:
 
 
 def checked_bound(max_norm: float) -> float:
-    """Returns the upper bound of a norm.
-
-    Raises:
-        ValueError: If it is negative.
-    """
+    """Returns the upper bound of a norm."""
     bound = float(max_norm)
     if not bound >= 0:
         raise ValueError(f"max_norm must not be negative, but is {max_norm}")
@@ -60,11 +52,7 @@ def checked_bound(max_norm: float) -> float:
 
 
 def check_finite(total: torch.Tensor, p: float) -> None:
-    """Refuses a total norm that is not finite.
-
-    Raises:
-        RuntimeError: If it is not.
-    """
+    """Refuses a total norm that is not finite."""
     if not math.isfinite(total.item()):
         raise RuntimeError(
             f"the total norm of order {p} of the gradients is {total.item()}, so they cannot be clipped; "

@@ -26,8 +26,8 @@ class ShardedGradScaler(GradScaler):
         device: Type of the device that computes. As in torch, scaling is disabled, with a warning, where it
             is "cuda" and there is none: pass "cpu" there.
         init_scale: Initial scale.
-        backoff_factor: What multiplies the scale after a step that was skipped.
-        growth_factor: What multiplies it after `growth_interval` steps in a row that were not.
+        backoff_factor: Factor of the scale after a step that was skipped.
+        growth_factor: Factor of it after `growth_interval` steps in a row that were not.
         growth_interval: See there.
         enabled: Otherwise `step` just steps, and all else does nothing.
         process_group: The ranks whose gradients belong together; None for all.
