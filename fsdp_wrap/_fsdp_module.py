@@ -238,7 +238,7 @@ class FSDPModule(nn.Module):
         """
         unit = _unit_of(self)
         if unit.schedule is not None:
-            unit.schedule.require_between_backwards("set_requires_all_reduce()")
+            schedule_of(unit).require_between_backwards("set_requires_all_reduce()")
         if not requires_all_reduce:
             refuse_steps_between_sums(self._units(recurse))
         self._set(recurse, sums_over_replicas=requires_all_reduce)

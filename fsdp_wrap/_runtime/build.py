@@ -197,7 +197,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         "handle": ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None,
         "options": spec.options,
         "parts": spec.parts,
-        "initial": InitialValues(samples, layouts),
+        "initial": InitialValues(samples, layouts).lines,
         "mesh_label": spec.mesh_label,
     }
 

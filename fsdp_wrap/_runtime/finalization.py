@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch.distributed as dist
 
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.offloading import Offloading
-from fsdp_wrap._runtime.unit import Unit
+from fsdp_wrap._runtime.unit import Unit, Updater
 
 
 class BackwardEnd:
@@ -135,30 +134,6 @@ class BackwardEnd:
                 f"{doing} must not begin before wait() of the handle that "
                 "finalize_backward(async_op=True) returned"
             )
-
-
-class Updater(Protocol):
-    """What updates units while a backward goes on: what an add-on for optimizers brings."""
-
-    @property
-    def communicates(self) -> bool:
-        """Whether `update` does, so that all ranks must call it between the same collectives."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether units of the running backward are to be updated when all gradients are there."""
-
-    def begin(self) -> None:
-        """A backward begins."""
-
-    def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
-
-    def finish(self, left: Sequence[Unit]) -> None:
-        """All gradients are there: updates the units that are left, and waits for all updates."""
-
-    def abandon(self, left: Sequence[Unit]) -> None:
-        """The backward has failed: waits for what was begun, and drops other units' gradients."""
 
 
 class Updates:

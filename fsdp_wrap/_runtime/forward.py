@@ -47,7 +47,7 @@ def run_forward(
             return compute(*args, **kwargs)
         finally:
             unit.buffers.release()
-    own, returned = unit.schedule or schedule_of(unit), None
+    own, returned = schedule_of(unit), None
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
@@ -56,7 +56,7 @@ def run_forward(
     calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
         for each in (*unit.lenders, unit):
-            schedule = each.schedule or schedule_of(each)
+            schedule = schedule_of(each)
             call = schedule.pre_forward(each, part)
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))

@@ -133,7 +133,7 @@ class SameModel:
         handle = unit.handle
         if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
             return
-        lines = unit.initial.lines(handle.layouts)
+        lines = unit.initial(handle.layouts)
         if not any(lines):  # who has loaded values says nothing
             return
         rank, others = agreement.first(f"the initial values of {name}", lines)

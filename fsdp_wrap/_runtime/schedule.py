@@ -53,7 +53,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_unseen,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
-from fsdp_wrap._runtime.unit import ForwardCall, Unit, units_in
+from fsdp_wrap._runtime.unit import ForwardCall, StepState, Unit, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -61,7 +61,7 @@ out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("too
 """Adds to an error, if memory ran out, what the units held."""
 
 
-class Schedule:
+class Schedule(StepState):
     """Runs the units of one tree: before and after each forward and backward.
 
     Args:
@@ -69,17 +69,14 @@ class Schedule:
 
     Attributes:
         ending: Who waits for the last reduction of a backward.
-        iteration: How many outermost forwards have begun.
         device: Where the units compute.
         depth: Forward calls in progress.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
             its inputs: of several modules not all of which have run, or units that are not to reshard.
-        syncs: Whether gradients are reduced: not under `no_sync`.
-        sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
     """
 
     def __init__(self, root: Unit) -> None:
-        self.root = root
+        super().__init__(root)
         units = units_in(root.module)
         names: dict[Unit, list[str]] = {}
         for fqn, unit in units.items():
@@ -89,20 +86,18 @@ class Schedule:
         self._order = ExecOrder()
         self._order_check = OrderCheck()
         self._kept_plan = KeptSegmentsPlan()
-        self.iteration = 0
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
         self._backward_open = self._gradients_came = False
         self._deferred: set[Unit] = set()
         self._trains = False
-        self.syncs = self.sums_over_replicas = True
         self._keeps_graph = False
         self._reducing: deque[Unit | BatchedReduction] = deque()
         self._travel = CollectiveBatcher(self._order)
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
-        below = {unit: unit.schedule.ending for unit in self._units if unit.schedule is not None}
+        below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
         communicators = [each for unit in self._units for each in communicators_of(unit)]
@@ -432,7 +427,7 @@ class Schedule:
         unit = reference()
         if unit is not None and unit.handle is not None and unit.schedule is not None:
             if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
-                unit.schedule._hook_leaves(unit)
+                schedule_of(unit)._hook_leaves(unit)
 
     # backward
 
@@ -528,7 +523,7 @@ class Schedule:
         unit = reference()
         if unit is None:
             return
-        self, arrivals, options = unit.schedule or Schedule(unit), unit.arrivals, unit.options
+        self, arrivals, options = schedule_of(unit), unit.arrivals, unit.options
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
         if not self._backward_open:
@@ -922,7 +917,9 @@ def _completes(unit: Unit) -> bool:
 
 def schedule_of(unit: Unit) -> Schedule:
     """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
-    return Schedule(unit) if unit.schedule is None else unit.schedule
+    schedule = unit.schedule or Schedule(unit)
+    assert isinstance(schedule, Schedule)
+    return schedule
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,8 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import will_execute
-from fsdp_wrap._params import GatherShare, HandleState, ParamHandle, Segment
+from fsdp_wrap._params import GatherShare, HandleState, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
-
-if TYPE_CHECKING:
-    from fsdp_wrap._runtime.finalization import Updater
-    from fsdp_wrap._runtime.same_model import InitialValues
-    from fsdp_wrap._runtime.schedule import Schedule
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Of the leaves, by segment."""
@@ -108,6 +103,46 @@ class UnitOptions:
         return replace(self, forward_targets=forward, backward_targets=backward)
 
 
+class Updater(Protocol):
+    """Updates units while a backward goes on; an add-on for optimizers brings one."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether `update` does, so that all ranks must call it between the same collectives."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether units of the running backward are to be updated when all gradients are there."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
+        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
+
+    def finish(self, left: Sequence[Unit]) -> None:
+        """All gradients are there: updates the units that are left, and waits for all updates."""
+
+    def abandon(self, left: Sequence[Unit]) -> None:
+        """The backward has failed: waits for what was begun, and drops other units' gradients."""
+
+
+class StepState:
+    """State of the step of a tree of units, which its units read; its schedule writes it.
+
+    Attributes:
+        root: The unit whose forward is outermost.
+        iteration: Outermost forwards that have begun.
+        syncs: Whether gradients are reduced: not under `no_sync`.
+        sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        self.iteration = 0
+        self.syncs = self.sums_over_replicas = True
+
+
 class Unit:
     """A wrapped module with the parameters that it owns.
 
@@ -120,7 +155,7 @@ class Unit:
             own parameters those that lie on other meshes than this unit's.
         buffers: The casts of its buffers.
         parts: The modules of which each has a forward of its own, where `module` only holds them together.
-        initial: What its parameters began with, if known.
+        initial: Returns a line per parameter of the values that it began with; None if they are not known.
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
 
     Attributes:
@@ -153,7 +188,7 @@ class Unit:
         lenders: Sequence[Unit] = (),
         buffers: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
-        initial: InitialValues | None = None,
+        initial: Callable[[Sequence[Layout]], list[str]] | None = None,
         mesh_label: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
@@ -173,7 +208,7 @@ class Unit:
         self.running = self.forwards = 0
         self.updater: Updater | None = None
         self.nested = False
-        self.schedule: Schedule | None = None
+        self.schedule: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
         self.told_of_own_gradients = False
@@ -240,7 +275,7 @@ class Unit:
         prefix = self.fqn.split(", ")[0].removesuffix(self.mesh_label).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
-    def join(self, schedule: Schedule, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
+    def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
         """Makes this a unit of `schedule`, under its name relative to the root.
 
         Args:
