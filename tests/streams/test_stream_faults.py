@@ -15,8 +15,9 @@ from fronts import FRONTS
 from fsdp_wrap._comm import Finished
 from fsdp_wrap._comm.lanes import _EventPending
 from fsdp_wrap._params.collectives import NotedReduction
-from fsdp_wrap._params.handle import HandleState, ParamHandle
+from fsdp_wrap._params.handle import HandleState
 from fsdp_wrap._runtime.schedule import Schedule
+from fsdp_wrap._runtime.unit import Unit
 from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 
 # a buffer that is freed on the stream of the computation while the gather still writes
@@ -25,14 +26,15 @@ from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 def _careless(reshard):
     """What frees the buffers of a unit, and never asks whether a gather that nobody waited for is over."""
 
-    def function(handle, within=None, keep=()):
-        if handle.state is not HandleState.UNSHARDING:
-            return reshard(handle, within, keep)
+    def function(unit, phase, within=None, keep=()):
+        handle = unit.handle
+        if handle is None or handle.state is not HandleState.UNSHARDING:
+            reshard(unit, phase, within, keep)
+            return
         for segment in handle.segments:
             segment.gathered.free()
             segment.free()
         handle._gathering, handle.state = Finished(), HandleState.SHARDED
-        return True
 
     return function
 
@@ -41,7 +43,7 @@ def test_a_gather_whose_buffer_is_freed():
     size, program = PROGRAMS["looks_after_unshard"]
     run_simulated(size, program)
     with (
-        mock.patch.object(ParamHandle, "reshard", _careless(ParamHandle.reshard)),
+        mock.patch.object(Unit, "reshard", _careless(Unit.reshard)),
         mock.patch.object(_EventPending, "__del__", lambda pending: None),
         pytest.raises(AssertionError, match="free on compute .* that all_gather on gather .* wrote"),
     ):
