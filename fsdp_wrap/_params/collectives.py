@@ -187,6 +187,8 @@ class BatchedGather:
 
     def issue(self, units: Sequence[Sequence[Segment]]) -> list[GatherShare]:
         """Issues the gather for units with segments of the same sizes and dtypes; returns their shares."""
+        for share, segments in zip(self._shares, units):
+            share.segments = segments
         shards = [segment.shard for segment in chain.from_iterable(units)]
         self.pending = self._communicator.gather_into(
             [self._buffer], lambda: foreach_copy_(self._own, shards, non_blocking=True)
@@ -212,31 +214,27 @@ class GatherShare:
 
     def __init__(self, gather: BatchedGather, shards: list[torch.Tensor]) -> None:
         self._gather, self._shards = gather, shards
-        self._segments: Sequence[Segment] = ()
+        self.segments: Sequence[Segment] = ()  # from issue to wait
         self._full: list[Buffer] = []  # the targets of the copies
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Notes the segments that the share is for."""
-        self._segments = segments
 
     def wait(self) -> None:
         """Waits for the gather, and fills the unsharded buffers."""
         self._gather.pending.wait()
-        full = [segment.full for segment in self._segments]
+        full = [segment.full for segment in self.segments]
         for buffer in full:
             buffer.allocate()
         if full != self._full:
             self._full, self._copies = full, self._find_copies()
         foreach_copy_(*self._copies)
-        self._segments = ()
+        self.segments = ()
         self._gather.leave()
 
     @torch.inference_mode(False)
     def _find_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for segment, shards in zip(self._segments, self._shards):
+        for segment, shards in zip(self.segments, self._shards):
             pairs = segment.layout.same_elements(shards, segment.full.data)
             if segment.layout.in_place:
                 pairs = [(shards, segment.full.data.view(len(shards), -1))]

@@ -224,7 +224,6 @@ class ParamHandle:
             self.kept_segments = {}
         self._in_place = batch is not None or self.post_forward_shards is not None
         if batch is not None:
-            batch.begin(segments)
             self._gathering = batch
         elif self.post_forward_shards is not None:
             self._gathering = self.post_forward_shards.gather(segments)
