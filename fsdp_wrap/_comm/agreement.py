@@ -32,10 +32,10 @@ class Agreement:
             self._word = f"{self.name}/word"
 
     def require(self, what: str, lines: list[str], rule: str) -> None:
-        """Compares this rank's lines with those of the first rank that came here; raises a RuntimeError with
-        the rule.
+        """Compares this rank's lines with those of the first rank that came here.
 
-        Names of parameters in front of a line are for messages: ranks may call them otherwise.
+        Names of parameters in front of a line are for messages: ranks may call them otherwise. Raises a
+        RuntimeError, which ends with `rule`, if lines differ.
         """
         rank, other = self.first(what, lines)
         if [*map(_compared, other)] != [*map(_compared, lines)]:

@@ -136,8 +136,9 @@ class Messages:
             self._thread.start()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until all messages have come, and finishes; raises a RuntimeError after the limit, or if it
-        is in vain.
+        """Waits until all messages have come, and finishes.
+
+        Raises a RuntimeError after the limit, or if a message cannot come any more.
         """
         self._begin_to_wait()
         assert self._thread is not None

@@ -27,8 +27,7 @@ class ShardAlignment:
 
     @classmethod
     def of(cls, value: object) -> ShardAlignment | None:
-        """Reads the argument `shard_alignment`: a number of elements, "rows", or None for parts that begin
-        anywhere.
+        """Reads the argument `shard_alignment`: a number of elements, "rows", or None for no alignment.
 
         Raises a TypeError or a ValueError for anything else.
         """
@@ -55,9 +54,7 @@ class ShardAlignment:
         return "rows" if self.elements is None else f"{self.elements} elements"
 
     def grain(self, shape: torch.Size) -> int:
-        """Returns how many elements a part of a parameter of this shape is a multiple of, but for the last
-        part.
-        """
+        """Returns the number of elements in multiples of which a parameter of this shape is cut."""
         return max(1, shape[1:].numel()) if self.elements is None else self.elements
 
     def common_grain(self, fqns: Sequence[str], shapes: Sequence[torch.Size]) -> int:

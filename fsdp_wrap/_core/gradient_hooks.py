@@ -21,11 +21,11 @@ REFUSED_HOOKS_OF = operator.attrgetter("_backward_hooks")
 
 
 def run_gradient_hooks(params: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-    """Calls users' post-accumulate-grad hooks, now that gradients were added; without gradients, as autograd
-    does.
+    """Calls users' post-accumulate-grad hooks, now that gradients were added.
 
-    A hook may take the gradient away, or step. `params` are sharded; one may stand for several original ones.
-    `used` tells for each whether a gradient was added to it, if this rank holds any of it.
+    It does so without recording gradients, as autograd does. A hook may take the gradient away, or step.
+    `params` are sharded; one may stand for several original ones. `used` tells for each whether a gradient
+    was added to it, if this rank holds any of it.
     """
     changed = dict.fromkeys(param for param, by_any in zip(params, used) if by_any and param.requires_grad)
     with torch.no_grad():

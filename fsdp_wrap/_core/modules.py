@@ -55,11 +55,11 @@ class ParamPlaces:
 
 
 class ModuleWriter:
-    """Prepared writes of tensors into the `__dict__` and `_parameters` of modules, one tensor for several
-    places.
+    """Prepared writes of tensors into `__dict__` and `_parameters` of modules.
 
-    A tensor that is no parameter becomes a plain attribute; in `_parameters` its name keeps its place, with
-    None. `uncovers` deletes plain attributes before parameters are shown, which they would hide.
+    One tensor may go to several places. A tensor that is no parameter becomes a plain attribute; in
+    `_parameters` its name keeps its place, with None. `uncovers` deletes plain attributes before parameters
+    are shown, which they would hide.
     """
 
     def __init__(

@@ -92,8 +92,9 @@ class SegmentPolicy:
 
     @classmethod
     def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:
-        """Applies the policy of `fully_shard` to one parameter; raises a ValueError for a dtype that its
-        function may not return.
+        """Applies the policy of `fully_shard` to one parameter.
+
+        Raises a ValueError, with the parameter's name, for a dtype that the policy's function may not return.
         """
         computed = _overridden(param, fqn, policy)
         if not _REDUCED_IN_GRAD_DTYPE:

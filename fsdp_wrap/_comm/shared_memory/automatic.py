@@ -30,12 +30,11 @@ _LEAST_POOLED = 1 << 16
 
 @shared_memory_between.fill
 class AutomaticCommunicator(GroupCommunicator):
-    """A communicator that is chosen by where the ranks run, which they tell each other at the first
-    collective.
+    """A communicator that is chosen at the first collective, by the hosts of the ranks.
 
-    They cannot before, since they may wrap their modules in any order. All ranks on one host: shared memory.
-    As many ranks on each of several hosts, side by side: two levels. Otherwise, or where a host does not
-    allow it: `between_any`.
+    Ranks cannot compare hosts before, since they may wrap their modules in any order. All ranks on one host:
+    shared memory. As many ranks on each of several hosts, side by side: two levels. Otherwise, or where a
+    host does not allow it: `between_any`.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:

@@ -84,8 +84,9 @@ class PrivateMap(Memory):
 
 
 class Lease:
-    """The right to use a piece of memory; `end` is called with its offset after the last storage there has
-    gone.
+    """The right to use a piece of memory, until the last storage there has gone.
+
+    `end` is called with the offset of the piece then, in the process that made the lease.
     """
 
     def __init__(self, begin: int, end: Callable[[int], object]) -> None:

@@ -240,8 +240,7 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def flight_records() -> str:
-    """Describes what torch's flight recorder has not seen complete, on lines of its own; "" if that is
-    nothing.
+    """Describes the collectives that torch's flight recorder has not seen complete, a line each; else "".
 
     The recorder runs where torch is told so, mostly by TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE.
     """
