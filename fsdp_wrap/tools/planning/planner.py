@@ -154,9 +154,7 @@ class _Planner:
     def _assign(self) -> None:
         """Tells the ledger the storages of parameters, gradients and optimizer state."""
         params = [*self._model.parameters()]
-        for unit in self._units.values():
-            if unit.handle is not None:
-                params += [layout.flat_param for layout in unit.handle.layouts]
+        params += [layout.flat_param for unit in self._units.values() for layout in _layouts(unit)]
         grads = [param.grad for param in params if param.grad is not None]
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
         self._ledger.assign(map(to_local, params), figures.SHARDS)
@@ -191,6 +189,7 @@ class _Planner:
         prediction = Prediction()
         if machine is not None:
             prediction = predicted(recorder.entries, self._ledger.places, machine)
+        units = tuple(self._unit(name, unit, prediction) for name, unit in self._units.items())
         wire, payload = Counter[str](), Counter[str]()
         for each in recorder.collectives:
             wire[each.kind] += each.received
@@ -199,7 +198,7 @@ class _Planner:
             ranks=ranks,
             rank=rank,
             device=self._device_type,
-            parameters=sum(map(_parameters_of, self._units.values())),
+            parameters=sum(unit.parameters for unit in units),
             rest_bytes=sum(history.rest.values()),
             rest_by_kind=_without_zeros(history.rest),
             peak_bytes=history.peak.nbytes,
@@ -211,7 +210,7 @@ class _Planner:
                 Moment(place, _without_zeros(held), prediction.begins.get(visit) if machine else None)
                 for visit, place, _, held in history.spans
             ),
-            units=tuple(self._unit(name, unit, prediction) for name, unit in self._units.items()),
+            units=units,
             wire_bytes=dict(wire),
             collectives=dict(Counter(each.kind for each in recorder.collectives)),
             payload_bytes=dict(payload),
@@ -225,17 +224,16 @@ class _Planner:
         )
 
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
-        handle = unit.handle
-        layouts = [] if handle is None else handle.layouts
+        layouts = _layouts(unit)
         wire = Counter[str]()
         for each in self._recorder.collectives:
             if name in each.units:
                 wire[each.kind] += round(each.received * self._share(name, each.units))
         return UnitPlan(
             name=name,
-            parameters=_parameters_of(unit),
+            parameters=sum(map(_full_numel, layouts)),
             shard_bytes=sum(layout.shard_numel * layout.dtype.itemsize for layout in layouts),
-            gathered_bytes=0 if handle is None else handle.unsharded_nbytes,
+            gathered_bytes=gathered_bytes(unit),
             gathers=self._recorder.gathers[name],
             reductions=self._recorder.reductions[name],
             payload_bytes=self._recorder.payload[name],
@@ -254,18 +252,16 @@ class _Planner:
         return sizes.get(name, 0) / (sum(sizes.values()) or 1)
 
     def _host(self, history: History) -> HostMemory:
-        handles = [unit.handle for unit in self._units.values() if unit.handle is not None]
-        layouts = [layout for handle in handles for layout in handle.layouts]
-        live = [record for record in self._ledger.live if self._ledger.on_host(record)]
-        state = [
-            record for record in self._ledger.live if record.kind in (figures.SHARDS, figures.OPTIMIZER_STATE)
-        ]
+        live = self._ledger.live
+        offloaded = [record for record in live if self._ledger.on_host(record)]
+        saved = [record for record in live if record.kind in (figures.SHARDS, figures.OPTIMIZER_STATE)]
+        layouts = [layout for unit in self._units.values() for layout in _layouts(unit)]
         return HostMemory(
-            offloaded=sum(record.nbytes for record in live),
-            pinned=sum(record.nbytes for record in live if record.pinned),
+            offloaded=sum(record.nbytes for record in offloaded),
+            pinned=sum(record.nbytes for record in offloaded if record.pinned),
             peak=history.peak.nbytes,
-            loading=sum(_full_bytes(layout) for layout in layouts),
-            checkpoint=sum(record.nbytes for record in state),
+            loading=sum(layout.dtype.itemsize * _full_numel(layout) for layout in layouts),
+            checkpoint=sum(record.nbytes for record in saved),
         )
 
 
@@ -294,13 +290,12 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     return model, optimizers, step
 
 
-def _parameters_of(unit: Unit) -> int:
-    layouts = [] if unit.handle is None else unit.handle.layouts
-    return sum(extent.shape.numel() for layout in layouts for extent in layout.extents)
+def _layouts(unit: Unit) -> Sequence[Layout]:
+    return [] if unit.handle is None else unit.handle.layouts
 
 
-def _full_bytes(layout: Layout) -> int:
-    return layout.dtype.itemsize * sum(extent.shape.numel() for extent in layout.extents)
+def _full_numel(layout: Layout) -> int:
+    return sum(extent.shape.numel() for extent in layout.extents)
 
 
 def _without_zeros(held: dict[str, int]) -> dict[str, int]:
