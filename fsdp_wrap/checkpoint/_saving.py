@@ -110,7 +110,7 @@ class PendingSave:
         self._seen = error is not None
         return self._future.result()
 
-    def raise_unseen(self) -> None:
+    def raise_untold(self) -> None:
         """Raises the error of a save that has ended, unless `result` has."""
         if not self._seen:
             self.result()
@@ -137,7 +137,7 @@ def wait_for_pending(raise_error: bool = True) -> None:
         pending.wait()
         if raise_error:
             _pending.clear()
-            pending.raise_unseen()
+            pending.raise_untold()
 
 
 def save(
