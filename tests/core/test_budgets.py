@@ -15,40 +15,40 @@ from bed import run_isolated
 from bed.scripts import script
 
 CODE_LINES = {
-    "_comm": 2225,
-    "_comm/shared_memory": 1046,
-    "_compression": 205,
-    "_core": 1634,
-    "_params": 3948,
-    "_runtime": 3255,
-    "_state": 3134,
-    "checkpoint": 2494,
-    "compat": 906,
-    "optim": 2101,
-    "tools": 4230,
-    "top level": 2322,
-    "weights": 1116,
-    "core": 16518,
-    "all": 28616,
+    "_comm": 2207,
+    "_comm/shared_memory": 1049,
+    "_compression": 206,
+    "_core": 1640,
+    "_params": 3916,
+    "_runtime": 3228,
+    "_state": 3126,
+    "checkpoint": 2489,
+    "compat": 793,
+    "optim": 2087,
+    "tools": 4098,
+    "top level": 2316,
+    "weights": 795,
+    "core": 16433,
+    "all": 27950,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
-FILES_IN_CIRCLES = {"_params": 4, "_runtime": 8, "tools": 4}
+FILES_IN_CIRCLES: dict[str, int] = {}
 """Files of a folder that import each other in a circle, for types at least."""
 
-DOUBLED_CLASS_NAMES = 25
+DOUBLED_CLASS_NAMES = 2
 """Names that classes in several files have."""
 
-OBSCURE_DOCSTRINGS = 555
+OBSCURE_DOCSTRINGS = 136
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
-    ("flat", "construct"): (55, 250),
-    ("flat", "step"): (29, 116),
-    ("original", "construct"): (56, 248),
-    ("original", "step"): (30, 117),
-    ("fully_shard", "construct"): (55, 248),
-    ("fully_shard", "step"): (29, 117),
+    ("flat", "construct"): (55, 253),
+    ("flat", "step"): (28, 125),
+    ("original", "construct"): (56, 251),
+    ("original", "step"): (29, 126),
+    ("fully_shard", "construct"): (55, 253),
+    ("fully_shard", "step"): (28, 126),
 }
 """Files and functions that rank 0 of two enters."""
 
