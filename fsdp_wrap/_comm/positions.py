@@ -1,15 +1,14 @@
 """The collectives that each rank has issued, readable by other ranks of its host even after it died.
 
 The ranks of a group must issue the same collectives in the same order. So every rank numbers the collectives
-of units that it issues in a group and notes them, with unit, phase and iteration, in a small memory-mapped
-file of the host. Entries of equal number that differ are a mix-up, which nothing else would show: gathers of
-equal size from different units complete, with wrong parameters.
+of units that it issues in a group and logs them, with unit, phase and iteration, in a small memory-mapped
+file of the host. Different entries of equal number are a mix-up. No other error shows it: gathers of equal
+size from different units complete, with wrong parameters.
 
-The files' names follow from a word that the ranks of a job agree on through the store. A rank that is not in
-its group's file runs on another host and is left out. Each rank keeps a byte of the file locked, and the lock
-ends with the process in whatever way that ends; so a lock that can be had tells of a dead rank, or of a file
-to remove. A rank that ends leaves the files to the living, who may not have looked yet. The last one to end
-removes them.
+File names contain a random word that the ranks of a job agree on through the store. A rank that is not in
+its group's file runs on another host and is left out. Each rank locks a byte of the file until its process
+ends, however it ends: a free lock means a dead rank, or a file to remove. A rank that ends leaves the files
+to the living ranks, which may still read them. The last rank to end removes them.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
-_ENTRY = struct.Struct("<Q235pIB")  # as `_LogEntry`
+_ENTRY = struct.Struct("<Q235pIB")  # fields of `_LogEntry`
 _write = _ENTRY.pack_into
-_RING = 32  # the latest collectives of a group
+_RING = 32  # number of a group's latest collectives that are kept
 _ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
 _ROWS = _FIRST + _RING
 _LOW = 0xFFFFFFFF
-_PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the latter stands behind the job's word
-_LEFT_OVER_AFTER = 60.0  # seconds in which the survivors of a killed rank may still want its file
-_MOST_NAMED = 8  # ranks of which nothing is known
+_PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
+_LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
+_MOST_NAMED = 8  # unknown ranks listed in a message
 _PHASES = list(Phase)
 
 
 class _LogEntry(NamedTuple):
-    """A collective, or the last unit, that a rank has noted.
+    """A logged collective, or the last entered unit, of a rank.
 
-    `number` counts the collectives of the group from 1 on; 0 where nothing was noted. `phase` is an index.
+    `number` counts the group's collectives from 1; 0 means an empty entry. `phase` is an index.
     """
 
     number: int
@@ -68,7 +67,7 @@ class _LogEntry(NamedTuple):
 
 
 class Note:
-    """The text of an entry, encoded once and cut to fit, with a 32-bit digest of the whole text."""
+    """The text of a log entry, encoded once and cut to fit, with a 32-bit digest of the whole text."""
 
     def __init__(self, text: str) -> None:
         encoded = text.encode()
@@ -77,12 +76,12 @@ class Note:
 
 
 class _Sheet:
-    """The entries of the ranks of a group that share a host, each in its own places.
+    """Shared log of the ranks of a group on one host, in a memory-mapped file.
 
-    In front are rows of words, one for each rank. The words of the first row tell which ranks are there. The
-    others are a ring: of each of the latest collectives, its number and digest. An entry for each word
-    follows, in the order of the ranks. A word is written at once, and after its entry. Each living rank has
-    locked the byte of its number in the file.
+    Layout: `_ROWS` rows of one 64-bit word per rank, then `_ROWS` entries per rank. Words of row 0 are 1 for
+    present ranks. The other rows are a ring over the latest collectives: number (high 32 bits) and digest.
+    A word is written atomically, and after its entry. Each living rank holds the lock of the byte at its
+    rank's offset.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: int, descriptor: int = -1) -> None:
@@ -98,11 +97,11 @@ class _Sheet:
 
     @classmethod
     def open(cls, path: Path, rank: int, ranks: int) -> _Sheet:
-        """Opens the sheet of a host, which is removed with its last user; raises an OSError if it cannot."""
+        """Opens a host's file, which its last user removes; raises an OSError if that fails."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-            # Without space an error here, not a signal later. Each rank takes the space for its own entries.
+            # Lack of space raises here, not as SIGBUS later. Each rank allocates its own entries.
             os.posix_fallocate(descriptor, 0, 8 * _ROWS * ranks)
             os.posix_fallocate(descriptor, cls.entries(rank, ranks), _ROWS * _ENTRY.size)
             os.posix_fallocate(descriptor, cls.nbytes(ranks) - 1, 1)
@@ -112,33 +111,33 @@ class _Sheet:
             _remove_if_abandoned(path)
             raise OSError(f"cannot write {path}: {error}") from error
         sheet.words[rank] = 1
-        # Unlike atexit it also runs in the children of multiprocessing, and in no copy made by a fork.
+        # Unlike atexit, also runs in children of multiprocessing, and not in forks.
         Finalize(sheet, _give_up, args=(path, descriptor), exitpriority=0)
         return sheet
 
     @classmethod
     def unseen(cls, rank: int, ranks: int) -> _Sheet:
-        """Makes a sheet that only this process has."""
+        """Makes a private sheet, without a file."""
         sheet = cls(mmap.mmap(-1, cls.nbytes(ranks)), ranks)
         sheet.words[rank] = 1
         return sheet
 
     @staticmethod
     def entries(rank: int, ranks: int) -> int:
-        """Returns where the entries of a rank begin."""
+        """Returns the offset of a rank's entries in bytes."""
         return (8 * ranks + rank * _ENTRY.size) * _ROWS
 
     def read(self, rank: int, row: int) -> _LogEntry:
-        """Returns a rank's entry of a row."""
+        """Returns a rank's entry in a row."""
         begin = self.entries(rank, self.ranks) + row * _ENTRY.size
         return _LogEntry._make(_ENTRY.unpack_from(self.memory, begin))
 
     def last_collective(self, rank: int) -> _LogEntry:
-        """Returns a rank's entry of the highest number."""
+        """Returns a rank's entry with the highest number."""
         return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
 
     def lives(self, rank: int) -> bool:
-        """Whether another rank, which was there, lives and is not about to end."""
+        """Whether another rank, once present, still holds its lock."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -152,7 +151,7 @@ def _row(number: int) -> int:
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether no process, save perhaps this one, holds a lock of a file."""
+    """Whether no other process holds a lock of a file."""
     try:
         with path.open("rb") as file:
             fcntl.lockf(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -171,24 +170,24 @@ def _remove_if_abandoned(*files: Path) -> None:
 
 
 def _give_up(path: Path, descriptor: int) -> None:
-    os.close(descriptor)  # and with it the lock
-    if is_exiting():  # others of the job may not have looked into it yet
+    os.close(descriptor)  # releases the lock
+    if is_exiting():  # other ranks of the job may still read it
         _remove_if_abandoned(*path.parent.glob(f"{path.name.partition(_SEPARATOR)[0]}{_SEPARATOR}*"))
     else:
         _remove_if_abandoned(path)
 
 
 class _Job:
-    """The names of all ranks' files, for the life of one default process group.
+    """Positions in all groups, and file names, for the life of one default process group.
 
-    Where ranks are threads, each thread that has initialised the group has a job of its own.
+    If ranks are threads, each thread has a job of its own.
     """
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self._directory = _directory()
         self._word = secrets.token_hex(8)
-        # There are no other ranks, or they are threads, which share the locks of their process.
+        # Off without other ranks, and for ranks in threads, which share the locks of their process.
         self._enabled = dist.get_backend() not in (*CARRY_NOTHING, "threaded")
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPositions]
         self._groups = weakref.WeakKeyDictionary()
@@ -201,7 +200,7 @@ class _Job:
             self._disable(error)
 
     def positions_of(self, group: dist.ProcessGroup, world: dist.ProcessGroup) -> GroupPositions:
-        """Returns the positions of a group, the same to all callers."""
+        """Returns the positions of a group; one object per group."""
         if group not in self._groups:
             whole = None if group is world else self.positions_of(world, world)
             self._names[group.group_name] += 1
@@ -210,14 +209,14 @@ class _Job:
 
     @property
     def groups(self) -> Iterable[GroupPositions]:
-        """The positions in all groups that units of this rank use."""
-        # By a list, which is made at once: a thread may look while another one adds a group.
+        """The positions of all groups that units of this rank use."""
+        # `keyrefs` makes a list at once: another thread may add a group meanwhile.
         return [self._groups[group] for key in self._groups.keyrefs() if (group := key()) is not None]
 
     def sheet(self, group: dist.ProcessGroup, rank: int, ranks: int) -> _Sheet:
-        """Opens a group's sheet; one that nobody else sees where that is not possible."""
+        """Opens a group's sheet; falls back to a private one."""
         if self._enabled:
-            # Another group of the name may have been before.
+            # An earlier group may have had the same name.
             name = f"{group.group_name} {self._names[group.group_name]}"
             name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
             try:
@@ -236,12 +235,12 @@ class _Job:
 
 
 def _directory() -> Path:
-    shared = Path("/dev/shm")  # in memory: writing never waits for a disk
+    shared = Path("/dev/shm")  # in memory: writes never wait for a disk
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _agree(proposal: str) -> str:
-    """Returns the same word on all ranks, and another one after torch.distributed was initialised anew."""
+    """Agrees on a word across ranks; another one after torch.distributed was initialised anew."""
     store = default_store()
     if store is None:
         raise RuntimeError("the default process group has no store")
@@ -267,7 +266,7 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
     assert world is not None
     job = _jobs.get(world)
     if job is None:
-        thread = threading.get_ident()  # it has one default group at a time, and destroyed ones may live on
+        thread = threading.get_ident()  # has one default group at a time; destroyed ones may live on
         with _jobs_lock:
             for ended in [other for other, its in _jobs.items() if its.thread == thread]:
                 del _jobs[ended]
@@ -278,10 +277,10 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
 
 
 class GroupPositions:
-    """The collectives of one group's ranks, as far as they run on this host.
+    """The log of collectives of one group's ranks on this host.
 
-    `world` are the positions in the default group, whose entries also hold the last unit entered. `verdict`
-    is why no collective of the group can complete any more, if that was found.
+    `world` is the log of the default group, which also holds the last entered unit. `verdict` is the reason,
+    once found, why no collective of the group can complete any more.
     """
 
     def __init__(self, job: _Job, group: dist.ProcessGroup, world: GroupPositions | None) -> None:
@@ -293,16 +292,16 @@ class GroupPositions:
         self._sheet = job.sheet(group, self._rank, self._size)
         self._memory, self._words = self._sheet.memory, self._sheet.words
         self._entries = _Sheet.entries(self._rank, self._size)
-        # Absent ranks within this range are on another host.
+        # The range of present ranks; absent ones within it are on other hosts.
         self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
-        self._searches = _RING  # whom the first collectives do not show is on another host
+        self._searches = _RING  # ranks not seen during the first collectives are on other hosts
         self.issued = 0
         self.trees = 0
         self.verdict: str | None = None
 
     @property
     def member(self) -> int:
-        """The global rank of this one."""
+        """This rank's global rank."""
         return self._members[self._rank]
 
     @property
@@ -332,30 +331,30 @@ class GroupPositions:
         return found
 
     def issue(self, note: Note, phase: Phase, iteration: int) -> None:
-        """Notes a collective that is no unit's; see `Collective.issue`."""
+        """Logs a collective that belongs to no unit; see `Collective.issue`."""
         Collective([(self, note)]).issue(phase, iteration)
 
     def compare(self, number: int, all_came: bool = False) -> None:
         """Raises a RuntimeError if a peer has issued another collective under a number.
 
-        `all_came` tells that the collective has completed, so that every peer must have issued it.
+        Set `all_came` if the collective has completed: every peer must have issued it then.
         """
         if not self._mixed_up(number, all_came):
             return
-        time.sleep(0.001)  # a word may have been read just before its entry was overwritten
+        time.sleep(0.001)  # an entry may have been overwritten after its word was read
         mixed_up = self._mixed_up(number, all_came)
         if mixed_up:
             raise self.mixed_up(" while ".join(mixed_up))
 
     def mixed_up(self, told: str) -> RuntimeError:
-        """Returns the error of ranks that have issued different collectives, with the positions of all."""
+        """Makes the error for different collectives, with the positions of all ranks."""
         return RuntimeError(
             f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
             f"the same order.\n{self.table()}"
         )
 
     def _mixed_up(self, number: int, all_came: bool) -> list[str]:
-        """Describes each rank's collective of a number, if these differ."""
+        """Describes each rank's collective of a number, if they differ."""
         words = self._noted(number)
         here = [rank for rank, word in words.items() if word >> 32 == number & _LOW]
         behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
@@ -365,7 +364,7 @@ class GroupPositions:
         return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
 
     def _noted(self, number: int) -> dict[int, int]:
-        """Returns the words for a collective, by rank, of those who are there."""
+        """Returns the words for a collective by present rank."""
         row = _row(number) * self._size
         return {rank: self._words[row + rank] for rank in self._there}
 
@@ -382,27 +381,27 @@ class GroupPositions:
         if len(self._there) == 1:
             return True
         all_came = all(word >> 32 >= number & _LOW for word in self._noted(number).values())
-        self.compare(number)  # after the look whether all came
+        self.compare(number)  # after the words were read
         return all_came
 
     def knows(self, rank: int) -> bool:
-        """Whether another global rank has been seen on this host."""
+        """Whether a global rank of the group has been seen on this host."""
         return rank in self._members and bool(self._words[self._members.index(rank)])
 
     def lives(self, rank: int) -> bool:
-        """Whether a global rank lives; assumed of ranks on other hosts."""
+        """Whether a global rank lives; True for ranks on other hosts."""
         return not self.knows(rank) or self._lives(self._members.index(rank))
 
     def _lives(self, rank: int) -> bool:
         return rank == self._rank or self._sheet.lives(rank)
 
     def dead_before(self, number: int) -> list[int]:
-        """Returns the peers that died before they came to a collective."""
+        """Returns the peers that died before they issued a collective."""
         behind = [rank for rank, word in self._noted(number).items() if word >> 32 < number]
         return [self._members[rank] for rank in behind if not self._lives(rank)]
 
     def table(self) -> str:
-        """Describes the positions of this host's ranks, dead ones included, a line each."""
+        """Describes the positions of this host's ranks, including dead ones, a line each."""
         self._search()
         self.world._search()
         lines = ["Where the ranks stand:", *map(self._line, self.world._there)]
@@ -424,29 +423,29 @@ class GroupPositions:
         return f"  rank {named} ({state}): {line}"
 
     def _search(self) -> None:
-        """Looks which ranks are there."""
+        """Updates the present ranks."""
         self._searches -= 1 if self._searches else 0
         self._there = [rank for rank, word in enumerate(self._words[: self._size]) if word]
         self._begin, self._end = self._there[0], self._there[-1] + 1
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    """Names ranks, of many the first."""
+    """Formats a list of ranks, cut after the first few."""
     named = [f"rank {rank}" for rank in ranks]
     rest = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return ", ".join(named[:_MOST_NAMED] + rest)
 
 
 class Tree:
-    """Identity of a tree of units, to tell apart units of equal names in several trees."""
+    """Identity of a tree of units, to distinguish units of equal names in several trees."""
 
     def __init__(self) -> None:
         self._numbers: dict[GroupPositions, int] = {}
 
     def number_in(self, group: GroupPositions) -> int:
-        """Returns which tree of the group this is.
+        """Returns the tree's number in the group, by the order of first collectives.
 
-        The first collectives decide: their order must be the same on all ranks, that of wrapping need not.
+        The order of wrapping need not be the same on all ranks; the order of collectives must be.
         """
         if group not in self._numbers:
             group.trees += 1
@@ -454,15 +453,12 @@ class Tree:
         return self._numbers[group]
 
 
-_Issued = tuple[GroupPositions, int, int]  # with the collective's number and word
+_Issued = tuple[GroupPositions, int, int]  # group, collective's number, word
 Agree = Callable[[Agreement, str], None]
 
 
 class Collective:
-    """Notes one kind of collective in every group concerned.
-
-    `issued` collects the collectives to look at again once they were waited for.
-    """
+    """Logs one kind of collective in its groups; `issued` collects them to compare after the wait."""
 
     def __init__(
         self, places: Sequence[tuple[GroupPositions, Note]], issued: list[_Issued] | None = None
@@ -471,16 +467,16 @@ class Collective:
         self._issued: list[_Issued] = [] if issued is None else issued
 
     def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
-        """Returns the groups where they were not known before the first collective."""
+        """Returns the groups and notes, if these are only known at the first collective."""
         return self._places
 
     def issue(self, phase: Phase, iteration: int) -> None:
-        """Notes that this rank is about to issue it; raises a RuntimeError if a peer has issued another one.
+        """Logs the collective before it is issued; raises a RuntimeError if a peer has issued another one.
 
-        One look compares all peers: its cost does not depend on how many share the host.
+        Compares all peers at once: the cost does not depend on the number of ranks on the host.
         """
         issued = self._issued
-        issued.clear()  # what was never waited for
+        issued.clear()  # collectives that were never waited for
         for group, note in self._places or self._find_places():
             if group._searches:
                 group._search()
@@ -495,17 +491,14 @@ class Collective:
             words[own] = word = (number & _LOW) << 32 | note.digest
             if len(group._there) > 1:
                 peers = words[first + group._begin : first + group._end]
-                # Who has not come as far has nothing there, or the ring's last round.
+                # A rank that is behind has 0 here, or the word of the ring's last round.
                 if not {word, before, 0}.issuperset(peers):
                     group.compare(number)
                 issued.append((group, number, word))
 
 
 class UnitCollective(Collective):
-    """A collective of one unit, which the ranks compare before its first.
-
-    `agree` is called with each group's agreement and the unit's name there.
-    """
+    """A collective of one unit; before the first, `agree` compares the unit across each group's ranks."""
 
     def __init__(
         self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
@@ -516,11 +509,11 @@ class UnitCollective(Collective):
 
     @property
     def is_known(self) -> bool:
-        """Whether the ranks have compared the unit, as they do before the first."""
+        """Whether the ranks have compared the unit."""
         return bool(self._places) or not self._groups
 
     def with_others(self, others: Iterable[UnitCollective]) -> Collective:
-        """Returns the collective for several known units in the same groups."""
+        """Returns the batched collective of several known units in the same groups."""
         every = [self, *others]
         texts = ((group, [each._text_in(group) for each in every]) for group in self._groups)
         return Collective([(group, Note(_all_of(told))) for group, told in texts], self._issued)
@@ -545,28 +538,27 @@ def _all_of(texts: Sequence[str]) -> str:
 
 
 class UnitPositions:
-    """Notes what one unit does.
+    """Logs the collectives of one unit, and that it is entered.
 
     Args:
-        name: The unit as messages name it.
-        tree: To which it belongs.
-        gathering: The positions of the groups in which it gathers parameters, all alike on every rank.
-        reducing: Of those in which it reduces gradients.
-        keeping: Of those that keep its parameters between forward and backward.
+        name: The unit's name in messages.
+        tree: The unit's tree.
+        gathering: Groups in which it gathers parameters; the same on every rank.
+        reducing: Groups in which it reduces gradients.
+        keeping: Groups that share its full parameters between forward and backward.
         waits: Whether waiting for a collective means that it has completed.
         agree: Called with each group's agreement and the unit's name there, before its first collective.
 
     Attributes:
-        enter: Notes, given iteration and index of the phase, that this rank, of all of the job, enters the
-            unit.
-        gather: Notes that it gathers parameters.
-        gather_kept: Notes that it gathers them from those who keep them.
-        reduction: Notes that it reduces gradients.
-        reduction_in_copy: Notes that it does so within one copy.
-        gathers: What is to be checked once a gather was waited for.
-        gathered: Checks then that every peer has issued the same.
-        reductions: What is to be checked once a reduction was waited for.
-        reduced: Checks the same of it.
+        enter: Logs, given the iteration and the phase's index, that this rank enters the unit.
+        gather: The gather of parameters.
+        gather_kept: The gather from the ranks in `keeping`.
+        reduction: The reduction of gradients.
+        reduction_in_copy: The reduction of gradients within one copy.
+        gathers: Gathers to compare once they were waited for.
+        gathered: Compares `gathers` with the peers' collectives.
+        reductions: Reductions to compare once they were waited for.
+        reduced: Compares `reductions` with the peers' collectives.
     """
 
     def __init__(
@@ -596,7 +588,7 @@ class UnitPositions:
             self.enter = partial(_write, world._memory, world._entries, 1, Note(name).text)
 
     def gather_part(self, numbers: tuple[int, ...]) -> UnitCollective:
-        """Returns what notes that the unit gathers a part of its parameters: some segments, by number."""
+        """Returns the gather of a part of the parameters: some segments, by number."""
         if numbers not in self._parts:
             told = ", ".join(map(str, numbers))
             self._parts[numbers] = self._part(f"gathers segments {told} of {self._name}")
@@ -604,7 +596,7 @@ class UnitPositions:
 
 
 def _agreed(agreement: Agreement, name: str) -> None:
-    """Compares nothing: a unit of which a part is gathered was compared when all of it was."""
+    """Does nothing: a unit is compared at its first full gather, before any partial one."""
 
 
 def _tell_nobody(iteration: int, phase: int) -> None:
@@ -612,11 +604,7 @@ def _tell_nobody(iteration: int, phase: int) -> None:
 
 
 def _check_alike(issued: list[_Issued], waits: bool) -> None:
-    """Checks, once collectives were waited for, that every peer has issued the same.
-
-    Raises:
-        RuntimeError: If a peer has issued another one.
-    """
+    """Raises a RuntimeError if a peer has issued another collective than one that was waited for."""
     for group, number, word in issued:
         if len(group._there) > 1:
             first = (_FIRST + number % _RING) * group._size

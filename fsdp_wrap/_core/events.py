@@ -1,7 +1,4 @@
-"""Typed events of the runtime and the observers that listen to them.
-
-Nothing is built while nobody listens.
-"""
+"""Typed events of the runtime, and their observers. Without observers no event is built."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from enum import Enum
 
 
 class EventKind(Enum):
-    """What the runtime did.
+    """Kinds of runtime events.
 
     Attributes:
         UNSHARD: The all-gather of a unit was issued.
         RESHARD: A unit's full parameters were freed.
-        STAY: A unit was resharded, and full parameters of it stay in memory (`keep_unsharded_bytes`).
-        REUSE: Full parameters that have stayed are used again: they are not gathered.
+        STAY: A unit was resharded, but some of its full parameters stay in memory (`keep_unsharded_bytes`).
+        REUSE: Full parameters that stayed in memory are used again without a gather.
         REDUCE: The reduce-scatter of a unit's gradients was issued.
         POST_BACKWARD: A unit's backward is over.
     """
@@ -32,10 +29,10 @@ class EventKind(Enum):
 
 
 class Phase(Enum):
-    """Where in an iteration something happened.
+    """Phases of an iteration.
 
     Attributes:
-        index: Its place among the phases.
+        index: Position in the order of the phases.
     """
 
     index: int
@@ -51,16 +48,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the runtime did.
+    """An event of the runtime.
 
     Attributes:
-        kind: What happened.
+        kind: Kind of event.
         unit: Fully qualified name of the unit, "" for the root.
-        phase: Where in the iteration it happened.
-        nbytes: Bytes of the buffers concerned, on this rank.
-        way: How they travel, if not by the process group's own collectives: "shared memory", say.
-        together: The names of the units whose buffers travel in one collective, in their order, this one's
-            included; none where it travels alone.
+        phase: Phase of the iteration.
+        nbytes: Bytes of the buffers on this rank.
+        way: Transport, such as "shared memory"; "" for the process group's own collectives.
+        together: Names of all units that share the collective, in their order in it, with this unit; empty
+            for a collective of this unit alone.
     """
 
     kind: EventKind
@@ -72,7 +69,7 @@ class Event:
 
 
 observers: list[Callable[[Event], None]] = []
-"""All observers."""
+"""Active observers."""
 
 
 def emit(
@@ -83,7 +80,7 @@ def emit(
     way: str = "",
     together: tuple[str, ...] = (),
 ) -> None:
-    """Tells every observer, in the thread in which it happened."""
+    """Reports an event to every observer, in the calling thread."""
     if not observers:
         return
     event = Event(kind, unit, phase, nbytes, way, together)

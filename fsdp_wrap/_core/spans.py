@@ -1,6 +1,6 @@
-"""Spans of a step: when the runtime issues, waits and computes, told to watchers.
+"""Spans of a step: reports to watchers when the runtime issues collectives, waits and computes.
 
-Events (`_core/events.py`) tell that something happened; spans tell for how long. While nobody watches, every
+Events (`_core/events.py`) report that something happened, spans how long it took. Without watchers, every
 span is `NO_SPAN`.
 """
 
@@ -20,16 +20,16 @@ from fsdp_wrap._core.torch_private import torch_profiler
 
 
 class SpanKind(Enum):
-    """What the runtime does for a while.
+    """Kinds of runtime activity.
 
     Attributes:
-        GATHER: Issues the all-gather of a unit, or of several: fills what travels, and asks for it.
-        AWAIT_GATHER: Waits for what a unit gathers, and makes its parameters usable.
-        REDUCE: Issues the reduction of the gradients of a unit, or of several.
-        AWAIT_REDUCTION: Waits for the reduction, and hands on what came of it.
+        GATHER: Fills the send buffers of one or more units and issues their all-gather.
+        AWAIT_GATHER: Waits for a unit's all-gather, and makes its parameters usable.
+        REDUCE: Issues the reduction of the gradients of one or more units.
+        AWAIT_REDUCTION: Waits for the reduction, and takes its result.
         SEND_AHEAD: Issues the copy of a unit's shards from host memory.
-        AWAIT_COPIES: Lets the host wait for copies from and to its memory.
-        UPDATE: Lets an optimizer update a unit in the backward.
+        AWAIT_COPIES: Blocks the host until copies from and to its memory are done.
+        UPDATE: Updates a unit by its optimizer in the backward.
     """
 
     GATHER = "gather"
@@ -42,13 +42,7 @@ class SpanKind(Enum):
 
 
 class Computing(Enum):
-    """What a unit computes.
-
-    Attributes:
-        FORWARD: Its forward.
-        RECOMPUTE: Its forward again, in a backward (activation checkpointing).
-        BACKWARD: Its backward.
-    """
+    """Kinds of a unit's computation; `RECOMPUTE`: a forward in a backward (activation checkpointing)."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -57,18 +51,18 @@ class Computing(Enum):
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """One thing that the runtime does for a while, as a context.
+    """One activity of the runtime, as a context.
 
-    Watchers get the same object when it begins and when it ends.
+    Watchers get the same object at the beginning and at the end.
 
     Attributes:
-        kind: What it does.
-        unit: Fully qualified name of the unit, "" for the root; of several the first.
-        phase: Where in the iteration; None where it is not known.
-        owners: The units, each the object itself: names of two models may be equal.
-        nbytes: Bytes of the buffers concerned, on this rank; of a reduction known when the span ends.
-        together: The names of the units whose buffers travel in one collective; none where it is one.
-        beside: Whether it goes on in a thread of its own, beside what units compute.
+        kind: Kind of activity.
+        unit: Fully qualified name of the (first) unit, "" for the root.
+        phase: Phase of the iteration; None if unknown.
+        owners: The units as objects: units of two models may have equal names.
+        nbytes: Bytes of the buffers on this rank; set by the end of the span for a reduction.
+        together: Names of the units that share a collective; empty for a single unit.
+        beside: Whether it runs in a thread of its own, concurrently with computation.
     """
 
     kind: SpanKind
@@ -90,13 +84,9 @@ class Span:
 
 
 class NoSpan:
-    """Stands for a span while nobody watches.
+    """Null object in place of a span without watchers."""
 
-    Attributes:
-        nbytes: Written as a span's, and never read.
-    """
-
-    nbytes = 0
+    nbytes = 0  # written, never read
 
     def __enter__(self) -> NoSpan:
         return self
@@ -111,39 +101,39 @@ NO_SPAN = NoSpan()
 class StepWatcher(Protocol):
     """Receives the spans of a step, in the thread in which they happen.
 
-    A watcher that is added in the middle of a step gets ends without beginnings.
+    A watcher added in the middle of a step receives `end` without `begin`.
     """
 
     def begin(self, span: Span) -> None:
-        """Notes that a span begins; those of one thread nest."""
+        """Notes the beginning of a span; spans of one thread nest."""
 
     def end(self, span: Span) -> None:
-        """Notes that a span ends, also where it ends by an error."""
+        """Notes the end of a span, also by an error."""
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
-        """Notes that a unit begins to compute; others may begin before that is over."""
+        """Notes that a unit begins to compute; other units may begin before it ends."""
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        """Notes that this is over; a backward may tell so more than once, and one that fails never does."""
+        """Notes that a unit ends computing: several times for some backwards, never for failed ones."""
 
     def hold(self, owner: Any, unit: str, nbytes: int) -> None:
-        """Notes that so many bytes more of a unit's full parameters are held; less where it is negative."""
+        """Notes a change of the bytes of a unit's full parameters in memory; negative when they are freed."""
 
     def issued(self, works: Sequence[Any]) -> None:
-        """Notes what a process group has returned for collectives that the running span has issued."""
+        """Notes the `Work` objects of collectives that the running span has issued."""
 
     def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
-        """Notes what was issued on an accelerator's stream.
+        """Notes work issued on an accelerator's stream.
 
         Args:
-            purpose: Of the stream: "gather", "reduce", "to device" or "to host".
-            begin: The timing event before it.
-            end: The one after it.
+            purpose: Purpose of the stream: "gather", "reduce", "to device" or "to host".
+            begin: Timing event before the work.
+            end: Timing event after the work.
         """
 
 
 step_watchers: list[StepWatcher] = []
-"""All watchers."""
+"""Active watchers."""
 
 
 def span(
@@ -155,13 +145,13 @@ def span(
     together: tuple[str, ...] = (),
     beside: bool = False,
 ) -> Span | NoSpan:
-    """Returns a span as a context, with the attributes of `Span`; `NO_SPAN` while nobody watches."""
+    """Returns a `Span` as a context; `NO_SPAN` without watchers."""
     return Span(kind, unit, phase, owners, nbytes, together, beside) if step_watchers else NO_SPAN
 
 
 @contextmanager
 def watching_steps(watcher: StepWatcher) -> Iterator[None]:
-    """Tells `watcher` of every step of this process while the context is open."""
+    """Reports every step of this process to `watcher` while the context is open."""
     step_watchers.append(watcher)
     try:
         yield
@@ -170,15 +160,9 @@ def watching_steps(watcher: StepWatcher) -> Iterator[None]:
 
 
 class _Range(NamedTuple):
-    """A range of `torch.profiler` that is open in a thread.
+    """An open range of `torch.profiler`."""
 
-    Attributes:
-        what: The span, or the unit with what it computes.
-        unit: The unit's name.
-        range: It.
-    """
-
-    what: Any
+    what: Any  # the span, or (unit, Computing)
     unit: str
     range: Any
 
@@ -195,7 +179,7 @@ class ProfilerRanges:
         self._open.setdefault(get_ident(), []).append(_Range(what, unit, opened))
 
     def _end(self, what: Any) -> None:
-        """Ends a range, and those within it, if it is open in this thread."""
+        """Ends a range, and its inner ranges, if it is open in this thread."""
         ranges = self._open.get(get_ident(), [])
         if any(each.what == what for each in ranges):
             self._end_while(lambda each: each.what != what)
@@ -213,7 +197,7 @@ class ProfilerRanges:
         self._end(span)
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
-        if what is Computing.BACKWARD:  # one begins while that before it may not have ended
+        if what is Computing.BACKWARD:  # the one before may not have ended
             self._end_while(lambda each: not encloses(each.unit, unit) and each.what[1] is what)
         self._begin((owner, what), unit, what.value)
 
@@ -230,12 +214,12 @@ class ProfilerRanges:
         return None
 
     def close(self) -> None:
-        """Ends what is open in this thread, which a failed backward may have left."""
+        """Ends the open ranges of this thread; a failed backward may have left some."""
         self._end_while(lambda _: True)
 
 
 def encloses(outer: str, inner: str) -> bool:
-    """Whether a unit is around another one, by their names."""
+    """Whether a unit encloses another one, by their names."""
     return not outer or inner.startswith(f"{outer}.")
 
 
@@ -243,7 +227,7 @@ _ranges = ProfilerRanges()
 
 
 def follow_profiler() -> None:
-    """Shows units as ranges of `torch.profiler` from now on if it is active, and no more if it is not."""
+    """Starts or stops showing units as ranges of `torch.profiler`, depending on whether it is active."""
     active = torch_profiler._is_profiler_enabled
     if active != (_ranges in step_watchers):
         _ranges.close()

@@ -1,4 +1,4 @@
-"""`Arrivals`: what a unit has got of the running backward, and what it waits for."""
+"""`Arrivals`: the gradients that a unit has and awaits in the running backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Progress(Enum):
-    """How far a unit's part of the running backward of its tree is."""
+    """Progress of a unit's part of the running backward."""
 
     UNREACHED = "unreached"
     RUNNING = "running"
@@ -17,18 +17,18 @@ class Progress(Enum):
 
 
 class Arrivals:
-    """What one unit has got of the running backward of its tree, and what it waits for.
+    """Gradients that a unit has and awaits in the running backward of its tree.
 
-    The leaves' hooks note each gradient here, and let the schedule act where it may have to do something:
-    after the first, unless it has acted before, at a quarter of the bytes, and after the last, unless more
-    than leaves are awaited. It holds no leaf, since leaves hold it.
+    Leaf hooks note each gradient here, and call the schedule only where it may have to act: after the first
+    gradient unless it has acted before, at a quarter of the bytes, and after the last gradient unless inputs
+    are awaited too. Leaves are stored by id, since their hooks reference this object.
 
     Attributes:
-        progress: How far the unit's part is.
-        missing: A weight for each leaf without its gradient, by id.
-        quarter_came: Whether a quarter had come when the schedule acted last.
-        open_calls: How many forward calls wait for gradients of their watched inputs.
-        needed_to_end: Whether the leaves may be needed until the running backward of the tree ends.
+        progress: State of the unit's backward.
+        missing: Weight (about bytes) of each leaf without its gradient, by id.
+        quarter_came: Whether a quarter of the weight had come when the schedule acted last.
+        open_calls: Number of forward calls that wait for gradients of their watched inputs.
+        needed_to_end: Whether the leaves may be needed until the tree's backward ends.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,17 @@ class Arrivals:
         self._total = self._to_come = self._quarter = self._next_stop = 0
 
     def expect(self, leaves: Iterable[nn.Parameter]) -> None:
-        """Expects the gradients of these leaves in each backward that follows."""
+        """Sets the leaves whose gradients each backward brings."""
         self._weights = {id(leaf): 1 + leaf.nbytes for leaf in leaves}
         self._total = sum(self._weights.values())
         self._quarter = self._total * 3 // 4
 
     def begin(self) -> None:
-        """Prepares for a backward of the tree, which may or may not reach the unit."""
+        """Prepares for a backward of the tree, which may not reach the unit."""
         self.progress = Progress.UNREACHED
         self.open_calls = 0
         self.needed_to_end = self.quarter_came = False
-        self.missing = self._weights.copy()  # as `expect_all`, in a frame less
+        self.missing = self._weights.copy()  # inlined `expect_all`: saves a call
         self._to_come = self._next_stop = self._total
 
     def expect_all(self) -> None:
@@ -61,16 +61,16 @@ class Arrivals:
         self.quarter_came = False
 
     def expect_all_but(self, leaf: nn.Parameter) -> None:
-        """Expects all gradients anew but that of a leaf which has come already."""
+        """Expects all gradients anew, except that of one leaf, which has come."""
         self.expect_all()
         self._to_come -= self.missing.pop(id(leaf), 0)
 
     def hook(self, leaf: nn.Parameter, act: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-        """Returns a leaf's hook, which notes its gradient and calls `act` where the schedule may have to."""
+        """Returns a leaf's hook: notes the gradient, and calls `act` where the schedule may have to act."""
         key = id(leaf)
 
         def note(leaf: nn.Parameter) -> None:
-            if not self.missing:  # the first of a backward, or reached again by another graph task
+            if not self.missing:  # first gradient of a backward, or another graph task's
                 self.expect_all()
             self._to_come -= self.missing.pop(key, 0)
             if self._to_come <= self._next_stop:
@@ -79,14 +79,7 @@ class Arrivals:
         return note
 
     def go_on(self, every: bool) -> bool:
-        """Notes that the unit's backward runs; decides after which gradient the schedule is to act next.
-
-        Args:
-            every: Whether after each that follows.
-
-        Returns:
-            Whether the gradients of all leaves have come.
-        """
+        """Sets when the schedule acts next (at each gradient if `every`); returns whether all have come."""
         self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
         if every:
@@ -98,15 +91,12 @@ class Arrivals:
         return not self.missing
 
     def enter_derivative(self) -> None:
-        """Notes that the unit's running backward is, in part, that of an earlier one.
-
-        Triggers tell nothing of that part, which may need the leaves until the backward of the tree ends.
-        """
+        """Notes a double backward: no trigger ends it, so it may need the leaves until the end."""
         self.progress = Progress.RUNNING
         self.needed_to_end = True
 
     def end(self) -> bool:
-        """Ends the unit's backward; returns whether there was one."""
+        """Ends the unit's backward; returns whether one was running."""
         if self.progress is not Progress.RUNNING:
             return False
         self.progress = Progress.FINISHED
@@ -114,5 +104,5 @@ class Arrivals:
         return True
 
     def forget(self) -> None:
-        """Lets the schedule act after the next gradient, which is another backward's."""
+        """Lets the schedule act after the next gradient, the first of another backward."""
         self.missing = {}

@@ -1,7 +1,7 @@
-"""`CollectiveBatcher`: small units that travel together, in one gather or one reduction for several.
+"""`CollectiveBatcher`: batches of collectives, one gather or reduction for several small units.
 
-Which do so follows from the order of the forward or backward before, which all ranks have alike, from what
-units consist of and from how they are set. Where it goes otherwise, each travels by itself.
+Batches are planned from the order of the last forward or backward, the same on all ranks, and from the units'
+layouts and options. If the order changes, each unit issues its own collectives.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
-"""Bytes that batches of collectives may take by default."""
+"""Default memory for batches of collectives, in bytes."""
 
 
 def default_bytes(device: torch.device) -> int:
-    """Returns the memory for batches by default: none on accelerators, where no figure speaks for it."""
+    """Returns the default memory for batches: none on accelerators, where no measurement favours them."""
     return _ON_CPU if device.type == "cpu" else 0
 
 
 def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
-    """Decides, from the next outermost forward on, how much memory small units may take to travel together.
+    """Sets the memory for collectives that small units share, from the next outermost forward on.
 
-    All ranks must call it alike.
+    All ranks must call it with the same value.
 
     Args:
         module: The root: a wrapped or sharded module, whose forward is outermost.
-        nbytes: Half of it bounds one gather for several units, half of it one reduction. 0 lets each travel
-            by itself; None is the default of the device.
+        nbytes: Memory in bytes: one shared gather may take half of it, one shared reduction the other half.
+            0 gives each unit collectives of its own; None is the default of the device.
 
     Raises:
         TypeError: If `nbytes` is no int.
@@ -60,7 +60,7 @@ def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
 
 
 class _Member(NamedTuple):
-    """One of the units that travel together, as it was when that was decided."""
+    """A unit of a batch, with its state when the batch was planned."""
 
     unit: Unit
     options: UnitOptions
@@ -72,15 +72,12 @@ class _Member(NamedTuple):
 
 
 class _GatherPlan(NamedTuple):
-    """A gather for several units, which can be issued again and again.
+    """A reusable plan of a batched gather.
 
     Attributes:
-        coming: The units that were expected.
-        members: Those whose shards it gathers.
-        joint: Gathers them.
-        note: Tells other ranks of it.
-        names: Of the members.
-        nbytes: Of their unsharded buffers.
+        coming: The units expected when it was planned.
+        names: Names of the members.
+        nbytes: Bytes of the members' unsharded buffers.
     """
 
     coming: list[Unit]
@@ -91,7 +88,7 @@ class _GatherPlan(NamedTuple):
     nbytes: int
 
     def fits(self) -> bool:
-        """Whether all members are sharded, and as they were."""
+        """Whether all members are sharded, and unchanged since the plan."""
         for unit, options, generation in self.members:
             handle = unit.handle
             if (
@@ -102,7 +99,7 @@ class _GatherPlan(NamedTuple):
                 return False
             if unit.options is not options or handle.generation != generation or handle.without_values:
                 return False
-            if handle.kept_segments:  # of which little or nothing is gathered
+            if handle.kept_segments:  # little or nothing is left to gather
                 return False
             if handle.transport is not handle.communicator or handle.keeps_storage:
                 return False
@@ -110,15 +107,12 @@ class _GatherPlan(NamedTuple):
 
 
 class _ReductionPlan(NamedTuple):
-    """A reduction for several units, which can be issued again and again.
+    """A reusable plan of a batched reduction.
 
     Attributes:
-        coming: The units whose gradients were expected.
-        members: Those of whose it reduces.
-        segments: Of each of them, the numbers of those that take part; not they, which it would keep.
-        first: Of each, the number of its first segment among all.
-        gradients: The buffer.
-        note: Tells other ranks of it.
+        coming: The units whose gradients were expected when it was planned.
+        segments: Indices of each unit's segments that take part; the segments themselves would be kept alive.
+        first: Number of each unit's first segment in the batch.
         nbytes: Bytes of each unit's gradients.
     """
 
@@ -131,7 +125,7 @@ class _ReductionPlan(NamedTuple):
     nbytes: dict[Unit, int]
 
     def fits(self) -> bool:
-        """Whether all members are as they were, and the gradients of none are on their way."""
+        """Whether all members are unchanged since the plan, and no reduction of theirs is in flight."""
         for unit, options, generation in self.members:
             handle = unit.handle
             if handle is None or handle.reduction is not None or unit.options is not options:
@@ -144,15 +138,12 @@ class _ReductionPlan(NamedTuple):
 
 
 class BatchedReduction:
-    """The gradients of several units, which wait for each other, and their reduction.
-
-    Args:
-        plan: What is reduced, and how.
+    """A batch of several units' gradients, first collected and then reduced in one collective.
 
     Attributes:
-        missing: The units whose gradients are to come.
-        taken: Those whose gradients have come.
-        partial: As of `Reduction`.
+        missing: Units whose gradients have not come yet.
+        taken: Units whose gradients were taken.
+        partial: Whether the sums are kept for the next reduction, which adds them.
     """
 
     def __init__(self, plan: _ReductionPlan) -> None:
@@ -164,7 +155,7 @@ class BatchedReduction:
         self._reduction: Reduction | None = None
 
     def take(self, unit: Unit) -> bool:
-        """Takes a unit's gradients; returns False if these are not what was expected, and travel alone."""
+        """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
         handle, gradients = _handle_of(unit), self._plan.gradients
         expected = [*map(handle.segments.__getitem__, self._plan.segments[unit])]
         self.missing.remove(unit)
@@ -180,7 +171,7 @@ class BatchedReduction:
         return True
 
     def send(self, phase: Phase) -> None:
-        """Issues it, for the units whose gradients have come."""
+        """Issues the reduction of the gradients taken so far."""
         taken, plan = self.taken, self._plan
         if not taken:
             return
@@ -199,7 +190,7 @@ class BatchedReduction:
             unit.tell(EventKind.REDUCE, phase, plan.nbytes[unit], _names(taken))
 
     def finish_reduction(self) -> None:
-        """Waits for it, and hands on its result; as a unit's."""
+        """Waits for the reduction, takes its result, and checks that peers issued the same."""
         taken = self.taken
         if not taken:
             return self.finish()
@@ -209,14 +200,14 @@ class BatchedReduction:
             taken[0].positions.reduced()
 
     def finish(self) -> None:
-        """Waits, and hands the sums to the segments of all units."""
+        """Waits, and gives the sums to the segments of all units."""
         reduction = self._end()
         if reduction is not None:
             reduction.finish()
         self._plan.gradients.free()
 
     def abandon(self) -> None:
-        """Waits, and drops what was to be reduced, of all units."""
+        """Waits, and drops the gradients of all units in the batch."""
         segments, reduction = self._segments, self._end()
         if reduction is not None:
             reduction.abandon()
@@ -227,32 +218,29 @@ class BatchedReduction:
     def _end(self) -> Reduction | None:
         taken, self.taken, self.missing, self._segments = self.taken, [], [], []
         for unit in taken:
-            if unit.handle is not None:  # else its module has gone since
+            if unit.handle is not None:  # None if its module has gone since
                 unit.handle.leave_reduction(self.partial)
         reduction, self._reduction = self._reduction, None
         return reduction
 
 
 class CollectiveBatcher:
-    """Decides which units of a schedule travel together, and issues what they share.
-
-    Args:
-        order: In which they run.
+    """Plans batches of collectives for the units of a schedule, and issues them.
 
     Attributes:
-        most: The most bytes of a unit that may, and of all that do so at once.
-        waiting: The gradients that wait for those of other units.
+        most: Maximum bytes of a batch, and so of each unit in it.
+        waiting: The batched reduction that waits for gradients of more units.
     """
 
     def __init__(self, order: ExecOrder) -> None:
         self._order = order
         self.most = 0
         self.waiting: BatchedReduction | None = None
-        self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the unit that issues it
-        self._reductions: dict[tuple[Unit, bool], _ReductionPlan] = {}  # by the first, and whether it defers
+        self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the issuing unit
+        self._reductions: dict[tuple[Unit, bool], _ReductionPlan] = {}  # by first unit and `defers`
 
     def allow(self, nbytes: int) -> None:
-        """Decides how much memory it may take: half of it for parameters, half for gradients."""
+        """Sets the memory for batches: half of it for parameters, half for gradients."""
         if self.most != nbytes // 2:
             self.most = nbytes // 2
             self._gathers.clear()
@@ -261,15 +249,15 @@ class CollectiveBatcher:
     # parameters
 
     def gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> Sequence[Unit]:
-        """Issues the gather of a sharded unit, together with those of units that are expected next.
+        """Issues the gather of a sharded unit, batched with units that are expected next.
 
         Args:
-            unit: It.
-            coming: The units that are expected, in their order.
-            phase: Where in the iteration this is.
+            unit: The sharded unit.
+            coming: The expected units, in their order.
+            phase: Phase of the iteration.
 
         Returns:
-            The other units whose gather was issued with it.
+            The other units of the batch.
         """
         plan = self._gathers.get((unit, phase))
         if plan is None or plan.coming != coming or not plan.fits():
@@ -288,12 +276,12 @@ class CollectiveBatcher:
         return units[1:]
 
     def companions_of(self, unit: Unit) -> list[str]:
-        """Returns the names of the units with which one was gathered last in a forward; none if alone."""
+        """Returns the names of the units that shared a unit's last gather in forward."""
         runs = [run.names for (_, phase), run in self._gathers.items() if phase is Phase.FORWARD]
         return [name for names in runs if unit.fqn in names for name in names if name != unit.fqn]
 
     def _plan_gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> _GatherPlan | None:
-        """Decides with which of the coming units one travels; returns None if with none."""
+        """Plans a batched gather of a unit and coming ones; returns None if no other unit fits."""
         self._gathers.pop((unit, phase), None)
         run = [unit]
         if phase is Phase.BACKWARD:
@@ -321,14 +309,14 @@ class CollectiveBatcher:
             or handle.post_forward_shards is not None
         ):
             return False
-        if handle.communicator.size == 1 or handle.kept_segments:  # of which little or nothing is gathered
+        if handle.communicator.size == 1 or handle.kept_segments:  # little or nothing is left to gather
             return False
         if not self._is_small(unit, handle, handle.batch_nbytes) or handle.without_values:
             return False
         return unit.positions.gather.is_known
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
-        """Whether nothing speaks against it that holds for parameters and gradients."""
+        """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
         fits = 0 < nbytes <= self.most and not unit.options.gradients_in_place
         return fits and handle.can_be_batched
 
@@ -339,7 +327,7 @@ class CollectiveBatcher:
         may: Callable[[Unit], bool],
         size: Callable[[ParamHandle], int],
     ) -> list[Unit]:
-        """Returns those of the coming units that fit beside a unit; those that may not are passed over."""
+        """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
         kin, left = _kin_of(unit), self.most - size(_handle_of(unit))
         found: list[Unit] = []
         for each in coming:
@@ -354,7 +342,7 @@ class CollectiveBatcher:
     # gradients
 
     def take(self, unit: Unit) -> bool:
-        """Takes the gradients of a unit that are to wait for others'; returns False if they travel alone."""
+        """Adds a unit's gradients to a batch; returns False if they need their own reduction."""
         self._order.reduced.append(unit)
         waiting = self.waiting
         if waiting is None:
@@ -366,11 +354,11 @@ class CollectiveBatcher:
             return False
         if waiting.take(unit):
             return True
-        self._reductions.clear()  # what they hold has changed
+        self._reductions.clear()  # units are not as planned
         return False
 
     def _expected(self, unit: Unit) -> _ReductionPlan | None:
-        """Returns what is to be reduced together, from a unit on; None if that travels alone."""
+        """Returns the plan of a batched reduction that begins with a unit; None for its own reduction."""
         coming, defers = self._order.coming_to_reduce(), unit.defers
         plan = self._reductions.get((unit, defers))
         if plan is None or plan.coming != coming or not plan.fits():
@@ -411,19 +399,19 @@ class CollectiveBatcher:
             return False
         if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
-        if handle.communicator.size == handle.replicas.size == 1:  # nothing travels
+        if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
             return False
         return len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 
     def send(self, phase: Phase) -> BatchedReduction | None:
-        """Issues the reduction of the gradients that wait, if any; returns it."""
+        """Issues the waiting batched reduction, if any; returns it."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
             waiting.send(phase)
         return waiting
 
     def forget(self) -> None:
-        """Forgets the gradients that wait, which the units drop."""
+        """Forgets the waiting batch; the units drop its gradients."""
         self.waiting = None
 
 
@@ -433,7 +421,7 @@ def _handle_of(unit: Unit) -> ParamHandle:
 
 
 def _kin_of(unit: Unit) -> tuple[object, ...]:
-    """What is equal for units that share groups, ways to communicate and memory for that."""
+    """Returns a key of groups, communicators and memory, equal for units that may share a collective."""
     handle = _handle_of(unit)
     communicator, replicas = handle.communicator, handle.replicas
     ways = communicator, type(communicator), replicas, type(replicas)
@@ -455,6 +443,6 @@ def _noted_reduction(units: Iterable[Unit]) -> Collective:
 
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
-    """Returns the dtypes in which a unit's gradients travel and are summed."""
+    """Returns (buffer dtype, reduce dtype) of a unit's gradients."""
     segments = _handle_of(unit).reduced_segments()
     return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

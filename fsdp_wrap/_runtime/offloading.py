@@ -1,4 +1,4 @@
-"""`Offloading`: what offloaded units have on its way between host and device, and who waits for it when."""
+"""`Offloading`: copies of offloaded units between host and device, and when to wait for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from fsdp_wrap._runtime.unit import Unit
 
 
 class Offloading:
-    """Of one tree: parameters that go to the device before they are gathered, and gradients that come back.
-
-    Args:
-        accelerator: Where the units compute.
-    """
+    """Copies of a tree's shards to the device before they are gathered, and of its gradients to the host."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -25,17 +21,17 @@ class Offloading:
     # parameters
 
     def outdate(self, units: Iterable[Unit]) -> None:
-        """Takes values from the shards anew: users may write to them so that nothing tells it."""
+        """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
             for each in () if unit.handle is None else unit.handle.from_host:
                 each.outdate()
 
     def send_ahead(self, unit: Unit | None) -> None:
-        """Lets the shard of the unit that runs next go to the device beside the one that runs now.
+        """Copies the shard of the next unit to the device while the current one computes.
 
-        Only where the ranks have a part each. Where the shard is the whole unit that would be a prefetch,
-        which takes as much memory, and is the user's to choose.
+        Skips groups of one rank: the shard is the whole unit there, and sending it ahead would be a prefetch,
+        which takes as much memory and is the user's choice.
         """
         handle = None if unit is None else unit.handle
         if unit is None or handle is None or handle is self._ahead or handle.communicator.size == 1:
@@ -46,10 +42,10 @@ class Offloading:
             or handle.without_values
         ):
             return
-        if handle.kept_segments:  # of which little or nothing is to be sent
+        if handle.kept_segments:  # little or nothing is left to send
             return
         self._recall()
-        handle.look()  # or the gather would find that the values have changed
+        handle.look()  # or the gather would notice changed values and copy again
         self._ahead = handle
         with unit.span(SpanKind.SEND_AHEAD, None, sum(part.nbytes for part in handle.from_host)):
             for each in handle.from_host:
@@ -61,7 +57,7 @@ class Offloading:
             each.recall()
 
     def end_forward(self, units: Iterable[Unit]) -> None:
-        """Waits, when an outermost forward ends, for copies of shards, which the user may write to now."""
+        """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         self._recall()
         handles = [unit.handle for unit in units if unit.handle is not None]
         if any(each.lends for handle in handles for each in handle.from_host):
@@ -75,13 +71,13 @@ class Offloading:
     # gradients
 
     def finish_reduction(self, unit: Unit) -> Unit | None:
-        """Finishes the reduction of a unit's gradients, which go to the host then.
+        """Finishes a unit's reduction and starts the copy of its gradients to the host.
 
-        Those of one unit are on their way at a time: the computation waits for those before. Where users
-        have hooked sharded parameters, the host waits for them as well, and calls the hooks.
+        Only one unit's gradients are copied at a time: the compute stream waits for the unit before, and so
+        does the host where users have hooked its sharded parameters, to call the hooks.
 
         Returns:
-            The unit whose gradients the computation waits for, and the host has not.
+            The unit before: the compute stream waits for its copy, the host may not have.
         """
         before = self._arriving[-1] if self._arriving else None
         if before is not None and before.handle is not None:
@@ -94,23 +90,23 @@ class Offloading:
         return before
 
     def settle(self, unit: Unit) -> None:
-        """Waits for the gradients of one unit and adds them to those of the sharded parameters."""
+        """Waits for one unit's gradients, and adds them to those of the sharded parameters."""
         if self.leave(unit):
             self.take(unit)
 
     def leave(self, unit: Unit) -> bool:
-        """Leaves it to the caller to `take` the gradients of a unit; returns whether there are any."""
+        """Leaves a unit's gradients to the caller, who must `take` them; returns whether there are any."""
         before, self._arriving = self._arriving, [each for each in self._arriving if each is not unit]
         return len(self._arriving) < len(before)
 
     def take(self, unit: Unit) -> None:
-        """Waits for all gradients that are on their way, and adds those of one unit; in any thread."""
+        """Waits for all gradients in flight, and adds those of one unit; callable in any thread."""
         await_arrivals(self._accelerator)
         for layout in () if unit.handle is None else unit.handle.layouts:
             layout.add_arrived()
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """Waits, once, for all copies, and adds the gradients to those of the sharded parameters."""
+        """Waits for all copies, and adds all gradients to those of the sharded parameters."""
         self._recall()
         self._await_copies(units)
         arrived, self._arriving = self._arriving, []
@@ -120,7 +116,7 @@ class Offloading:
                 layout.add_arrived()
 
     def abandon(self) -> None:
-        """Drops what a failed backward left."""
+        """Drops copies and gradients that a failed backward left."""
         self._recall()
         arriving, self._arriving = self._arriving, []
         for unit in arriving:

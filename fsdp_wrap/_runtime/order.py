@@ -1,4 +1,4 @@
-"""The order in which units run: read backwards for prefetching, and checked in debug level DETAIL."""
+"""The execution order of units: predicts prefetches and batches, and is checked in debug level DETAIL."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
 _FAR = 128
-"""So many of the units that come next are looked at, to find some that may travel together."""
+"""Number of coming units that are looked at for a batch of collectives."""
 
 
 class ExecOrder:
-    """Order of the last outermost forward.
+    """Records the order of units in the last forward and backward, to predict the next ones.
 
-    By the end of each unit's forward for the backward that follows, by its start for the next forward.
-    A unit that ran several times stands in it several times. A wrong guess costs time only, so nothing
-    here needs to be exact.
+    The order of starts predicts the next forward, the order of ends the backward. A unit that ran several
+    times stands there several times. A wrong guess only costs time, so nothing here needs to be exact.
 
     Attributes:
-        started: Units in the order in which their forwards have begun; whoever begins one adds it.
-        ended: The same for the ends.
-        reduced: Units in the order in which their gradients were to be reduced, in the last backward; whoever
-            reduces one adds it.
+        started: Units by the start of their forwards; appended to by callers.
+        ended: Units by the end of their forwards; appended to by callers.
+        reduced: Units by the reduction of their gradients in the last backward; appended to by callers.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,7 @@ class ExecOrder:
         self.started: list[Unit] = []
         self.reduced: list[Unit] = []
         self._started_before: list[Unit] = []
-        self._reduced_before: dict[Unit, list[Unit]] = {}  # by the first
+        self._reduced_before: dict[Unit, list[Unit]] = {}  # by the first unit
         self._cursor = 0
 
     def begin_forward(self) -> None:
@@ -41,37 +39,37 @@ class ExecOrder:
         self._started_before, self.started = self.started, []
 
     def next_in_forward(self) -> Unit | None:
-        """Returns the unit that came next in the last iteration after the one that has started last."""
+        """Returns the unit that followed the last started one in the last iteration."""
         place, before = len(self.started), self._started_before
         as_expected = place < len(before) and before[place - 1] is self.started[-1]
         return before[place] if as_expected else None
 
     def begin_backward(self) -> None:
-        """Sets the place from which `next_in_backward` reads behind the last forward; starts a new record."""
+        """Moves the cursor of `next_in_backward` to the end of the forward; starts recording reductions."""
         self._cursor = len(self.ended)
         if self.reduced:
             self._reduced_before[self.reduced[0]] = self.reduced
             self.reduced = []
 
     def look_ahead_in_backward(self, unit: Unit) -> Unit | None:
-        """Returns what `next_in_backward` will return."""
+        """Returns the next result of `next_in_backward` without moving the cursor."""
         cursor = self._cursor
         expected = self.next_in_backward(unit)
         self._cursor = cursor
         return expected
 
     def next_in_backward(self, unit: Unit) -> Unit | None:
-        """Returns the unit whose backward is expected after that of `unit`."""
+        """Returns the unit whose backward is expected to follow that of `unit`."""
         for index in range(self._cursor - 1, -1, -1):
             if self.ended[index] is unit:
                 self._cursor = index
                 return self.ended[index - 1] if index > 0 else None
         return None
 
-    # what is expected after a unit; nothing in the first iteration
+    # units expected after a unit: none in the first iteration
 
     def coming_in_forward(self, unit: Unit) -> list[Unit]:
-        """Returns the units that came after one that starts next, if this forward goes like the last one."""
+        """Returns the units that followed `unit` in the last forward, if this one has gone alike so far."""
         place, before = len(self.started), self._started_before
         if place >= len(before) or before[place] is not unit:
             return []
@@ -79,27 +77,27 @@ class ExecOrder:
         return before[place + 1 : place + 1 + _FAR] if alike else []
 
     def coming_in_backward(self, unit: Unit) -> list[Unit]:
-        """Returns the units whose backwards are expected after that of `unit`."""
+        """Returns the units whose backwards are expected to follow that of `unit`."""
         for index in range(self._cursor - 1, -1, -1) if self._started_before else ():
             if self.ended[index] is unit:
                 return self.ended[max(0, index - _FAR) : index][::-1]
         return []
 
     def coming_to_reduce(self) -> list[Unit]:
-        """Returns the units whose gradients came, the last time, after those that have come last."""
+        """Returns the units whose gradients came next last time, if this backward has gone alike so far."""
         place, before = len(self.reduced), self._reduced_before.get(self.reduced[0], [])
         alike = place <= len(before) and before[place - 1] is self.reduced[-1]
         return before[place : place + _FAR] if alike else []
 
 
 class OrderCheck:
-    """Compares the forward order across ranks in the first iteration, and with that one in later iterations.
+    """Compares the forward order across ranks in the first iteration, and with the first in later ones.
 
-    Does anything in debug level DETAIL only, since ranks are compared by a collective of its own before each
-    unit. Only forwards that train count. The first iteration ends with the first backward.
+    Active in debug level DETAIL only: the first iteration issues a collective before each unit. Only forwards
+    that train are compared. The first iteration ends with the first backward.
 
     Attributes:
-        counts: Whether it does anything in the running forward; if not, nobody needs to call `enter`.
+        counts: Whether the running forward is compared; `enter` need not be called otherwise.
     """
 
     def __init__(self) -> None:
@@ -110,22 +108,13 @@ class OrderCheck:
         self._warned = False
 
     def begin_forward(self, trains: bool, iteration: int) -> None:
-        """Begins an outermost forward.
-
-        Args:
-            trains: Whether it runs in training mode with gradients.
-            iteration: Its number.
-        """
+        """Begins an outermost forward; `trains` if it runs in training mode with gradients."""
         self.counts = trains and _in_detail()
         self._order = []
         self._iteration = iteration
 
     def enter(self, unit: Unit) -> None:
-        """Notes that the forward of a unit with parameters begins.
-
-        Raises:
-            RuntimeError: In the first iteration, if another rank begins another unit's.
-        """
+        """Compares a unit with parameters whose forward begins; collective in the first iteration."""
         assert unit.handle is not None
         if self._first is None:
             _compare_across_ranks(unit.name, unit.handle, self._iteration)

@@ -1,8 +1,8 @@
-"""`Schedule`: which unit runs when. The only registrar of runtime hooks.
+"""`Schedule`: runs units before and after each forward and backward. Only this file registers runtime hooks.
 
 Two triggers end a unit's backward (docs/architecture.md): when all trainable leaves have their gradients the
-reduction starts; when the gradients of the unit's inputs are done as well, the unit reshards. What no trigger
-reached is finished in the backward's final callback.
+reduction starts; when the gradients of the unit's inputs are done as well, the unit reshards. The backward's
+final callback finishes the units that no trigger has reached.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from fsdp_wrap._runtime.unit import ForwardCall, StepState, Unit, units_in
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
-"""Adds to an error, if memory ran out, what the units held."""
+"""Adds the units' memory to an out-of-memory error."""
 
 
 class Schedule(StepState):
@@ -68,11 +68,11 @@ class Schedule(StepState):
         root: The unit whose forward is outermost; all units below it join.
 
     Attributes:
-        ending: Who waits for the last reduction of a backward.
-        device: Where the units compute.
-        depth: Forward calls in progress.
+        ending: Decides when the last reduction of a backward is waited for.
+        device: Device of computation.
+        depth: Number of forward calls in progress.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
-            its inputs: of several modules not all of which have run, or units that are not to reshard.
+            its inputs: units with parts that have not all run, and units that do not reshard after forward.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -116,18 +116,18 @@ class Schedule(StepState):
 
     @property
     def units(self) -> list[Unit]:
-        """Those that run in it. The root may have gone before a part that a user keeps."""
+        """The units that still run in this schedule: users may keep parts of a tree whose root has gone."""
         return [unit for unit in self._units if unit.schedule is self and not unit.gone]
 
     @property
     def phase(self) -> Phase:
-        """Where in an iteration it is."""
+        """The running phase of the iteration."""
         if self.depth:
             return Phase.FORWARD
         return Phase.BACKWARD if self._backward_open else Phase.IDLE
 
     def explain(self, error: BaseException) -> None:
-        """Lets an error that is about to leave the runtime tell what units held, or which were sharded."""
+        """Adds to an error that leaves the runtime the units' memory, or the names of sharded parameters."""
         name_sharded(error, self.units)
         if out_of_memory.filled is not None:
             out_of_memory.filled(error, self.units)
@@ -135,13 +135,7 @@ class Schedule(StepState):
     # forward
 
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
-        """Begins a forward call: unshards, and lets the modules compute with the leaves.
-
-        `exit_forward` must follow, whatever happens in between.
-
-        Raises:
-            RuntimeError: If the unit's parameters are in the user's hands.
-        """
+        """Begins a forward call: unshards, and shows the modules the leaves; `exit_forward` must follow."""
         recompute = graph_task() != -1  # a forward inside a backward
         if self.depth == 0 and not recompute:
             self._begin_iteration()
@@ -182,13 +176,13 @@ class Schedule(StepState):
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Puts a view between each input that needs a gradient and this call, to see when that is done.
+        """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
 
         Args:
             call: The forward call.
-            nodes: Gets the views' nodes.
-            args: The inputs.
-            kwargs: The inputs by name.
+            nodes: List to which the views' nodes are added.
+            args: Positional inputs.
+            kwargs: Keyword inputs.
 
         Returns:
             The inputs to compute with.
@@ -200,7 +194,7 @@ class Schedule(StepState):
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or tensor.layout != torch.strided:
                 return tensor
-            if id(tensor) not in seen:  # what was one tensor stays one: modules test `query is key`
+            if id(tensor) not in seen:  # one tensor stays one: modules test `query is key`
                 view = seen[id(tensor)] = tensor.view_as(tensor)
                 assert view.grad_fn is not None
                 view.grad_fn.register_prehook(partial(self._on_input_gradient, call))
@@ -212,11 +206,11 @@ class Schedule(StepState):
         return args, kwargs
 
     def post_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
-        """Hooks a unit's outputs for its backward, and reshards it where nothing speaks against it.
+        """Hooks a unit's outputs for its backward, and reshards the unit if possible.
 
         Args:
             call: The forward call, of a unit with parameters.
-            tensors: Those in what the module returned.
+            tensors: All tensors in the module's output.
             inputs: The nodes from `watch_inputs`. Only the outputs' hooks keep them: a reference from
                 `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
         """
@@ -246,9 +240,9 @@ class Schedule(StepState):
             self.lasting[unit] = call, inputs
 
     def _set_aside(self, unit: Unit) -> None:
-        """Reshards a unit whose full parameters a forward has kept for a backward that has not come yet.
+        """Reshards a unit that an earlier forward keeps full for a backward to come, and keeps its segments.
 
-        They stay until that, or until they have other values: outer forwards may have computed with them too.
+        They stay until that backward or until their values change: outer forwards may have used them too.
         """
         handle = unit.handle
         assert handle is not None
@@ -257,34 +251,32 @@ class Schedule(StepState):
             segment.let_use()
 
     def _drop_aside(self, unit: Unit) -> None:
-        """Lets a forward that begins gather anew what was set aside: not all writes to shards are seen."""
+        """Frees segments that were set aside: a new forward gathers anew, since writes may go unseen."""
         if unit in self._awaited and unit.handle is not None and unit.handle.state is HandleState.SHARDED:
             unit.reshard(Phase.FORWARD, keep=unit.to_keep)
 
     def _show_again(self, unit: Unit) -> None:
-        """Lets modules show what was set aside: outer forwards that are computed again look for it."""
+        """Shows segments that were set aside: recomputed outer forwards read them."""
         handle = unit.handle
         if handle is None or handle.state is not HandleState.SHARDED:
             return
         unit.drop_outdated(Phase.BACKWARD)
-        if len(handle.kept_segments) == len(handle.segments):  # else it is gathered when the unit needs it
+        if len(handle.kept_segments) == len(handle.segments):  # else gathered on demand
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_kept()
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
-        """Ends the forwards of units that have stayed full, with the outermost one.
+        """Ends, with the outermost forward, the forwards of units that have stayed full.
 
-        What it has computed with their parameters needs these again in backward, which its outputs begin.
-
-        Args:
-            tensors: Those in what it returned.
+        Hooks `tensors`, the outermost outputs: their backward needs the units' parameters, with which the
+        outermost forward may have computed after the units' own forwards.
         """
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         lasting, self.lasting = self.lasting, {}
         for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
                 tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
-            alone = unit.partly_ran and unit.running  # one of several modules by itself: others may follow
+            alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()
             if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
                 unit.handle.shown.show_kept()  # type: ignore[union-attr]
@@ -310,7 +302,7 @@ class Schedule(StepState):
 
     def _end_outermost_forward(self) -> None:
         prefetched, self._prefetched = self._prefetched, []
-        for unit in prefetched:  # they did not run after all
+        for unit in prefetched:  # did not run after all
             unit.reshard(Phase.FORWARD, keep=unit.to_keep)
         for unit in self.lasting:  # it raised
             unit.restart()
@@ -320,7 +312,7 @@ class Schedule(StepState):
             self._offloading.end_forward(self._units)
 
     def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
-        """Lets a unit whose forward begins have what was gathered for it, unless its shards have changed."""
+        """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
         if unit in self._prefetched:
             self._prefetched.remove(unit)
             if handle.is_outdated:
@@ -342,12 +334,12 @@ class Schedule(StepState):
                 self._prefetched += [target, *self._travel.gather(target, coming, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
-        """Starts from a clean state, whatever the last forward or backward left."""
+        """Starts an iteration from a clean state, whatever the last one left."""
         self.ending.require_waited("a forward")
         follow_profiler()
         self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
-            communicator.require_group()  # which a mesh may keep alive when it was destroyed
+            communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
         wanted = self.root.options.travel_together_bytes
         self._travel.allow(default_bytes(self.device) if wanted is None else wanted)
@@ -383,14 +375,14 @@ class Schedule(StepState):
                 if unit.options.full_in_eval:
                     unit.follow_mode()
                 refuse_changes(unit, handle)
-            if unit.hooked != handle.hookings:  # gradients may come though it does not run
+            if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
                 self._hook_leaves(unit)
         if self._trains and added_names:
             refuse_added(self._units)
 
     def _choose_kept_segments(self) -> None:
-        """Chooses the segments that are kept when units reshard, if anything that decides has changed."""
+        """Chooses the segments that are kept when units reshard, if budgets or segments have changed."""
         handles = [
             (unit.handle, unit.options.keep_unsharded_bytes)
             for unit in self._units
@@ -402,19 +394,19 @@ class Schedule(StepState):
                 unit.to_keep, unit.frozen_to_keep = self._kept_plan.chosen, self._kept_plan.frozen
 
     def _await_event(self) -> None:
-        """Lets the computation wait for the event of `wait_for`, if there is one."""
+        """Makes the compute stream wait for the event of `wait_for`, if any."""
         event, self._event = self._event, None
         if event is not None:
             event.wait()
 
     def _hook_leaves(self, unit: Unit) -> None:
-        """Hooks leaves that need gradients and were not hooked before."""
+        """Hooks leaves that need gradients and are not hooked yet."""
         assert unit.handle is not None
         leaves = unit.newly_trainable()
         sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
-        # The leaf holds the hook, and the unit the leaf: a cycle would never go.
+        # Weak, since the leaf holds the hook and the unit the leaf: such a cycle is never collected.
         act = partial(Schedule._on_leaf_gradient, weakref.ref(unit))
         for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
@@ -423,7 +415,7 @@ class Schedule(StepState):
 
     @staticmethod
     def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
-        """Hooks leaves to which gradients may come outside of their unit's forward."""
+        """Hooks leaves that may get gradients outside of their unit's forward."""
         unit = reference()
         if unit is not None and unit.handle is not None and unit.schedule is not None:
             if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
@@ -432,20 +424,13 @@ class Schedule(StepState):
     # backward
 
     def _pre_backward(self, call: ForwardCall, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs when a gradient reaches one of a call's outputs.
-
-        Returns:
-            What stands for the gradient from now on, if it has to be watched.
-
-        Raises:
-            RuntimeError: If the unit's parameters have other values than in the call's forward.
-        """
+        """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed."""
         if not self._backward_open:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
         assert handle is not None
         if self._reducing or self._prefetching_later:
-            # With gradients in place memory counts more than what may run beside the first of them.
+            # With gradients in place, memory counts more than overlap with the first of them.
             if handle.bulky or (options.gradients_in_place and handle.sizeable):
                 self._make_room(options.most_reducing - 1)
         try:
@@ -462,7 +447,7 @@ class Schedule(StepState):
             if prefetches:
                 lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
                 if handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
-                    self._prefetching_later = unit  # until the memory of gradients that travel is free again
+                    self._prefetching_later = unit  # until reductions in flight free their memory
                 else:
                     self._prefetch(unit)
             if self._offloading is not None and (self._prefetching_later or not prefetches):
@@ -470,32 +455,25 @@ class Schedule(StepState):
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
     def _unshard_again(self, call: ForwardCall) -> None:
-        """Lets the modules of a unit show what they computed with in a call's forward.
-
-        Raises:
-            RuntimeError: If the unit's parameters have other values now.
-        """
+        """Shows modules the leaves of a call's forward; raises if their values have changed."""
         unit, handle = call.unit, call.unit.handle
-        assert handle is not None  # or nothing had been hooked
+        assert handle is not None  # only calls of units with parameters are hooked
         if self._updates.updated:
             self._updates.refuse_updated(unit)
         unshards = unit.options.unshards_in_backward
-        if not unshards or handle.state is HandleState.UNSHARDED:  # else who gathers looks
+        if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
             handle.look()
         if unshards:
             if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
                 self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
-            handle.shown.show_leaves()  # checkpointing inside of the unit computes with them again
+            handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
         if handle.shown.changed or call.values != handle.values:
             unit.reshard(Phase.BACKWARD)
             refuse_outdated(call)
 
     def _watched(self, call: ForwardCall, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Puts a view in the place of a gradient with a graph, where it enters or leaves a unit's backward.
-
-        A later backward, which needs the leaves, comes that way.
-        """
+        """Replaces a gradient that has a graph by a hooked view: its double backward needs the leaves."""
         if grad is None or not grad.requires_grad:
             return grad
         view = grad.view_as(grad)
@@ -503,14 +481,7 @@ class Schedule(StepState):
         return view
 
     def _pre_derivative(self, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs when a gradient reaches one that an earlier backward has computed with a unit's leaves.
-
-        Returns:
-            What stands for the gradient from now on, if it has to be watched.
-
-        Raises:
-            RuntimeError: If the unit's parameters have other values than in the call's forward.
-        """
+        """Unshards when a double backward reaches a unit; returns a view to watch the gradient, if needed."""
         if not self._backward_open:
             self._open_backward()
         call.unit.arrivals.enter_derivative()
@@ -519,7 +490,7 @@ class Schedule(StepState):
 
     @staticmethod
     def _on_leaf_gradient(reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
-        """Acts after a leaf of a unit has its gradient of the running backward."""
+        """Handles the gradient of a leaf: makes room, or ends the unit's backward after the last one."""
         unit = reference()
         if unit is None:
             return
@@ -528,7 +499,7 @@ class Schedule(StepState):
             refuse_graph(unit, leaf)
         if not self._backward_open:
             self._open_backward()
-            if not leaf.requires_grad:  # frozen since its forward, as one sees by now
+            if not leaf.requires_grad:  # frozen since its forward
                 leaf.grad = None
                 return
             arrivals.expect_all_but(leaf)
@@ -540,8 +511,8 @@ class Schedule(StepState):
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
             self._make_room(options.most_reducing - 1)
         if all_came and not arrivals.open_calls:
-            # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs:
-            # watched inputs tell when they are done; others leave it to the final callback.
+            # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs.
+            # Hooks of watched inputs end the backward then; without them the final callback does.
             if arrivals.needed_to_end or not unit.all_train:
                 self._take_gradients(unit, Phase.BACKWARD)
             else:
@@ -550,11 +521,7 @@ class Schedule(StepState):
     def _on_input_gradient(
         self, call: ForwardCall, grads: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | None] | None:
-        """Runs when the gradient of one of a call's watched inputs is done.
-
-        Returns:
-            What stands for it from now on, if it has to be watched.
-        """
+        """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
         unit = call.unit
         if call.task == graph_task() and call.input_done():
             if unit.arrivals.missing and unit.gradients_to_come():
@@ -589,7 +556,7 @@ class Schedule(StepState):
         for unit in self._units:
             handle = unit.handle
             if handle is not None:
-                if handle.follow_requires_grad():  # others than in the last forward, which may be no one's
+                if handle.follow_requires_grad():  # other leaves than in the last forward
                     self._hook_leaves(unit)
                 if handle.keeps_gradients:
                     handle.forget_zeroed()
@@ -600,13 +567,13 @@ class Schedule(StepState):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """The final callback: finishes what no trigger reached."""
+        """Finishes, as the final callback, the units that no trigger has reached."""
         for unit in self._units:
             handle = unit.handle
             if handle is None:
                 continue
             finished = unit.arrivals.progress is Progress.FINISHED
-            if not finished or handle.state is not HandleState.SHARDED:  # a mistaken prefetch, perhaps
+            if not finished or handle.state is not HandleState.SHARDED:  # or prefetched by mistake
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
@@ -657,12 +624,12 @@ class Schedule(StepState):
             unit.arrivals.forget()
             if unit.handle is not None:
                 unit.handle.abandon_backward()
-                unit.handle.free_kept_segments()  # ranks may have come to different units
+                unit.handle.free_kept_segments()  # ranks may have reached different units
 
     # by hand
 
     def unshard(self, unit: Unit) -> None:
-        """Issues a unit's all-gather; the next iteration takes its parameters over unless they change."""
+        """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
         handle = unit.handle
         if handle is None:
             return
@@ -680,7 +647,7 @@ class Schedule(StepState):
         unit.hold()
 
     def show_unsharded(self, unit: Unit) -> None:
-        """Lets the modules of a unit show its full parameters, until it is resharded or its forward ends."""
+        """Shows the modules of a unit its full parameters, until it is resharded or its forward ends."""
         if unit.handle is not None:
             if self._offloading is not None:
                 self._offloading.outdate([unit])
@@ -691,7 +658,7 @@ class Schedule(StepState):
 
     @contextmanager
     def showing(self, unit: Unit) -> Iterator[None]:
-        """Lets the modules of a unit show its full parameters, also when backwards end meanwhile."""
+        """Shows a unit's full parameters while the context is open, whatever backwards end meanwhile."""
         self.show_unsharded(unit)
         unit.running += 1
         try:
@@ -705,22 +672,22 @@ class Schedule(StepState):
         self.end_failed_backward()
         unit.reshard(Phase.IDLE)
         if unit.handle is not None and not unit.running:
-            unit.handle.reshard()  # what it keeps within a smaller group as well
+            unit.handle.reshard()  # frees shards within a smaller group as well
 
     @torch.no_grad()
     def finalize(self) -> None:
-        """Ends the backwards since the last end, by hand, save for `await_reduction`."""
+        """Ends by hand all backwards since the last end, except for `await_reduction`."""
         if not self.iteration:
             return
         if any(unit.handle is not None and unit.handle.replicas.size > 1 for unit in self._units):
-            self._make_room()  # sums over replicas begin there
+            self._make_room()  # starts sums over replicas
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
             self.end_backwards_of(unit)
 
     @torch.no_grad()
     def end_backwards_of(self, unit: Unit) -> None:
-        """Ends the backwards that one unit has had, by hand, save for `await_reduction`."""
+        """Ends by hand the backwards of one unit, except for `await_reduction`."""
         if unit.handle is not None:
             unit.handle.forget_zeroed()
             unit.end_unsharded(Phase.IDLE)
@@ -735,11 +702,11 @@ class Schedule(StepState):
         self.ending.finish()
 
     def wait_for(self, event: Any) -> None:
-        """Lets the next iteration, or gather by hand, begin after an event on another stream."""
+        """Delays the next iteration, or gather by hand, until an event on another stream."""
         self._event = event
 
     def reset(self) -> None:
-        """Drops whatever a forward or backward left, and gradients that wait for a reduction."""
+        """Drops all state that a forward or backward left, and gradients that wait for a reduction."""
         self._abandon_backward()
         self.ending.finish()
         for unit in self._units:
@@ -747,10 +714,10 @@ class Schedule(StepState):
             if unit.handle is not None:
                 unit.handle.drop_gradients()
 
-    # steps that several of the above share
+    # shared steps
 
     def _takes_in_place(self, unit: Unit) -> bool:
-        """Whether nothing speaks against gradients in the place of the unit's parameters."""
+        """Whether gradients may take the place of the unit's parameters now."""
         options = unit.options
         handle = unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
@@ -758,14 +725,14 @@ class Schedule(StepState):
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.mesh_label:  # the module's first unit does, whose own gather is to come before
+        if unit.mesh_label:  # left to the module's first unit, whose own gather must come before
             return
         expected = self._order.next_in_backward(unit)
         while expected is not None and expected.mesh_label and expected in unit.lenders:
             expected = self._order.next_in_backward(expected)
         targets: Iterable[Unit | None] = unit.options.backward_targets or (expected,)
         if expected is not None and expected.lenders and not unit.options.backward_targets:
-            targets = expected.over_all_meshes[::-1]  # as their backwards begin
+            targets = expected.over_all_meshes[::-1]  # in the order of their backwards
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
@@ -775,27 +742,25 @@ class Schedule(StepState):
                 self._travel.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
-        """The unit whose prefetch will follow that of `unit` in backward, or whose backward will."""
+        """Returns the unit whose prefetch or backward will follow that of `unit`."""
         if unit.options.backward_targets:
             return unit.options.backward_targets[0]
         expected = self._order.look_ahead_in_backward(unit)
         return expected if expected is None or expected.options.unshards_in_backward else None
 
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
-        """Takes what gradients a unit has off its leaves, to be reduced or kept."""
+        """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
         handle = unit.handle
         if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
             return
-        if (
-            not self._gradients_came and phase is not Phase.IDLE
-        ):  # perhaps none will, in torch.autograd.grad()
+        if not self._gradients_came and phase is not Phase.IDLE:  # torch.autograd.grad() may bring none
             self._deferred.add(unit)
             return
         waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come
             self._send_waiting(phase, in_flight)
         if self._reducing or self._prefetching_later:
-            # What travels of this unit must have come before more of it is taken.
+            # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
         if not (self.syncs and unit.options.syncs):
             handle.accumulate_gradients()
@@ -815,12 +780,7 @@ class Schedule(StepState):
             self._send_waiting(phase, in_flight)
 
     def _send_waiting(self, phase: Phase, in_flight: int = 0) -> None:
-        """Issues the reduction of the gradients that wait for others, which come no more.
-
-        Args:
-            phase: Where in the iteration this is.
-            in_flight: How many reductions may stay so beside it.
-        """
+        """Issues the waiting batched reduction, complete or not; `in_flight` others may stay in flight."""
         if self._reducing:
             self._make_room(in_flight)
         if self._updates.reduced:
@@ -834,14 +794,10 @@ class Schedule(StepState):
             self._reducing.append(sent)
 
     def _make_room(self, leave: int = 0) -> None:
-        """Finishes reductions in flight, oldest first, and issues the prefetch that waited for their memory.
-
-        Args:
-            leave: How many may stay in flight.
-        """
+        """Finishes reductions, oldest first, until `leave` are in flight; issues the prefetch that waited."""
         while len(self._reducing) > leave:
             reducing = self._reducing.popleft()
-            if isinstance(reducing, Unit) and self._offloading is not None:  # such units travel alone
+            if isinstance(reducing, Unit) and self._offloading is not None:  # offloaded: never batched
                 self._finish_offloaded(self._offloading, reducing)
                 continue
             units = [reducing] if isinstance(reducing, Unit) else reducing.taken
@@ -854,7 +810,7 @@ class Schedule(StepState):
             self._prefetch(waiting)
 
     def _finish_offloaded(self, offloading: Offloading, unit: Unit) -> None:
-        """Finishes a reduction whose result goes to the host; the one before has come there now."""
+        """Finishes a reduction to the host, and updates the unit before, whose gradients have come there."""
         before = offloading.finish_reduction(unit)
         self._updates.note(unit)
         if before is not None and before is not unit:
@@ -862,11 +818,7 @@ class Schedule(StepState):
 
     @contextmanager
     def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:
-        """Accumulates gradients while the context is open: without communication, or within each copy.
-
-        Raises:
-            NotIdleError: With `reduce_within_copy`, inside a backward.
-        """
+        """Accumulates gradients while the context is open: unreduced, or reduced within each copy."""
         if reduce_within_copy:
             self.require_between_backwards("no_sync(reduce_within_copy=True)")
             refuse_steps_between_sums(self._units)
@@ -878,15 +830,11 @@ class Schedule(StepState):
             self.syncs, self.sums_over_replicas = before
 
     def companions_of(self, unit: Unit) -> list[str]:
-        """Returns the names of the units with which one is gathered in a forward; none if alone."""
+        """Returns the names of the units that share a unit's gather in forward."""
         return self._travel.companions_of(unit)
 
     def require_between_backwards(self, doing: str) -> None:
-        """Refuses what must not happen in the middle of a backward, where some units have reduced already.
-
-        Raises:
-            NotIdleError: If one is in progress.
-        """
+        """Raises a `NotIdleError` inside a backward, where some units have reduced already."""
         if self._backward_open and graph_task() != -1:
             raise NotIdleError(
                 f"{doing} was called inside a backward of {self.root.name} on rank {dist.get_rank()}: some "
@@ -894,11 +842,7 @@ class Schedule(StepState):
             )
 
     def require_idle(self, doing: str) -> None:
-        """Refuses what must not happen in the middle of a forward or backward; ends a backward that raised.
-
-        Raises:
-            NotIdleError: If a unit's forward is running or a backward is in progress.
-        """
+        """Raises a `NotIdleError` inside a forward or backward; ends a backward that raised."""
         running = next((unit for unit in self._units if unit.running), None)
         if running is not None or graph_task() != -1:
             where = f"the forward of {running.name}" if running is not None else "a backward"
@@ -907,7 +851,7 @@ class Schedule(StepState):
 
 
 def _completes(unit: Unit) -> bool:
-    """Whether a backward that left a unit no gradients is to sum over the replicas what others left."""
+    """Whether a backward without gradients for a unit must sum earlier ones over the replicas."""
     handle, schedule = unit.handle, unit.schedule
     if handle is None or schedule is None or handle.reduction is not None or unit.defers:
         return False
@@ -916,32 +860,23 @@ def _completes(unit: Unit) -> bool:
 
 
 def schedule_of(unit: Unit) -> Schedule:
-    """Returns the schedule that a unit runs in; one of its own (as root) where it has none yet."""
+    """Returns a unit's schedule; makes one, with the unit as root, if it has none yet."""
     schedule = unit.schedule or Schedule(unit)
     assert isinstance(schedule, Schedule)
     return schedule
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:
-    """Refuses what must not happen in the middle of a forward or backward of any of the units.
+    """Raises a `NotIdleError` inside a forward or backward of any of the units.
 
-    A backward that raised is ended, so that its updates are done and nothing of it is shown.
-
-    Raises:
-        NotIdleError: As `Schedule.require_idle`.
+    Ends backwards that raised, so that their updates are done and full parameters are no longer shown.
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)
 
 
 def set_stay_bytes(units: Iterable[Unit], nbytes: int) -> None:
-    """Gives units another budget of full parameters that may stay; what does now is freed.
-
-    Raises:
-        NotIdleError: As `Schedule.require_idle`.
-        TypeError: If it is no int.
-        ValueError: If it is negative.
-    """
+    """Sets the units' budget of kept segments, and frees the kept ones; raises `NotIdleError` in a step."""
     units = list(dict.fromkeys(units))
     check_nbytes("keep_unsharded_bytes", nbytes)
     require_idle(units, "set_keep_unsharded_bytes()")
@@ -952,7 +887,7 @@ def set_stay_bytes(units: Iterable[Unit], nbytes: int) -> None:
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
-    """Refuses to compute a parametrised tensor from sharded parameters, which do not fit each other."""
+    """Makes parametrizations refuse sharded parameters, whose shards do not fit each other."""
     for module in modules:
         if isinstance(module, ParametrizationList):
             module.register_forward_pre_hook(ParametrizationGuard(unit))

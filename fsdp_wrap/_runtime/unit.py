@@ -1,4 +1,4 @@
-"""`Unit`: a wrapped module with its handle; its verbs communicate, and tell other ranks and observers."""
+"""`Unit`: a wrapped module with its handle; its verbs issue collectives and report them."""
 
 from __future__ import annotations
 
@@ -41,37 +41,34 @@ from fsdp_wrap._params import GatherShare, HandleState, Layout, ParamHandle, Seg
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
-"""Of the leaves, by segment."""
+"""Copies of leaves, by segment."""
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""The environment variable, torch's, that leaves out mixed precision in eval mode where it is 1."""
+"""Environment variable of torch: 1 turns off mixed precision in eval mode."""
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """How the schedule treats one unit.
+    """Settings of one unit.
 
     Attributes:
-        reshard_after_forward: Free the full parameters between forward and backward.
         backward_prefetch: When backward issues the next unit's all-gather; None for never.
         forward_prefetch: Whether forward issues the all-gather of the unit that came next last time.
-        keeps_as_root: Whether as the root it keeps its parameters for backward, which needs them first.
-        casts: Casts of inputs and outputs.
-        reshards_within: Ranks that keep the full parameters between them from forward to backward.
-        reshards_after_backward: Free the full parameters after backward.
-        unshards_in_backward: Whether backward needs the parameters' values at all.
-        syncs: Whether gradients are reduced, or kept for a later backward.
+        keeps_as_root: Whether a root unit keeps its parameters for backward, which needs them first.
+        reshards_within: Ranks that share the full parameters from forward to backward.
+        unshards_in_backward: Whether backward needs the parameters' values.
+        syncs: Whether gradients are reduced, not kept for a later backward.
         sums_over_replicas: Whether reduced gradients are summed over the replicas as well.
         counts_unused: Whether parameters that no rank used get gradients of zeros.
         reduces_apart: Whether gradients are reduced in another process group than parameters are gathered in.
-        most_reducing: How many reductions may be in flight once this unit's is.
-        forward_targets: Units whose all-gathers forward issues with this one; none for the default.
-        backward_targets: The same for backward.
+        most_reducing: Bound of the reductions in flight, this unit's included.
+        forward_targets: Units to prefetch in forward; none for the default.
+        backward_targets: Units to prefetch in backward; none for the default.
         gradients_in_place: Whether a gradient may take the memory of its parameter.
-        full_in_eval: Whether mixed precision is left out while the module is in eval mode.
-        travel_together_bytes: How much memory small units may take to travel together; None for the default
-            of the device. The root's counts.
-        keep_unsharded_bytes: The most bytes of kept segments in the tree, once some of this unit's are kept.
+        full_in_eval: Whether mixed precision is off while the module is in eval mode.
+        travel_together_bytes: Memory for collectives that small units share; None for the device's default.
+            The root's value counts.
+        keep_unsharded_bytes: Bound of the kept segments of the whole tree, for this unit's to be kept.
     """
 
     reshard_after_forward: bool = True
@@ -95,7 +92,7 @@ class UnitOptions:
     keep_unsharded_bytes: int = 0
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
-        """Returns the same for a unit's deep copy; units that are not copied stay what they are."""
+        """Returns the options of a unit's deep copy; targets outside of the copy stay the same units."""
         forward, backward = (
             tuple(memo.get(id(unit), unit) for unit in targets)
             for targets in (self.forward_targets, self.backward_targets)
@@ -104,37 +101,37 @@ class UnitOptions:
 
 
 class Updater(Protocol):
-    """Updates units while a backward goes on; an add-on for optimizers brings one."""
+    """Updates units during a backward; implemented by add-ons for optimizers."""
 
     @property
     def communicates(self) -> bool:
-        """Whether `update` does, so that all ranks must call it between the same collectives."""
+        """Whether `update` issues collectives: all ranks must call it between the same collectives then."""
 
     @property
     def waits(self) -> bool:
-        """Whether units of the running backward are to be updated when all gradients are there."""
+        """Whether the units of the running backward are updated only after all gradients have come."""
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Prepares for a backward."""
 
     def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
+        """Updates a unit; calls `arrive` first, if given, to add the gradients to the sharded parameters."""
 
     def finish(self, left: Sequence[Unit]) -> None:
-        """All gradients are there: updates the units that are left, and waits for all updates."""
+        """Updates the units that are left when all gradients have come, and waits for all updates."""
 
     def abandon(self, left: Sequence[Unit]) -> None:
-        """The backward has failed: waits for what was begun, and drops other units' gradients."""
+        """Waits, after a failed backward, for updates in progress, and drops other units' gradients."""
 
 
 class StepState:
-    """State of the step of a tree of units, which its units read; its schedule writes it.
+    """State of the running step of a tree of units: written by its schedule, read by its units.
 
     Attributes:
         root: The unit whose forward is outermost.
-        iteration: Outermost forwards that have begun.
+        iteration: Number of outermost forwards that have begun.
         syncs: Whether gradients are reduced: not under `no_sync`.
-        sums_over_replicas: Whether they are summed over the replicas as well, where units do not defer that.
+        sums_over_replicas: Whether reduced gradients are summed over the replicas, unless a unit defers it.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -147,36 +144,36 @@ class Unit:
     """A wrapped module with the parameters that it owns.
 
     Args:
-        module: The module that the front-end made a unit.
+        module: The wrapped module.
         handle: Owner of its parameters; None where it owns none.
-        options: How to schedule it.
+        options: Settings.
         left: Tied parameters of the module that a unit above owns.
-        lenders: Owners of parameters that the module uses as well; they run whenever this unit does. Of its
-            own parameters those that lie on other meshes than this unit's.
-        buffers: The casts of its buffers.
-        parts: The modules of which each has a forward of its own, where `module` only holds them together.
-        initial: Returns a line per parameter of the values that it began with; None if they are not known.
+        lenders: Units that own parameters of the module too, such as its units over other meshes; they run
+            whenever this unit does.
+        buffers: Casts of its buffers.
+        parts: Modules with a forward each, where `module` only groups them.
+        initial: Describes the initial values, a line per parameter; None if they are unknown.
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
 
     Attributes:
-        running: Forward calls in progress.
-        forwards: Those that a backward may follow, since the last backward; not recomputations.
-        updater: What updates it while backwards go on, if anything does.
+        running: Number of forward calls in progress.
+        forwards: Number of forward calls since the last backward that a backward may follow, without
+            recomputations.
+        updater: Updates the unit during backwards, if given.
         casts: Whether it casts inputs or outputs.
-        schedule: In which it runs; None before its first use.
-        positions: Where it tells other ranks what it does, once it runs in a schedule.
-        arrivals: What it has got of the running backward.
-        hooked: Which of the handle's `hookings` was the last.
-        told_of_own_gradients: Whether a warning told that a graph leads to sharded parameters themselves.
+        schedule: State of its tree's step; None before its first use.
+        positions: Log of its collectives for other ranks, once it has joined a schedule.
+        arrivals: Gradients that have come in the running backward.
+        hooked: The handle's `hookings` when leaves were hooked last.
+        told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
-        mesh_label: Name of its mesh, where the module has units over several; empty for the first.
         to_keep: Segments of the tree whose full parameters are kept, within the budget, when units reshard.
-        frozen_to_keep: Those of them that are kept after a backward too: optimizers do not change them.
+        frozen_to_keep: The segments of `to_keep` that no optimizer changes: kept after a backward too.
     """
 
     positions: UnitPositions
     lenders: Sequence[Unit] = ()
-    mesh_label = ""  # these two also of one that a deep copy has yet to make
+    mesh_label = ""  # class defaults, for a deep copy that is being made
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class Unit:
         mesh_label: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
-        self._keeps = module if parts else None  # for what holds parts together is held by nobody else
+        self._keeps = module if parts else None  # a group of parts has no other owner
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
@@ -221,100 +218,89 @@ class Unit:
 
     @property
     def module(self) -> nn.Module:
-        """The module that the front-end made a unit, which holds the unit. Graphs keep it, by their calls."""
+        """The wrapped module. It owns the unit; graphs keep it alive by their `ForwardCall`s."""
         module = self._module()
         assert module is not None
         return module
 
     @property
     def gone(self) -> bool:
-        """Whether its module has gone."""
+        """Whether its module was garbage-collected."""
         return self._module() is None
 
     @property
     def trains(self) -> bool:
-        """Whether its module is there, and in training mode."""
+        """Whether its module is alive and in training mode."""
         module = self._module()
         return module is not None and module.training
 
     def moves_to(self, module: nn.Module) -> None:
-        """Lets another module hold the unit: a wrapper."""
+        """Makes another module, a wrapper, the owner of the unit."""
         self._module = weakref.ref(module, self._dissolve)
 
     @property
     def keeps_module(self) -> bool:
-        """Whether it keeps its module, since other units use its parameters."""
+        """Whether it keeps its module alive, since other units use its parameters."""
         return self._keeps is not None
 
     def lend(self) -> None:
-        """Lets other units, which may outlive its module, use its parameters."""
+        """Keeps the module alive for other units, which use its parameters and may outlive it."""
         self._keeps = self.module
 
     def _dissolve(self, _: object) -> None:
-        """Lets go of everything when the module has gone: the units of a tree know each other."""
+        """Drops all references when the module has gone: the units of a tree reference each other."""
         self.handle = self.initial = None
         self._hooked.clear()
         self._own_gradients = []
 
     @property
     def over_all_meshes(self) -> tuple[Unit, ...]:
-        """The units of the module that was sharded: this one first, then those over other meshes."""
+        """All units of the module: this one first, then its units over other meshes."""
         over_others = [unit for unit in self.lenders if unit.mesh_label]
         return self, *(unit for unit in over_others if unit._module() is self._module())
 
     @property
     def name(self) -> str:
-        """The unit as messages name it."""
+        """The unit's name in messages."""
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
         if self.fqn != self.mesh_label:
             return f"unit '{self.fqn}'"
         return f"the root unit ({type(wrapped).__name__}){self.mesh_label and f' {self.mesh_label}'}"
 
     def name_of(self, param: str) -> str:
-        """Returns the name below the root of a parameter that is given by its name within the unit."""
+        """Returns a parameter's name relative to the root, from its name relative to the unit."""
         prefix = self.fqn.split(", ")[0].removesuffix(self.mesh_label).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
     def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
-        """Makes this a unit of `schedule`, under its name relative to the root.
-
-        Args:
-            schedule: The schedule.
-            fqn: The name.
-            tell: Makes that by which it tells other ranks what it does.
-        """
+        """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
         self.schedule = schedule
         self.to_keep = self.frozen_to_keep = ()
         self.fqn = fqn
         self.positions = tell(self)
 
     def leave(self) -> None:
-        """Takes it out of its schedule; it joins one again when it is used."""
+        """Leaves its schedule; the next use joins one again."""
         self.schedule = None
 
     def nest(self, fqn: str) -> None:
-        """Notes that another unit encloses this one, under its name there."""
+        """Notes that another unit encloses this one, and its name there."""
         self.nested = True
         self.fqn = fqn
 
     def set(self, **options: Any) -> None:
-        """Schedules it differently from now on."""
+        """Changes options."""
         self.options = replace(self.options, **options)
         self.casts = self.options.casts != NO_CASTS
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Decides whether the full parameters are freed after forward, as the root as well."""
+        """Sets whether the full parameters are freed after forward, also of a root unit."""
         self.set(reshard_after_forward=reshard, keeps_as_root=not reshard, reshards_within=None)
 
     # communication
 
     def unshard(self, phase: Phase) -> None:
-        """Makes the leaves usable: gathers unless that was done ahead, and waits for the gather.
-
-        Raises:
-            RuntimeError: If the parameters are in the user's hands or in a state dict's.
-            ValueError: If they have no values.
-        """
+        """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
         handle = self.handle
         assert handle is not None and self.schedule is not None
         if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
@@ -329,11 +315,7 @@ class Unit:
                 self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
-        """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already.
-
-        Raises:
-            NoValuesError: If parameters are on the meta device.
-        """
+        """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
         handle = self.handle
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
@@ -356,7 +338,7 @@ class Unit:
         return True
 
     def _reuse(self, handle: ParamHandle, phase: Phase) -> int:
-        """Returns the bytes of the kept segments whose values are still those of the shards."""
+        """Returns the bytes of the kept segments that are up to date, and drops the others."""
         self.drop_outdated(phase)
         kept = handle.kept_nbytes
         if kept:
@@ -364,20 +346,14 @@ class Unit:
         return kept
 
     def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
-        """Takes part in the batched gather of several units; this one is sharded.
-
-        Args:
-            share: The unit's share of it.
-            phase: Where in the iteration this is.
-            together: Names of the units.
-        """
+        """Gathers a sharded unit by its share of a batched gather of the units named `together`."""
         handle = self.handle
         assert handle is not None
         handle.gather(self._lasts(phase), share)
         self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
     def _lasts(self, phase: Phase) -> bool:
-        """Whether a later iteration may take over the full parameters that are gathered now."""
+        """Whether a later iteration may reuse the full parameters that are gathered now."""
         options, schedule = self.options, self.schedule
         if phase is Phase.IDLE or self.to_keep or schedule is None or not schedule.syncs:
             return True
@@ -386,7 +362,7 @@ class Unit:
         return options.keeps_as_root and not self.nested
 
     def drop_outdated(self, phase: Phase) -> None:
-        """Frees kept segments that may have other values than the shards by now."""
+        """Frees kept segments whose shards may have changed since."""
         assert self.handle is not None
         freed = self.handle.drop_outdated()
         if freed:
@@ -395,15 +371,15 @@ class Unit:
     def reshard(
         self, phase: Phase, within: Communicator | None = None, keep: Collection[Segment] = ()
     ) -> None:
-        """Frees the full parameters, unless a forward that is running needs them.
+        """Frees the full parameters, unless a running forward needs them.
 
         Args:
-            phase: Where in the iteration this is.
-            within: Ranks that keep the full parameters between them.
+            phase: Phase of the iteration.
+            within: Ranks that share the full parameters until they are needed again.
             keep: Segments, of any units, whose full parameters this rank keeps.
         """
         handle = self.handle
-        # A backward may run inside a forward, which still needs its leaves.
+        # A backward inside a forward must leave it the leaves.
         if handle is None or self.running > (phase is Phase.FORWARD):
             return
         if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
@@ -420,14 +396,14 @@ class Unit:
 
     @property
     def defers(self) -> bool:
-        """Whether its reduced gradients are summed over the replicas only with a later reduction."""
+        """Whether the sum over the replicas waits for a later reduction."""
         handle, schedule = self.handle, self.schedule
         if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
             return False
         return handle is not None and handle.replicas.size > 1
 
     def reduce(self, phase: Phase) -> None:
-        """Issues the reduction of the gradients; none may be in flight."""
+        """Issues the reduction of the gradients; no other of the unit may be in flight."""
         handle = self.handle
         assert handle is not None and self.schedule is not None
         defers = self.defers
@@ -438,13 +414,13 @@ class Unit:
         self.tell(EventKind.REDUCE, phase, span.nbytes)
 
     def finish_reduction(self) -> None:
-        """Waits for the reduction in flight, if any, and hands on its result."""
+        """Waits for the reduction in flight, if any, and takes its result."""
         handle = self.handle
         if handle is None or handle.reduction is None:
             return
         with self.span(SpanKind.AWAIT_REDUCTION, None):
             handle.finish_reduction()
-        if self.positions.reductions and not handle.has_own_reduction:  # which may have waited for nobody
+        if self.positions.reductions and not handle.has_own_reduction:  # a custom one may not wait for peers
             self.positions.reduced()
 
     # observers
@@ -452,20 +428,13 @@ class Unit:
     def span(
         self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()
     ) -> Span | NoSpan:
-        """Returns the span, as a context, of something that the runtime does for the unit.
-
-        Args:
-            kind: Its kind.
-            phase: Where in the iteration this is.
-            nbytes: Bytes of the buffers concerned.
-            units: All units of a batched collective, this one first; none where it travels alone.
-        """
+        """Returns a span as a context; `units` are those of a batched collective, this one first."""
         if not step_watchers:
             return NO_SPAN
         return Span(kind, self.fqn, phase, units or (self,), nbytes, tuple([unit.fqn for unit in units]))
 
     def tell(self, kind: EventKind, phase: Phase, nbytes: int = 0, together: tuple[str, ...] = ()) -> None:
-        """Tells observers of an event, and watchers how many more bytes of full parameters are held."""
+        """Tells observers of an event, and watchers the change of the bytes of full parameters."""
         if step_watchers and kind in (EventKind.UNSHARD, EventKind.RESHARD):
             grown = nbytes if kind is EventKind.UNSHARD else -nbytes
             for watcher in step_watchers:
@@ -488,12 +457,12 @@ class Unit:
     # forward
 
     def hold(self) -> None:
-        """Notes that the next iteration takes over its full parameters, unless they change."""
+        """Lets the next iteration reuse the full parameters, unless they change."""
         self._held = True
 
     @property
     def survives(self) -> bool:
-        """Whether a new iteration takes over all of its full parameters, whatever may stay of others."""
+        """Whether the next iteration reuses all of its full parameters."""
         handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
         if not wanted or handle is None or not handle.is_current:
             return False
@@ -501,27 +470,23 @@ class Unit:
 
     @property
     def leaves_mixed_precision(self) -> bool:
-        """Whether a forward that begins now leaves out the unit's mixed precision."""
+        """Whether a forward that begins now runs without the unit's mixed precision."""
         options = self.options
         if not options.full_in_eval or (self.module._modules.get(WRAPPED_ATTR) or self.module).training:
             return False
         if self.handle is None:
-            return not options.casts.restores_outputs  # those are to full precision
+            return not options.casts.restores_outputs  # casts that restore outputs cast to full precision
         return self.handle.mixes
 
     def show_buffers(self) -> None:
-        """Lets the modules compute with buffers in the dtype of a forward that begins now."""
+        """Shows the modules their buffers in the dtype of a forward that begins now."""
         if self.leaves_mixed_precision:
             self.buffers.show_original()
         else:
             self.buffers.show_cast()
 
     def follow_mode(self) -> None:
-        """Lets a sharded unit compute in the precision that its module's mode asks for.
-
-        Raises:
-            RuntimeError: If that changes while gradients in the former precision wait for a backward.
-        """
+        """Switches a sharded unit to its module mode's precision; raises while gradients accumulate."""
         in_full, handle = self.leaves_mixed_precision, self.handle
         if handle is None or handle.in_full == in_full:
             return
@@ -534,17 +499,17 @@ class Unit:
         handle.compute_in_full(in_full)
 
     def keeps_parameters(self, call: ForwardCall, has_grad_outputs: bool, as_root: bool) -> bool:
-        """Whether its full parameters stay for the backward of a call, after the forward."""
+        """Whether the full parameters stay from a forward call to its backward."""
         if not torch.is_grad_enabled():
             return False
-        if not has_grad_outputs:  # gradients may enter through something that no hook can see
+        if not has_grad_outputs:  # gradients may enter where no hook sees them
             return call.watched > 0 or (self.handle is not None and self.handle.trainable)
         if as_root and self.options.keeps_as_root:
             return self.trains
         return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
-        """Notes that the forward of a part is over; returns whether all have run, and begins anew then."""
+        """Notes that a part has run; returns whether all have, and starts over then."""
         self._to_run.discard(part)
         over = not self._to_run
         if over:
@@ -553,19 +518,15 @@ class Unit:
 
     @property
     def partly_ran(self) -> bool:
-        """Whether some of its parts have run and others not."""
+        """Whether some of its parts have run, but not all."""
         return self._to_run != self.parts
 
     def restart(self) -> None:
-        """Waits for the forwards of all parts again."""
+        """Expects the forwards of all parts again."""
         self._to_run = set(self.parts)
 
     def show_copies(self, copies: Copies | None) -> Copies | None:
-        """Lets the modules compute with copies of the leaves, by segment, or with the leaves again.
-
-        Returns:
-            The copies that they computed with before, if they did.
-        """
+        """Shows the modules copies of the leaves, or the leaves again; returns the copies shown before."""
         before, self._copies = self._copies, copies
         for number, segment in enumerate([] if self.handle is None else self.handle.segments):
             if copies is None:
@@ -575,7 +536,7 @@ class Unit:
         return before
 
     def newly_trainable(self) -> list[nn.Parameter]:
-        """Returns the leaves that need gradients and were not returned before."""
+        """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""
         handle = self.handle
         assert handle is not None
         leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
@@ -589,7 +550,7 @@ class Unit:
 
     @torch.inference_mode(False)
     def watch_own_gradients(self) -> None:
-        """Watches gradients that reach sharded parameters themselves, not by their leaves."""
+        """Hooks the sharded parameters, for graphs that lead to them and not to their leaves."""
         handle, this = self.handle, weakref.ref(self)
         assert handle is not None
         for _, watching in self._own_gradients:
@@ -599,7 +560,7 @@ class Unit:
             sources = {source: index for index, source in enumerate(segment.layout.sources)}
             for source, index in sources.items():
                 if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
-                    node = get_gradient_edge(source).node  # which only a graph would keep
+                    node = get_gradient_edge(source).node  # kept alive by `_own_gradients`
                     watching = node.register_prehook(partial(_on_own_gradient, this, segment, index))
                     self._own_gradients.append((node, watching))
 
@@ -614,15 +575,15 @@ class Unit:
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def end_backward(self, phase: Phase) -> None:
-        """Notes that its backward is over, if one was running."""
+        """Notes the end of its backward, if one was running."""
         if self.arrivals.end():
             self.tell_left(Computing.BACKWARD)
             self.tell(EventKind.POST_BACKWARD, phase)
 
     def end_unsharded(self, phase: Phase) -> None:
-        """Reshards where a backward has ended, or shows the sharded parameters at least.
+        """Reshards after a backward, or shows the sharded parameters at least.
 
-        Under `no_sync` the next forward takes over what has stayed from forward to backward.
+        Under `no_sync` a unit that is not resharded after forward stays full for the next forward.
         """
         options, schedule = self.options, self.schedule
         accumulates = schedule is not None and not schedule.syncs
@@ -637,43 +598,43 @@ class Unit:
 
     @property
     def reached(self) -> bool:
-        """Whether the running backward of the tree has reached the unit and not left it."""
+        """Whether the tree's running backward has reached the unit and not left it."""
         return self.arrivals.progress is Progress.RUNNING
 
 
 class ForwardCall:
-    """One forward call of a unit whose backward may follow."""
+    """A unit's forward call whose backward may follow."""
 
     def __init__(self, unit: Unit, part: nn.Module | None = None) -> None:
         self.unit = unit
-        self._module = unit._module()  # which a graph keeps
+        self._module = unit._module()  # keeps the module alive as long as a graph
         self.part = part
         self.watched = 0
-        """How many of its inputs report when their gradients are done."""
+        """Number of inputs whose gradients are watched."""
         self.task = -1
-        """The graph task in which its backward is open."""
+        """Graph task of its running backward; -1 for none."""
         self._awaited = 0
         handle = unit.handle
         self.values = 0 if handle is None else handle.values
-        """How often the leaves had got other values before those that it computes with."""
+        """The handle's `values` in the forward: the version of the leaves it computes with."""
         self.written = [] if handle is None else handle.written
-        """What the layouts said when these were gathered."""
+        """The handle's `written` in the forward."""
         self._generation = 0 if handle is None else handle.generation
 
     @property
     def converted(self) -> bool:
-        """Whether the leaves it computed with have been replaced by others of another dtype."""
+        """Whether the leaves have been replaced since, by others of another dtype."""
         handle = self.unit.handle
         return handle is not None and self._generation != handle.generation
 
     def open(self, task: int, inputs: list[Node]) -> None:
-        """Begins its backward in a graph task."""
+        """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
         self.task = task
         self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
         self.unit.arrivals.open_calls += self.watched > 0
 
     def input_done(self) -> bool:
-        """Notes that an input's gradient is done; returns whether no call of the unit awaits any more."""
+        """Notes that an input's gradient is done; returns whether it was the last that the unit awaited."""
         self._awaited -= 1
         if self._awaited:
             return False
@@ -685,10 +646,10 @@ class ForwardCall:
 def _on_own_gradient(
     reference: weakref.ref[Unit], segment: Segment, index: int, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[None] | None:
-    """Acts where a graph leads to a sharded parameter itself.
+    """Handles a gradient that reaches a sharded parameter itself.
 
-    If every rank has the whole, the gradient goes to the leaf, and is averaged with the others. Of a part it
-    is taken as it is, with a warning: nobody knows here whether ranks computed the same.
+    Where every rank has the whole parameter, the gradient goes to the leaf and is averaged. The gradient of a
+    shard is taken as it is, with a warning: whether ranks computed the same is unknown here.
     """
     unit, layout = reference(), segment.layout
     if unit is None or grads[0] is None:
@@ -734,15 +695,12 @@ def _will_run(nodes: Iterable[Node]) -> int:
     """Counts the nodes that the running backward will execute."""
     try:
         return sum(will_execute(node) for node in nodes)
-    except RuntimeError:  # leaves captured by torch.autograd.grad: they are not executed
+    except RuntimeError:  # leaves captured by torch.autograd.grad are not executed
         return 0
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
-    """Returns the units at and below `module` by name, parents before children.
-
-    Where a module has several, over several meshes, the first has the module's name.
-    """
+    """Returns the units at and below `module` by name, parents first; the mesh label is part of the name."""
     return {
         f"{clean_fqn(name)} {unit.mesh_label}".strip(): unit
         for name, child in walk(module)
