@@ -45,8 +45,9 @@ def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def make_copyable(entries: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Lets `copy.deepcopy` copy the `DTensor`s of these names in a state dict."""
     for name in names:
-        if not isinstance(entries[name], nn.Parameter):
-            entries[name] = copyable(entries[name])
+        entry = entries[name]
+        if isinstance(entry, DTensor) and not isinstance(entry, nn.Parameter) and entry.storage_offset():
+            entries[name] = copyable(entry)
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
