@@ -62,7 +62,7 @@ class FSDPModule(nn.Module):
     # parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module`; after a backward that raised, it first resets the units to sharded."""
+        """Yields names and parameters; first ends a backward that raised, so that they are sharded."""
         unit: Unit | None = self.__dict__.get(UNIT_ATTR)
         if unit is not None and unit.schedule is not None:
             schedule_of(unit).end_failed_backward()
@@ -199,9 +199,9 @@ class FSDPModule(nn.Module):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the backwards since the last call: issues remaining reductions, reshards, and waits.
 
-        Gradients must not be read or cleared before. Of several backwards, those before the last may run
-        after `set_requires_gradient_sync(False)`, but it must be on again when this is called. Before the
-        first forward this does nothing.
+        Gradients must not be read or cleared before. All backwards but the last may run after
+        `set_requires_gradient_sync(False)`, but it must be on again when this is called. Before the first
+        forward this does nothing.
 
         Args:
             async_op: Return a handle at once; no forward may begin before its `wait`.
@@ -421,7 +421,7 @@ class FSDPModule(nn.Module):
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.nn.Module`, with `DTensor`s.
+        """Returns the state dict of `torch.nn.Module`, with `DTensor`s.
 
         Raises:
             ReplacedError: If a sharded parameter was removed or replaced.

@@ -29,8 +29,8 @@ def register_forward_method(
     """Makes a method of a wrapped module run as its forward does: with full parameters and gradients.
 
     Users may call the method on the wrapper or on the wrapped module. Units inside are unsharded when their
-    own forward, or registered method, runs. As with forward, every rank must make the call, and inner units
-    must run equally often on all ranks.
+    own forward, or registered method, runs. Every rank must make the call, and inner units must run
+    equally often on all ranks, as with forward.
 
     If gradients are enabled but no result needs one, the unit's full parameters stay until its next forward,
     since the method may have kept a graph elsewhere. Under `torch.no_grad()` they are freed at once.

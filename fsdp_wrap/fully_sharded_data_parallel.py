@@ -486,17 +486,17 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        """Yields names and parameters; inside `summon_full_params` names carry no wrapper prefixes."""
         if self._unit.schedule is not None:
             schedule_of(self._unit).end_failed_backward()
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        """Yields names and buffers; inside `summon_full_params` names carry no wrapper prefixes."""
         return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes.
+        """Yields names and modules; inside `summon_full_params` names carry no wrapper prefixes.
 
         A wrapper and its wrapped module then have the same name.
         """
