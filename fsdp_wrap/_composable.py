@@ -1,4 +1,4 @@
-"""The common part of `fully_shard` and `replicate`: units made of modules in place, with `DTensor`s."""
+"""The common part of `fully_shard` and `replicate`: makes units of modules in place, with `DTensor`s."""
 
 from __future__ import annotations
 
@@ -46,48 +46,40 @@ from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
 OWN_DTYPES = MixedPrecisionPolicy()
 ON_DEVICE = OffloadPolicy()
-"""The defaults of both functions."""
+"""Default policies of both functions."""
 
 
 class Location(NamedTuple):
-    """The placement of a parameter: its mesh, and the dimension along which it is sharded there."""
+    """The location of a parameter: its mesh, and the dimension to shard it along."""
 
     over: DataMesh
     dim: int
 
 
 def _nobody(over: DataMesh) -> Communicator | None:
-    """Returns None: no ranks keep full parameters between them."""
+    """Returns None, the default of `kept_within`."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """The arguments of one call of `fully_shard` or `replicate`, checked.
+    """The checked arguments of one call of `fully_shard` or `replicate`."""
 
-    Attributes:
-        by: Name of the called function, for messages.
-        kind: The class that the modules get.
-        data: The default mesh of parameters.
-        location_of: Checks a parameter and returns its placement, aligned by `alignment`.
-        kept_within: Returns the ranks that keep full parameters between them, of those over one mesh.
-    """
-
-    by: str
+    by: str  # name of the called function, for messages
     kind: type[FSDPModule]
-    data: DataMesh
-    location_of: Callable[[ParamSlot], Location]
+    data: DataMesh  # the default mesh of parameters
+    location_of: Callable[[ParamSlot], Location]  # also checks the parameter and aligns its shards
     mp_policy: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None
     options: UnitOptions
-    kept_within: Callable[[DataMesh], Communicator | None] = _nobody
+    kept_within: Callable[[DataMesh], Communicator | None] = _nobody  # ranks that keep parameters unsharded
     shared_memory: bool = True
     alignment: ShardAlignment | None = None
 
 
 def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
-    """Makes a unit of `module`, the user's argument, in place; each of `parts` has a forward of its own."""
+    """Makes a unit of the user's module or list in place; `parts` are the modules with a forward."""
     adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))
@@ -125,7 +117,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
 
 
 def outermost(modules: Any, by: str) -> list[nn.Module]:
-    """Checks the user's modules for the function named `by`; returns those that no other one encloses."""
+    """Checks the user's modules for the function named `by`; returns the outermost ones."""
     modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
@@ -162,24 +154,24 @@ def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | N
 
 
 def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
-    """Checks the types and values of arguments that torch does not have."""
+    """Checks the arguments that torch does not have."""
     check_flag("shared_memory", shared_memory)
     check_nbytes("travel_together_bytes", travel_together_bytes)
     check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
 
 
 def check_mesh(mesh: Any, dims: Any) -> None:
-    """Checks the types of both, and that this rank is part of the mesh."""
+    """Checks the types of both arguments, and that this rank is in the mesh."""
     check_kind("dp_mesh_dims", dims, DataParallelMeshDims)
     if not isinstance(mesh, DeviceMesh):
-        ranks_of(mesh)  # which refuses it
+        ranks_of(mesh)  # raises the error
 
 
-# what a unit is made of
+# the parts of a unit
 
 
 def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
-    """Returns the modules and parameters that users and torch's `replicate()` keep for themselves."""
+    """Returns the user's ignored parameters, and the modules and parameters of torch's `replicate()`."""
     replicated = find_replicated(modules)
     theirs = (param for module in replicated for param in module.parameters(recurse=False))
     return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
@@ -188,7 +180,7 @@ def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None
 def _makes_layouts(
     over: DataMesh, locations: Mapping[nn.Parameter, Location], wanted: Composition
 ) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
-    """Returns a function that makes the layout of one segment of parameters on one mesh."""
+    """Returns a function that makes the layout of a segment on one mesh."""
     options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment, **_on_host(wanted.offload)}
 
     def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
@@ -214,7 +206,7 @@ def _casts(policy: MixedPrecisionPolicy) -> InputCasts:
 
 
 def _offload_state(slots: Iterable[ParamSlot], offload: CPUOffloadPolicy | None) -> None:
-    """Marks parameters whose optimizer state alone is offloaded; their shards take over the mark."""
+    """Marks parameters whose optimizer state alone is offloaded; their shards inherit the mark."""
     if offload is not None and offload.only_state:
         offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
 
@@ -229,7 +221,7 @@ def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[
 
 
 def without_dimensions(slot: ParamSlot) -> ValueError:
-    """Returns the error of a 0-d parameter."""
+    """Returns the error about a 0-d parameter."""
     return ValueError(
         f"parameter '{slot.fqn}' has no dimension: give it the shape (1,), or pass it in ignored_params"
     )

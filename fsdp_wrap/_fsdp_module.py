@@ -1,4 +1,4 @@
-"""`FSDPModule`: the methods of a module to which `fully_shard` was applied."""
+"""`FSDPModule`: the methods of a module after `fully_shard` or `replicate`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _Self = TypeVar("_Self", bound="FSDPModule")
 
 
 class FSDPModule(nn.Module):
-    """A module to which `fully_shard` was applied: an instance of a subclass of its class, run as a unit.
+    """A module after `fully_shard`: an instance of a subclass of its former class, run as a unit.
 
-    While the unit is sharded, as outside of its forward and backward, `parameters()` are `DTensor`s.
+    Outside of the unit's forward and backward the unit is sharded, and `parameters()` are `DTensor`s.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an instance of the original class, as containers do when they are sliced."""
+        """Makes an instance of the original class, as a sliced container asks for."""
         return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,31 +52,32 @@ class FSDPModule(nn.Module):
         return run_forward(_unit_of(self), call, args, kwargs, self)
 
     def register_forward_method(self, method_name: str) -> None:
-        """Lets a method such as `generate` run as forward does; see `fsdp_wrap.forward_methods`.
+        """Makes a method such as `generate` run with full parameters; see `fsdp_wrap.forward_methods`.
 
         Raises:
-            ValueError: If there is no such method, or it cannot run so.
+            ValueError: If there is no such method, or it cannot run as a forward.
         """
         register_forward_method(self, self, method_name, self._run_as_forward)
 
     # parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module`; after a backward that raised, the sharded parameters are there again."""
+        """Yields names and parameters; first ends a backward that raised, so that they are sharded."""
         unit: Unit | None = self.__dict__.get(UNIT_ATTR)
         if unit is not None and unit.schedule is not None:
             schedule_of(unit).end_failed_backward()
         return super().named_parameters(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters, and lets the modules show them until it is resharded.
+        """Gathers this unit's parameters, and makes the modules show them until it is resharded.
 
-        The next forward takes them over, unless an optimizer has changed the sharded ones since. Between a
-        forward and its backward they are what the forward computed with: `torch.autograd.grad(loss,
-        layer.weight)` gives this rank's own gradient then, and knows nothing of a sharded parameter.
+        The next forward uses them, unless an optimizer has changed the sharded parameters since. Between a
+        forward and its backward the full parameters are in the graph of the forward. Then
+        `torch.autograd.grad(loss, layer.weight)` gives this rank's own gradient. Sharded parameters are in no
+        graph.
 
         Args:
-            async_op: Return at once; the handle's `wait`, or the forward, waits.
+            async_op: Return a handle at once; its `wait`, or the forward, waits for the gather.
         """
         units = _unit_of(self).over_all_meshes
         for unit in units:
@@ -88,15 +89,15 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Frees this unit's full parameters; the modules show the sharded ones."""
+        """Frees this unit's full parameters; the modules show the sharded parameters."""
         for unit in _unit_of(self).over_all_meshes:
             schedule_of(unit).reshard(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Decides whether full parameters are freed between forward and backward, as the root as well.
+        """Sets whether full parameters are freed between forward and backward, also of the root.
 
         Raises:
-            ValueError: If it is not a bool.
+            ValueError: If `reshard_after_forward` is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, and is {reshard_after_forward!r}")
@@ -104,53 +105,53 @@ class FSDPModule(nn.Module):
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Decides whether full parameters are freed after backward.
+        """Sets whether full parameters are freed after backward.
 
-        If not, the next forward takes them over, unless an optimizer has changed the sharded ones since.
+        If not, the next forward uses them, unless an optimizer has changed the sharded parameters since.
         """
         self._set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Decides whether the memory of full parameters stays where it is while they are sharded.
+        """Sets whether the memory of full parameters stays allocated while they are sharded.
 
-        Each unsharding gathers anew, into the same memory. It is taken at the first.
+        The first unshard allocates it. Each later one gathers into the same memory.
         """
         for unit in self._units(recurse):
             if unit.handle is not None:
                 unit.handle.keep_storage(keep)
 
     def set_keep_unsharded_bytes(self, nbytes: int, *, recurse: bool = True) -> None:
-        """Decides from the next forward on how many bytes of full parameters may stay; all ranks alike.
+        """Sets, from the next forward on, how many bytes of full parameters each rank may keep after use.
 
-        They stay on each rank after their use, beside what is in use, and are not gathered again as long as
-        their values do not change. A unit's stay where, with them, no more than its budget does in the whole
-        tree. What stays is chosen by what all ranks know: frozen parameters before others, small ones before
-        large ones. It is gathered again when it may have changed: after a step of any optimizer in the
-        process (not if it is frozen), a load, a write to the parameters, another precision,
-        `requires_grad_`, a state dict, `reshard`, a backward that failed. Ranks must do all this alike:
-        where one alone steps an optimizer of another model, the others wait for it in vain. Writes through
-        `.data` are not seen, save on the CPU, where a sample is compared and an error names the unit.
+        The budget does not count parameters in use. A unit's parameters are kept only if the kept parameters
+        of the whole tree then fit in the unit's budget. All ranks choose the same parameters: frozen ones
+        before others, small ones before large ones. Kept parameters are gathered again when they may have
+        changed: after a step of any optimizer in the process (not frozen ones), a load, a write to the
+        parameters, a change of precision, `requires_grad_`, a state dict, `reshard`, or a failed backward.
+        Ranks must do all of these alike: if one rank alone steps an optimizer of another model, the gathers
+        no longer match, and ranks wait forever. Writes through `.data` are not detected, except on the CPU:
+        there a sample is compared, and an error names the unit.
 
         Args:
-            nbytes: The budget; 0 lets nothing stay, and frees what does.
-            recurse: For the units below as well.
+            nbytes: The budget, the same on all ranks; 0 frees all kept parameters.
+            recurse: Also set the budget of the units below.
 
         Raises:
             NotIdleError: Inside a forward or backward.
-            TypeError: If it is no int.
-            ValueError: If it is negative.
+            TypeError: If `nbytes` is no int.
+            ValueError: If `nbytes` is negative.
         """
         set_stay_bytes(self._units(recurse), nbytes)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Decides whether backward gathers this unit's parameters: an embedding's backward needs none.
+        """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
 
-        A backward that needs them and does not get them may crash the process.
+        A backward that needs parameters which were not gathered may crash the process.
         """
         self._set(False, unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Lets this unit's forward issue the all-gathers of other units.
+        """Makes this unit's forward issue the all-gathers of other units.
 
         Raises:
             ValueError: If a module is no `FSDPModule`.
@@ -158,7 +159,7 @@ class FSDPModule(nn.Module):
         self._set(False, forward_targets=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Lets this unit's backward issue the all-gathers of other units, not of the expected next one.
+        """Makes this unit's backward issue the all-gathers of these units instead of the expected next one.
 
         Raises:
             ValueError: If a module is no `FSDPModule`.
@@ -166,22 +167,22 @@ class FSDPModule(nn.Module):
         self._set(False, backward_targets=_units_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Lets the next iteration begin after an event, such as of an optimizer's step on another stream."""
+        """Makes the next iteration wait for an event, such as an optimizer's step on another stream."""
         self._schedule.wait_for(event)
 
     # gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Decides whether a backward ends with waiting for the last reduction, or leaves that to the next."""
+        """Sets whether a backward waits for its last reduction, or leaves the wait to the next backward."""
         self._schedule.ending.set_last(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Decides whether `finalize_backward`, instead of each backward, waits for the last reduction.
+        """Sets whether `finalize_backward`, instead of each backward, waits for the last reduction.
 
-        Then `set_is_last_backward` has no effect.
+        If so, `set_is_last_backward` has no effect.
 
         Raises:
-            RuntimeError: If another unit encloses this one, or a backward has begun that nobody has ended.
+            RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
         """
         self._refuse_below_root("set_manual_backward_finalization()")
         self._schedule.ending.set_manual(enabled)
@@ -196,18 +197,18 @@ class FSDPModule(nn.Module):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Ends the backwards since the last call: reduces what they left, reshards, and waits for gradients.
+        """Ends the backwards since the last call: issues remaining reductions, reshards, and waits.
 
-        Gradients must not be read or cleared before. Of several backwards, those before the last may run
-        without `set_requires_gradient_sync`, which must be on again by now. Before the first forward nothing
-        is done.
+        Gradients must not be read or cleared before. All backwards but the last may run after
+        `set_requires_gradient_sync(False)`, but it must be on again when this is called. Before the first
+        forward this does nothing.
 
         Args:
-            async_op: Return at once a handle that waits; no forward may begin before it has.
+            async_op: Return a handle at once; no forward may begin before its `wait`.
 
         Raises:
             RuntimeError: If another unit encloses this one, `set_manual_backward_finalization` is off, a
-                backward is running, the last handle has not waited, or gradients were to be summed over a
+                backward is running, the last handle has not waited, or gradients would stay summed over a
                 part of the ranks only.
         """
         self._refuse_below_root("finalize_backward()")
@@ -219,19 +220,20 @@ class FSDPModule(nn.Module):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Decides whether gradients are reduced, or kept in full for a later backward.
+        """Sets whether gradients are reduced, or accumulated unsharded for a later backward.
 
-        Meanwhile `.grad` of parameters without one are zeros: `zero_grad` forgets what was kept.
+        While gradients accumulate, parameters without a `.grad` get zeros as their gradient. `zero_grad`
+        drops the accumulated gradients.
         """
         self._set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Decides whether reduced gradients are summed over the replicas, or kept for a later backward.
+        """Sets whether reduced gradients are summed over the replicas, or kept for a later backward.
 
-        Meanwhile each rank holds its shard of the sums over its copy, which is no `.grad` yet: optimizers
-        refuse to step, and `zero_grad` forgets it. The smallest parameter of a unit and dtype has zeros for
-        a gradient then, which tell of `zero_grad`. Without replicas nothing changes. The first backward with
-        `True` again sums all, also of units that it does not reach.
+        Until the sum, each rank holds its shard of the sums over its copy, but not as `.grad`: optimizers
+        refuse to step, and `zero_grad` drops the sums. To detect `zero_grad`, the smallest parameter of each
+        unit and dtype has zeros as its gradient. Without replicas this has no effect. The first backward
+        after `True` sums all gradients, also of units that it does not reach.
 
         Raises:
             NotIdleError: Inside a backward.
@@ -244,9 +246,9 @@ class FSDPModule(nn.Module):
         self._set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides summed gradients of this unit by a number, instead of by that of the ranks.
+        """Sets the divisor of this unit's summed gradients, by default the number of ranks.
 
-        That of all its parameters, whatever meshes they lie on.
+        It holds for all parameters of the unit, on every mesh.
         """
         for unit in _unit_of(self).over_all_meshes:
             if unit.handle is not None:
@@ -259,13 +261,14 @@ class FSDPModule(nn.Module):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """Calls a hook with this rank's part of each reduction of this unit, averaged, which it may change.
+        """Sets a hook that is called with this rank's averaged gradients after each reduction of this unit.
 
-        It may, say, average over further ranks. It gets one 1-D tensor for each dtype in the unit.
+        The hook may change them in place, for example average them over further ranks. It gets one 1-D tensor
+        for each dtype in the unit.
 
         Args:
-            hook: The hook; None for none any more.
-            stream: On which it runs; otherwise on that of the computation.
+            hook: The hook; None removes it.
+            stream: The stream to run the hook on; by default the computation's.
 
         Raises:
             TypeError: If the hook cannot be called.
@@ -277,30 +280,30 @@ class FSDPModule(nn.Module):
     # communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Lets this unit gather its parameters by an object of the user's.
+        """Makes this unit gather its parameters by a user's object.
 
         Args:
-            comm: With the interface of torch's `AllGather`: `allocate(size, *, dtype, device)` returns
-                memory, and `comm(output_tensor, input_tensor, group, async_op)` fills the output from all
-                ranks' inputs and returns a work, or None if it is done.
+            comm: An object with the interface of torch's `AllGather`: `allocate(size, *, dtype, device)`
+                returns memory, and `comm(output_tensor, input_tensor, group, async_op)` fills the output from
+                all ranks' inputs and returns a work, or None if it is done.
 
         Raises:
-            TypeError: If it has not that interface.
-            RuntimeError: If `compress` chose how it gathers.
+            TypeError: If `comm` does not have this interface.
+            RuntimeError: If `compress` has set codecs for this unit.
         """
         self._use_comms(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Lets this unit reduce its gradients by an object of the user's.
+        """Makes this unit reduce its gradients by a user's object.
 
         Args:
-            comm: With the interface of torch's `ReduceScatter`: `allocate(size, *, dtype, device)` returns
-                memory, and `comm(output_tensor, input_tensor, group, op)` writes the output. `op` is
-                `ReduceOp.SUM` always: what comes is divided afterwards.
+            comm: An object with the interface of torch's `ReduceScatter`: `allocate(size, *, dtype, device)`
+                returns memory, and `comm(output_tensor, input_tensor, group, op)` writes the output. `op` is
+                always `ReduceOp.SUM`; the output is divided afterwards.
 
         Raises:
-            TypeError: If it has not that interface.
-            RuntimeError: If `compress` chose how it reduces.
+            TypeError: If `comm` does not have this interface.
+            RuntimeError: If `compress` has set codecs for this unit.
         """
         self._use_comms(reduce_scatter=comm)
 
@@ -311,12 +314,12 @@ class FSDPModule(nn.Module):
                 use_comms(unit.handle, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Decides whether this unit's buffers that travel lie in memory of the process group's own allocator.
+        """Sets whether the process group's own allocator allocates this unit's communication buffers.
 
-        NCCL then sends from where they are. Where the backend has no allocator, nothing changes.
+        NCCL then sends from the buffers without a copy. With a backend without allocator this has no effect.
 
         Raises:
-            RuntimeError: If a custom collective, or `set_symm_mem_for_comm`, has a say in that, or inside a
+            RuntimeError: If a custom collective or `set_symm_mem_for_comm` allocates the buffers, inside a
                 forward or backward, or while gradients wait for a reduction.
         """
         self._schedule.require_idle("choosing the memory for communication")
@@ -324,13 +327,13 @@ class FSDPModule(nn.Module):
             allocate_by_group(unit, enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Lets this unit's buffers that travel lie in NCCL's symmetric memory; collective.
+        """Allocates this unit's communication buffers in NCCL's symmetric memory; collective.
 
-        Copy engines or special kernels may move them then. Both gathers and reductions use it.
+        NCCL may then use copy engines or special kernels. Both gathers and reductions use the memory.
 
         Raises:
-            ValueError: If the backend is another one, or the unit does not communicate by NCCL.
-            RuntimeError: If a custom collective, or the process group's allocator, has a say in that, or
+            ValueError: If `backend` is not "NCCL", or the unit does not communicate by NCCL.
+            RuntimeError: If a custom collective or the process group's allocator allocates the buffers,
                 inside a forward or backward, or while gradients wait for a reduction.
         """
         self._schedule.require_idle("choosing the memory for communication")
@@ -338,10 +341,10 @@ class FSDPModule(nn.Module):
             allocate_symmetric(unit, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Decides whether gradients are reduced in a process group of their own; collective.
+        """Sets whether gradients are reduced in a process group of their own; collective.
 
-        With NCCL they no longer queue behind gathers then. All ranks must call it alike. On the CPU nothing
-        changes: nothing queues there.
+        With NCCL, reductions then no longer queue behind gathers. All ranks must pass the same value. On the
+        CPU this has no effect, since collectives do not queue there.
         """
         self._schedule.require_idle("choosing the process group of reductions")
         for unit in self._units(recurse):
@@ -350,13 +353,13 @@ class FSDPModule(nn.Module):
                 unit.set(reduces_apart=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Decides how many units' gradients may be on their way at once; by default, one unit's.
+        """Sets how many units' reductions may be in flight at once, by default one.
 
-        With more, the computation waits less for reductions that take longer than it, at the cost of memory.
+        More of them let the computation wait less for slow reductions, at the cost of memory.
 
         Raises:
-            TypeError: If the number is no int.
-            ValueError: If it is less than 1.
+            TypeError: If `max_input_buffers` is no int.
+            ValueError: If `max_input_buffers` is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
@@ -365,21 +368,21 @@ class FSDPModule(nn.Module):
         self._set(recurse, most_reducing=max_input_buffers)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: gradients are divided by our own kernels and never reduced by anything but sums."""
+        """Accepted without effect: gradients are always reduced by sums, and divided afterwards."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Decides whether parameters that no rank used get gradients of zeros, or none.
+        """Sets whether parameters that no rank used get gradients of zeros, or None.
 
-        Either way, ranks may use different ones.
+        In both cases different ranks may use different parameters.
         """
         self._set(recurse, counts_unused=reduce_scatter_unused_params)
 
     def reset_iter_state(self) -> None:
-        """Drops what a failed forward or backward left, and gradients that wait for a reduction.
+        """Drops the state of a failed forward or backward, and gradients that wait for a reduction.
 
-        The next outermost forward does this by itself, save for gradients that earlier backwards accumulated.
+        The next outermost forward does the same, but keeps gradients that earlier backwards accumulated.
 
         Raises:
             RuntimeError: If another unit encloses this one.
@@ -407,7 +410,7 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def extra_repr(self) -> str:
-        """As the module's class has it, with the alignment of shards and the bytes that stay unsharded."""
+        """Returns the text of the module's class, with the alignment of shards and the kept bytes."""
         own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
         staying = sum(handle.kept_nbytes for handle in handles if handle is not None)
         stays = f"{staying} bytes stay unsharded" if staying else ""
@@ -418,11 +421,11 @@ class FSDPModule(nn.Module):
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.nn.Module`, with `DTensor`s.
+        """Returns the state dict of `torch.nn.Module`, with `DTensor`s.
 
         Raises:
-            ReplacedError: If something else was put in the place of a sharded parameter.
-            ValueError: If that is no `DTensor` that fits.
+            ReplacedError: If a sharded parameter was removed or replaced.
+            ValueError: If the replacement is no `DTensor` that fits.
         """
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
@@ -440,7 +443,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         super()._load_from_state_dict(*args, **kwargs)
 
-    # what several of the above share
+    # common helpers
 
     @property
     def _schedule(self) -> Schedule:
@@ -458,26 +461,26 @@ class FSDPModule(nn.Module):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted: the units of a process share the queues of communication of their device anyway.
+    """Accepted without effect: all units of a process share the communication queues of their device.
 
     Args:
         modules: Roots, such as the stages of a pipeline.
 
     Raises:
-        ValueError: If one is no `FSDPModule`.
+        ValueError: If a module is no `FSDPModule`.
     """
     for module in modules:
         _unit_of(module)
 
 
 class GradientReductionHandle:
-    """Waits for what `FSDPModule.finalize_backward` has issued."""
+    """The handle of the reductions that `FSDPModule.finalize_backward` has issued."""
 
     def wait(self) -> None:
-        """Waits until the gradients are there.
+        """Waits until the gradients are reduced.
 
         Raises:
-            RuntimeError: If `FSDPModule.reset_iter_state` has dropped them.
+            RuntimeError: If `FSDPModule.reset_iter_state` has dropped the gradients.
         """
 
 
@@ -494,10 +497,10 @@ class _IssuedReduction(GradientReductionHandle):
 
 
 class UnshardHandle:
-    """Waits for what `FSDPModule.unshard` has issued."""
+    """The handle of the gather that `FSDPModule.unshard` has issued."""
 
     def wait(self) -> None:
-        """Lets the modules show the full parameters, for what the caller does next."""
+        """Waits for the gather, and makes the modules show the full parameters."""
 
 
 class _IssuedUnshard(UnshardHandle):
@@ -511,7 +514,7 @@ class _IssuedUnshard(UnshardHandle):
 
 
 def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:
-    """Makes a module part of a unit in place: its class becomes a subclass of its own class and of `kind`."""
+    """Changes a module's class to a subclass of its own class and of `kind`, so that it runs as a unit."""
     module.__dict__[UNIT_ATTR] = unit
     module.__class__ = _class_of(type(module), kind)  # type: ignore[arg-type]  # classes can be hashed
 
@@ -536,7 +539,7 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
 
 
 def _shows_one_kind(handle: ParamHandle) -> bool:
-    """Whether the shown parameters of each segment have one dtype, and all or none of them values."""
+    """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
     kinds = (
         {(param.dtype, param.is_meta) for param in layout.shown() if param is not None}
         for layout in handle.layouts
@@ -545,7 +548,7 @@ def _shows_one_kind(handle: ParamHandle) -> bool:
 
 
 def _format_alignment(layouts: Sequence[Layout]) -> str:
-    """Returns the alignment of parts, and which parameters stay whole for it, for `repr`; "" if none."""
+    """Formats, for `repr`, the alignment of shards and the parameters left unsharded for it; "" if none."""
     aligned = [layout for layout in layouts if layout.alignment is not None]
     if not aligned:
         return ""

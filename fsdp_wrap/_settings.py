@@ -1,4 +1,4 @@
-"""The wrapper's arguments: checked, read, and shown as attributes of what they have set up."""
+"""The wrapper's arguments: `Settings` checks and reads them, `ShowsSettings` shows them as attributes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_S
 
 
 def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Reads the two arguments by which users name what not to shard.
-
-    Warns if `module` itself is to be ignored, which leaves its unit nothing to shard.
-    """
-    if isinstance(ignored_states, Ignored):  # of the unit above, which has resolved it
+    """Returns the ignored modules and parameters of the two arguments; warns if `module` is one of them."""
+    if isinstance(ignored_states, Ignored):  # resolved already, by the unit above
         return ignored_states
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
@@ -77,7 +74,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a wrapper that hold for the units below it as well, under their names, as given."""
+    """The arguments of a wrapper that the units below it inherit, under their names, as given."""
 
     process_group: Any = None
     device_mesh: DeviceMesh | None = None
@@ -98,11 +95,11 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Picks them from the arguments of a wrapper."""
+        """Makes settings of a wrapper's arguments."""
         return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
 
     def mesh(self) -> ShardMesh:
-        """Checks what does not depend on the module, and finds the ranks."""
+        """Checks the arguments that do not depend on the module, and returns the mesh."""
         init = self.param_init_fn
         if init is not None and not callable(init):
             raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {init!r}")
@@ -119,16 +116,16 @@ class Settings:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """How it shards."""
+        """The sharding strategy, by default FULL_SHARD."""
         return self.sharding_strategy or ShardingStrategy.FULL_SHARD
 
     @property
     def policy(self) -> MixedPrecision:
-        """Dtypes of computation and communication."""
+        """The mixed precision, by default without casts."""
         return self.mixed_precision or MixedPrecision()
 
     def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
-        """Returns what makes the layouts of a module's parameters."""
+        """Returns a function that makes the layout of a segment."""
         plain = SliceLayout if self.use_orig_params else FlatParameterLayout
         offload = self.cpu_offload is not None and self.cpu_offload.offload_params
         options: dict[str, Any] = {
@@ -139,14 +136,14 @@ class Settings:
         alignment = ShardAlignment.of(self.shard_alignment)
 
         def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:
-            if is_packable(slots[0].param):  # bytes, and frozen
+            if is_packable(slots[0].param):  # frozen, and sharded as bytes
                 return PackedLayout(slots, communicator, name=name, **options)
             return plain(slots, communicator, name=name, **options, alignment=alignment)
 
         return make_layout
 
     def unit_options(self, module: nn.Module) -> UnitOptions:
-        """Returns how the schedule is to treat the unit made of a module."""
+        """Returns the options of the unit made of a module."""
         return UnitOptions(
             reshard_after_forward=self.strategy in _RESHARD_AFTER_FORWARD,
             backward_prefetch=self.backward_prefetch,
@@ -158,12 +155,12 @@ class Settings:
         )
 
     def kept(self) -> Settings:
-        """Returns what a wrapper keeps of them: not the ranks, since a model must not keep groups alive."""
+        """Returns settings without process groups, which a wrapper must not keep alive."""
         return replace(self, process_group=None, device_mesh=None, param_init_fn=None)
 
 
 class ShowsSettings(nn.Module):
-    """The attributes of `torch.distributed.fsdp.FullyShardedDataParallel`'s instances, to be read only."""
+    """The read-only attributes of `torch.distributed.fsdp.FullyShardedDataParallel`'s instances."""
 
     def _show_settings(self, settings: Settings, mesh: ShardMesh, device: torch.device) -> None:
         self._settings = settings.kept()
@@ -172,10 +169,10 @@ class ShowsSettings(nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks over which is sharded; with NO_SHARD those that hold the copies.
+        """The process group of the sharding ranks; with NO_SHARD of the replicas.
 
         Raises:
-            RuntimeError: If it was destroyed.
+            RuntimeError: If the group was destroyed.
         """
         group = self._group_reference()
         if group is None:
@@ -189,41 +186,41 @@ class ShowsSettings(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """How many ranks `process_group` has."""
+        """The number of ranks in `process_group`."""
         return self.process_group.size()
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """The device that the module computes on."""
         return self._compute_device
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """How the unit is sharded."""
+        """The sharding strategy of the unit."""
         return self._settings.strategy
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Whether shards live in host memory."""
+        """Whether shards, or optimizer state, are kept in host memory."""
         return self._settings.cpu_offload or CPUOffload()
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """Dtypes of computation and communication."""
+        """The dtypes of computation and communication."""
         policy = self._settings.policy
         return MixedPrecision() if isinstance(policy, FullPrecision) else policy
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the next unit."""
+        """The time at which backward gathers the next unit; None for no prefetch."""
         return self._settings.backward_prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        """Whether forward gathers the next unit."""
+        """Whether forward prefetches the next unit."""
         return self._settings.forward_prefetch
 
     @property
     def limit_all_gathers(self) -> bool:
-        """As it was given; at most two units' gathers are ever in flight."""
+        """The argument as given, without effect: at most two units' gathers are ever in flight."""
         return self._settings.limit_all_gathers

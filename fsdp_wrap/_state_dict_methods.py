@@ -1,4 +1,4 @@
-"""The wrapper's methods for state dicts: of the model, in every kind, and of its optimizer."""
+"""The wrapper's methods for state dicts of the model, in every kind, and of its optimizer."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from fsdp_wrap._state import (
 )
 
 _deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
-"""Whether the running load is written back only at its end."""
+"""Whether the running load writes back to the shards only at its end."""
 
 
 class StateDictMethods(nn.Module):
-    """Saves and loads a wrapped module."""
+    """The state dict methods of a wrapped module."""
 
     _unit: Unit
 
@@ -65,20 +65,20 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Chooses the kind of state dicts of all instances at and below `module`.
+        """Sets the kind of state dicts of all instances at and below `module`.
 
         Args:
             module: Any module.
             state_dict_type: The kind for model and optimizer.
-            state_dict_config: Of the type that belongs to the kind, as the next; None for the defaults.
-            optim_state_dict_config: For optimizer state dicts.
+            state_dict_config: The configuration of model state dicts, of the kind's type; None for defaults.
+            optim_state_dict_config: The same for optimizer state dicts.
 
         Returns:
-            The settings until now.
+            The previous settings.
 
         Raises:
             TypeError: If a configuration does not belong to the kind.
-            ValueError: If the instances have different settings now.
+            ValueError: If the instances had different settings before.
         """
         settings = _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
         previous = StateDictMethods.get_state_dict_type(module)
@@ -88,10 +88,10 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Returns the settings of all instances at and below `module`; the defaults where there is none.
+        """Returns the settings of all instances at and below `module`; the defaults if there is none.
 
         Raises:
-            ValueError: If they differ.
+            ValueError: If the instances have different settings.
         """
         wrappers = _wrappers_in(module)
         settings = wrappers[0]._state_dict_settings if wrappers else resolve_settings()
@@ -111,7 +111,7 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """`set_state_dict_type` while the context is open."""
+        """Sets the kind of state dicts as `set_state_dict_type` does, while the context is open."""
         with settings_of(
             module, _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
         ):
@@ -120,10 +120,10 @@ class StateDictMethods(nn.Module):
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
-        By default it holds full tensors, the same on every rank, and is collective. They are copies, so later
-        training does not change them; what is ignored, modules with their buffers or parameters, stays the
-        model's own memory, as in the state dict of a plain module, unless `offload_to_cpu` copies it too.
-        The pieces of sharded ones are copies too, save with `keep_vars`.
+        By default the values are full tensors, the same on every rank, and the call is collective. They are
+        copies, so later training does not change them; so are the pieces of sharded kinds, except with
+        `keep_vars`. Ignored parameters, and the tensors of ignored modules, are not copied, as in the state
+        dict of a plain module, unless `offload_to_cpu` is set.
         """
         settings = self._state_dict_settings
         wanted = wants_result(self, settings.state_dict_config)
@@ -131,7 +131,7 @@ class StateDictMethods(nn.Module):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
                 drop_stale_loads(self)
-                # Refuses what was replaced, before anything is communicated.
+                # Refuses replaced parameters, before any communication.
                 sharded_handles(units_in(self).values())
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
@@ -154,7 +154,7 @@ class StateDictMethods(nn.Module):
         """Loads a state dict of the kind chosen by `state_dict_type`; collective.
 
         Args:
-            state_dict: Names as the unwrapped module's. Full tensors must be the same on every rank.
+            state_dict: Values by names of the unwrapped module. Full tensors must be the same on every rank.
             strict: Whether names must match exactly.
             assign: Must be False: sharded parameters cannot be replaced by full ones.
 
@@ -162,8 +162,8 @@ class StateDictMethods(nn.Module):
             Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
 
         Raises:
-            RuntimeError: If the state dict does not fit; nothing is loaded then.
-            TypeError: If it is no mapping.
+            RuntimeError: If the state dict does not fit; then nothing is loaded.
+            TypeError: If `state_dict` is no mapping.
             ValueError: If `assign` is True.
         """
         if assign:
@@ -185,11 +185,10 @@ class StateDictMethods(nn.Module):
 
     @contextmanager
     def _loads_all_or_nothing(self, deferred: bool) -> Iterator[None]:
-        """Ends a load, with its message in clean names.
+        """Ends a load, with clean names in its error.
 
-        Args:
-            deferred: Write back only now, when no module has complained; until then all units that have
-                loaded hold full parameters.
+        With `deferred`, shards are written only at the end, when no module has raised. Until then all loaded
+        units hold full parameters.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()] if deferred else []
         token, succeeded = _deferred.set(deferred), False
@@ -211,11 +210,11 @@ class StateDictMethods(nn.Module):
             loading(keep)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Torch calls this on the way down the tree, also when a plain parent of this wrapper loads.
+        # Torch calls this for each module of a load, also of a plain module above this wrapper.
         self._finish_load(keep=False)
         self._load_errors = args[-1]
         kind = self._state_dict_settings.state_dict_type
-        assigns = args[0].get("assign_to_params_buffers", False)  # tensors in the place of parameters
+        assigns = args[0].get("assign_to_params_buffers", False)  # a plain parent's `assign=True`
         in_full = _deferred.get() or assigns
         self._loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -225,7 +224,7 @@ _load_known = partial(load_optim_state_dict, only_known=True)
 
 
 class OptimStateDictMethods:
-    """Saves and loads the state of a wrapped module's optimizer."""
+    """The state dict methods of a wrapped module's optimizer."""
 
     @staticmethod
     def optim_state_dict(
@@ -236,20 +235,19 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """Returns an optimizer's state under the names of the unwrapped module's parameters.
 
-        Of the kind chosen by `state_dict_type`: full (the default), or for both others this rank's pieces.
+        `state_dict_type` sets the kind: full tensors (the default), or this rank's pieces with both others.
 
         Args:
-            model: The wrapped module, or one that contains it.
-            optim: Made from its parameters.
+            model: The wrapped module, or a module that contains it.
+            optim: An optimizer of the model's parameters.
             optim_state_dict: The optimizer's own state dict; None to take it now.
-            group: Not needed: every unit knows its ranks.
+            group: Accepted without effect: every unit knows its ranks.
 
         Returns:
-            `state` by name and `param_groups` with names.
+            A dict with `state` by name, and `param_groups` with names.
 
         Raises:
-            ValueError: If the optimizer has parameters that are not the model's, or other than elementwise
-                state.
+            ValueError: If the optimizer has parameters of other models, or state that is not elementwise.
         """
         settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
@@ -270,25 +268,24 @@ class OptimStateDictMethods:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Cuts what `optim_state_dict` returned, or the like of it, to what `optim.load_state_dict` takes.
+        """Converts a result of `optim_state_dict` to an argument of `optim.load_state_dict`.
 
         Values may be full tensors, pieces of this rank, `DTensor`s or `ShardedTensor`s. With `rank0_only` in
-        the configuration only the first rank's dict counts. Where the kind chosen by `state_dict_type` is not
-        full, pieces of another wrapping are exchanged between the ranks (collective). Parameters of no
-        instance that the dict does not have are left out, unless it is loaded directly: add what you have of
-        them.
+        the configuration only the first rank's dict is read. If `state_dict_type` is not full, ranks exchange
+        pieces of another wrapping (collective). Parameters outside of all instances are left out if the dict
+        does not have them, unless `load_directly` is True: add their state to the result.
 
         Args:
-            model: The wrapped module, or one that contains it.
-            optim: Made from its parameters.
+            model: The wrapped module, or a module that contains it.
+            optim: An optimizer of the model's parameters.
             optim_state_dict: State by name.
             is_named_optimizer: Key by names even if the optimizer's own keys are numbers.
-            load_directly: Also load the result.
-            group: Not needed: every unit knows its ranks.
+            load_directly: Also load the result into `optim`.
+            group: Accepted without effect: every unit knows its ranks.
 
         Raises:
-            TypeError: If it is no optimizer state dict.
-            ValueError: If it does not fit; nothing is loaded then.
+            TypeError: If `optim_state_dict` is no optimizer state dict.
+            ValueError: If the state does not fit; then nothing is loaded.
         """
         settings = StateDictMethods.get_state_dict_type(model)
         first = getattr(settings.optim_state_dict_config, "rank0_only", False)
@@ -308,7 +305,7 @@ class OptimStateDictMethods:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict` of full tensors, on the host; `optim_input` and `group` are not needed."""
+        """Returns `optim_state_dict` of full tensors, on the host; ignores `optim_input` and `group`."""
         _warn_of_optim_input(optim_input)
         wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
         return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
@@ -317,7 +314,7 @@ class OptimStateDictMethods:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """`optim_state_dict` of this rank's pieces, on the host; `group` is not needed."""
+        """Returns `optim_state_dict` of this rank's pieces, on the host; `group` has no effect."""
         return sharded_optim_state_dict(model, optim, None, to_host=True)
 
     @staticmethod
@@ -327,7 +324,7 @@ class OptimStateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of full tensors that every rank has; also without an optimizer."""
+        """Returns `optim_state_dict_to_load` of full tensors on every rank; `optim` may be None."""
         _warn_of_optim_input(optim_input)
         return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
 
@@ -339,7 +336,7 @@ class OptimStateDictMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of full tensors that the first rank has; also without an optimizer."""
+        """Returns `optim_state_dict_to_load` of the first rank's full tensors; `optim` may be None."""
         _warn_of_optim_input(optim_input)
         given = full_optim_state_dict
         return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
@@ -348,7 +345,7 @@ class OptimStateDictMethods:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """`optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
+        """Returns `optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
         return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
 
     @staticmethod
@@ -359,14 +356,14 @@ class OptimStateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Returns an optimizer state dict whose parameters go by names, or by positions in an optimizer.
+        """Returns an optimizer state dict keyed by names, or by positions of parameters in an optimizer.
 
         Args:
-            optim_state_dict: By one or the other, with full or sharded values.
-            optim_state_key_type: Which one to return.
+            optim_state_dict: State by names or positions, with full or sharded values.
+            optim_state_key_type: The keys of the result.
             model: The module, wrapped or not.
-            optim_input: Argument that the optimizer was made from; deprecated.
-            optim: The optimizer; None for one of `model.parameters()`.
+            optim_input: The parameters or groups that the optimizer was made from; deprecated.
+            optim: The optimizer; None for an optimizer of `model.parameters()`.
 
         Raises:
             TypeError: If `optim_state_key_type` is no `OptimStateKeyType`.
@@ -394,7 +391,7 @@ def _resolved(
 
 @contextmanager
 def settings_of(module: nn.Module, settings: StateDictSettings) -> Iterator[None]:
-    """Gives all wrappers at and below a module these settings while the context is open."""
+    """Sets the settings of all wrappers at and below a module while the context is open."""
     wrappers = _wrappers_in(module)
     previous = [wrapper._state_dict_settings for wrapper in wrappers]
     for wrapper in wrappers:
@@ -412,13 +409,13 @@ def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
 
 
 def drop_stale_loads(module: nn.Module) -> None:
-    """Ends, in all wrappers at and below a module, a load of a plain module above that failed half-way."""
+    """Ends, in all wrappers at and below a module, a failed load of a plain module above."""
     for wrapper in _wrappers_in(module):
         wrapper._finish_load(keep=False)
 
 
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
-    """Post-hook of `load_state_dict`: takes the loaded parameters into the shards."""
+    """Writes the loaded parameters to the shards; a post-hook of `load_state_dict`."""
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():
         module._finish_load(keep=True)
@@ -427,4 +424,4 @@ def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
         for index in reversed(range(len(keys))):
             name, keys[index] = keys[index], clean_fqn(keys[index])
             if name == keys[index]:
-                break  # a wrapper further down has cleaned this and all before
+                break  # a wrapper below has cleaned this key and all before it

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, and their norms by name, for both front-ends."""
+"""Gradient clipping by the total norm, and gradient norms by name, for both front-ends."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their total norm over all ranks is at most `max_norm`.
 
-    With a model no operator runs on a `DTensor`, and the placement of gradients is looked up once.
-    `torch.nn.utils.clip_grad_norm_` takes longer, and refuses `DTensor`s of several meshes. Collective:
-    one all-reduce of a number; one more for each dimension of a mesh over which tensor parallelism cuts
-    parameters.
+    Collective: one all-reduce of a number, and one more for each mesh dimension over which tensor
+    parallelism cuts parameters. With a model, no operator runs on a `DTensor`, and the placement of gradients
+    is looked up once. `torch.nn.utils.clip_grad_norm_` takes longer, and refuses `DTensor`s of several
+    meshes.
 
     Args:
-        model_or_parameters: A model that is wrapped, sharded by `fully_shard`, or neither; or parameters
-            whose gradients are `DTensor`s or the same on all ranks.
+        model_or_parameters: A model (wrapped, sharded by `fully_shard`, or neither), or parameters. Gradients
+            of parameters must be `DTensor`s, or the same on all ranks.
         max_norm: Upper bound of the norm.
         norm_type: The p of the p-norm; `float("inf")` for the largest absolute value.
-        error_if_nonfinite: Refuse a norm that is not finite; else all gradients are scaled by it.
-        foreach: Accepted: what kernels take at once is found out here.
+        error_if_nonfinite: Raise if the norm is not finite; otherwise all gradients are scaled by it.
+        foreach: Accepted without effect: multi-tensor kernels are chosen by themselves.
 
     Returns:
         The total norm before clipping: 0-d, the same on all ranks, in the widest dtype of the gradients.
 
     Raises:
         ValueError: If `norm_type` is not positive or `max_norm` negative.
-        RuntimeError: If the norm is not finite and that is to be refused; with a model also inside its
-            forward or backward, or below its root.
+        RuntimeError: If the norm is not finite and `error_if_nonfinite` is True. With a model also inside
+            its forward or backward, or if another unit encloses it.
     """
     if not isinstance(model_or_parameters, nn.Module):
         return clip_parameters(model_or_parameters, max_norm, norm_type, error_if_nonfinite)
@@ -60,16 +60,16 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
     Collective, with the all-reduces of `clip_grad_norm_`.
 
     Args:
-        model: Wrapped, or sharded by `fully_shard`.
+        model: A model, wrapped or sharded by `fully_shard`.
         norm_type: As for `clip_grad_norm_`.
 
     Returns:
-        0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. Those
+        0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. Parameters
         without a gradient are left out.
 
     Raises:
         TypeError: If `model` is no module.
-        ValueError: If nothing in it is wrapped or sharded, or `norm_type` is not positive.
+        ValueError: If no module in it is wrapped or sharded, or `norm_type` is not positive.
         RuntimeError: Inside a forward, a backward or `summon_full_params`.
     """
     if not isinstance(model, nn.Module):
@@ -81,7 +81,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
 
 
 def _norms_of(model: nn.Module) -> GradientNorms | None:
-    """Returns the gradient norms of a model; None where nothing is wrapped or sharded."""
+    """Returns the gradient norms of a model, or None if no module is wrapped or sharded."""
     if model not in _known and units_in(model):
         _known[model] = GradientNorms(model)
     return _known.get(model)

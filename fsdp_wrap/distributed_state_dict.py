@@ -1,7 +1,7 @@
 """The functions of `torch.distributed.checkpoint.state_dict`, for models wrapped by this library.
 
-Torch's own look for its own wrapper. These take the same arguments and options; models without any of our
-instances go to torch's.
+Torch's functions look for torch's own wrapper. These take the same arguments and options, and pass models
+without any wrapper of this library to torch's functions.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Returns the model's state dict: what each rank holds, or full tensors with `options.full_state_dict`.
+    """Returns the model's state dict: sharded, or full tensors with `options.full_state_dict`.
 
-    Sharded values are this rank's pieces, and nothing is communicated; `DTensor`s of rows, which the ranks
-    exchange, if a wrapper was given a `device_mesh`.
+    Sharded values are this rank's pieces, without communication. If a wrapper has a `device_mesh`, they are
+    `DTensor`s of rows, for which the ranks exchange data.
 
     Args:
-        model: Wrapped, or with wrapped modules in it.
-        submodules: Only what is in these.
-        options: With `cpu_offload` on the host, and full tensors then on the first rank only; with
-            `ignore_frozen_params` without parameters that need no gradient.
+        model: A wrapped module, or a model with wrapped modules in it.
+        submodules: Modules to restrict the result to; None for all.
+        options: With `cpu_offload` the values are on the host, and full tensors on the first rank only.
+            `ignore_frozen_params` leaves out parameters that need no gradient.
     """
     if not is_wrapped(model):
         with deaths_told():
@@ -85,16 +85,16 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Returns the state of all optimizers as one, by names of parameters.
+    """Returns the state of all optimizers in one dict, by names of parameters.
 
     Args:
-        model: Wrapped, or with wrapped modules in it.
-        optimizers: Made from its parameters.
-        submodules: Only state of parameters in these.
+        model: A wrapped module, or a model with wrapped modules in it.
+        optimizers: One or several optimizers of the model's parameters.
+        submodules: Modules to restrict the result to; None for all.
         options: As in `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
 
     Raises:
-        ValueError: If a parameter is in two optimizers, whose states for it cannot both be in the result.
+        ValueError: If a parameter is in two optimizers, since the result has one state per parameter.
     """
     optimizers = _checked_optimizers(model, optimizers)
     if not is_wrapped(model):
@@ -104,7 +104,7 @@ def get_optimizer_state_dict(
 
 
 def pieces_of_model(model: nn.Module) -> dict[str, Any]:
-    """Returns a model's sharded state dict, of pieces where wrappers shard it; nothing is communicated."""
+    """Returns a model's sharded state dict, with pieces from wrappers; no communication."""
     if not is_wrapped(model):
         return get_model_state_dict(model) if has_tensors(model) else model.state_dict()
     with settings_of(model, resolve_settings(StateDictType.SHARDED_STATE_DICT)):
@@ -112,7 +112,7 @@ def pieces_of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def has_tensors(model: nn.Module) -> bool:
-    """Whether a module has parameters or buffers; torch's functions fail without."""
+    """Returns whether a module has parameters or buffers; torch's functions fail without."""
     return any(True for _ in chain(model.parameters(), model.buffers()))
 
 
@@ -124,18 +124,18 @@ def _detached(state: dict[str, Any]) -> dict[str, Any]:
 def model_state(
     model: nn.Module, prefixes: Iterable[str] | None, options: StateDictOptions | None
 ) -> dict[str, Any]:
-    """Returns `get_model_state_dict` of a model with wrapped modules, for names with these prefixes."""
+    """Returns `get_model_state_dict` of a wrapped model, for names with one of the prefixes."""
     options = _checked(options)
     on_first = options.full_state_dict and options.cpu_offload
     others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
-        # For saving at once: the shards themselves, as of plain modules and `fully_shard`.
+        # The shards themselves, without copies, as with plain modules and `fully_shard`.
         state = _detached(model.state_dict(keep_vars=not options.full_state_dict))
-    if options.full_state_dict and others_sharded:  # by `fully_shard` in parts of the model
+    if options.full_state_dict and others_sharded:  # parts of the model are sharded by `fully_shard`
         state.update({name: unsharded(value) for name, value in state.items()})
     if on_first and not is_first_rank(model):
         return {}
-    if options.cpu_offload:  # also what belongs to no unit
+    if options.cpu_offload:  # also tensors of no unit
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
     if options.ignore_frozen_params:
         for name in _frozen_names(model):
@@ -149,7 +149,7 @@ def optim_state(
     prefixes: Iterable[str] | None,
     options: StateDictOptions | None,
 ) -> dict[str, Any]:
-    """Returns `get_optimizer_state_dict` of a model with wrapped modules, for names with these prefixes."""
+    """Returns `get_optimizer_state_dict` of a wrapped model, for names with one of the prefixes."""
     options = _checked(options)
     with _kind(model, options):
         parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
@@ -174,7 +174,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns `get_model_state_dict` and `get_optimizer_state_dict`."""
+    """Returns the results of `get_model_state_dict` and `get_optimizer_state_dict`."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -187,9 +187,9 @@ def set_model_state_dict(
     """Loads a model's state dict of full tensors, pieces, or torch's own kinds of sharded tensors.
 
     Args:
-        model: Wrapped, or with wrapped modules in it.
-        model_state_dict: By names of the unwrapped module.
-        options: With `broadcast_from_rank0` only the first rank's counts, and travels tensor by tensor.
+        model: A wrapped module, or a model with wrapped modules in it.
+        model_state_dict: Values by names of the unwrapped module.
+        options: With `broadcast_from_rank0` only the first rank's dict is read, and sent tensor by tensor.
 
     Returns:
         Missing and unexpected keys.
@@ -202,7 +202,7 @@ def set_model_state_dict(
         model_state_dict = _from_first_rank(model, model_state_dict)
     elif not model_state_dict:
         return IncompatibleKeys([], [])
-    # Pieces take their part of full tensors without communication.
+    # This kind cuts pieces from full tensors without communication.
     with StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return model.load_state_dict(model_state_dict, strict=options.strict)
 
@@ -214,16 +214,17 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Loads what `get_optimizer_state_dict` returned, of one level or not.
+    """Loads a result of `get_optimizer_state_dict`, nested or flattened.
 
     Args:
-        model: Wrapped, or with wrapped modules in it.
-        optimizers: Made from its parameters.
-        optim_state_dict: By names of parameters.
-        options: With `broadcast_from_rank0`, or full tensors and `cpu_offload`, only the first rank's counts.
+        model: A wrapped module, or a model with wrapped modules in it.
+        optimizers: One or several optimizers of the model's parameters.
+        optim_state_dict: State by names of parameters.
+        options: With `broadcast_from_rank0`, or with `full_state_dict` and `cpu_offload`, only the first
+            rank's dict is read.
 
     Raises:
-        ValueError: If a parameter is in two optimizers, or what is given does not fit.
+        ValueError: If a parameter is in two optimizers, or the state does not fit.
     """
     optimizers = _checked_optimizers(model, optimizers)
     if not is_wrapped(model):
@@ -248,14 +249,14 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Does `set_model_state_dict` and `set_optimizer_state_dict`; returns missing and unexpected keys."""
+    """Calls `set_model_state_dict` and `set_optimizer_state_dict`; returns missing and unexpected keys."""
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether any module at or below `model` is wrapped (`fully_shard` wraps none)."""
+    """Returns whether any module at or below `model` is wrapped (`fully_shard` wraps none)."""
     return any(isinstance(module, StateDictMethods) for module in model.modules())
 
 
@@ -278,7 +279,7 @@ def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False)
 
 def _checked_optimizers(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    if units_in(model):  # what torch's functions do for plain models is theirs
+    if units_in(model):  # torch's functions check plain models
         refuse_shared(model, listed)
     return listed
 
@@ -308,7 +309,7 @@ def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateD
 
 
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends the first rank's tensors to all, of which each keeps its pieces."""
+    """Broadcasts the first rank's tensors; each rank keeps only its pieces. Collective."""
     owned = {name: each for name, each in Originals(model).by_name.items() if each.handle is not None}
     first = FirstRank(model)
     result: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Methods other than `forward` that compute with full parameters, such as `generate`."""
+"""Methods that run with full parameters as `forward` does, such as `generate`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["register_forward_method", "register_fsdp_forward_method"]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """`module.register_forward_method(method_name)`, if `module` is a wrapper.
+    """Calls `module.register_forward_method(method_name)` if `module` is wrapped or sharded.
 
-    Of any other module nothing is registered, so that the same code serves models which are not wrapped.
+    Any other module is left alone, so that the same code works for plain models.
     """
     if UNIT_ATTR in module.__dict__:
         module.register_forward_method(method_name)  # type: ignore[operator]
@@ -26,24 +26,25 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def register_forward_method(
     wrapper: nn.Module, wrapped: nn.Module, method_name: str, run_as_forward: Callable[..., Any]
 ) -> None:
-    """Lets a method of a wrapped module run as its forward does: with full parameters and gradients.
+    """Makes a method of a wrapped module run as its forward does: with full parameters and gradients.
 
-    It may be called on the wrapper or on the wrapped module. Units inside are unsharded when their own
-    forward, or registered method, runs. As with forward, every rank must make the call, and inner units
-    must run equally often on all of them.
+    Users may call the method on the wrapper or on the wrapped module. Units inside are unsharded when their
+    own forward, or registered method, runs. Every rank must make the call, and inner units must run
+    equally often on all ranks, as with forward.
 
-    Where gradients are enabled but no result needs one, the unit's full parameters stay until its next
-    forward, since a graph may have been kept elsewhere; under `torch.no_grad()` they are freed at once.
+    If gradients are enabled but no result needs one, the unit's full parameters stay until its next forward,
+    since the method may have kept a graph elsewhere. Under `torch.no_grad()` they are freed at once.
 
     Args:
         wrapper: The wrapper.
-        wrapped: What it wraps.
-        method_name: The method, which returns its result rather than yield it.
+        wrapped: The wrapped module.
+        method_name: Name of the method. It must return its result, and not be a generator.
         run_as_forward: Method of the wrapper that runs `(call, *args, **kwargs)` as its forward.
 
     Raises:
-        ValueError: If the wrapped module has no such method, the wrapper has one of the same name, or it is
-            a generator or coroutine function, whose body would run after the parameters are sharded again.
+        ValueError: If the wrapped module has no such method, or the wrapper has one of the same name. Also if
+            the method is a generator or coroutine function, since its body would run after the parameters are
+            sharded again.
     """
     method = getattr(wrapped, method_name, None)
     if isinstance(method, _ForwardMethod):
@@ -66,4 +67,4 @@ def register_forward_method(
 
 
 class _ForwardMethod(functools.partial[Any]):
-    """Stands for a method of a wrapped module; it is copied along with the module."""
+    """A registered method of a wrapped module; a `partial`, so that it is copied along with the module."""

@@ -62,43 +62,46 @@ def fully_shard(
 ) -> Any:
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
-    The unit owns what no unit below it owns, so call this on the inner modules first. Each parameter is cut
-    as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer afterwards.
-    Tensors on the meta device stay there: call `to_empty(device=...)`, then initialise or load them.
+    The unit owns the parameters that no unit below it owns, so call this on the inner modules first. Each
+    parameter is cut as by `torch.chunk`. The module gets the methods of `FSDPModule`. Build the optimizer
+    afterwards. Tensors on the meta device stay there: call `to_empty(device=...)`, then initialise or load
+    them.
 
     Args:
-        module: The module, or a list of modules which make one unit: unsharded before the first of them runs,
+        module: The module, or a list of modules for one unit: unsharded before the first of them runs,
             resharded after the last.
-        mesh: Of one dimension, or of two (replicate, shard); by default all ranks. Parameters that tensor
-            parallelism has distributed must be `DTensor`s on another part of the same mesh, and be so before:
-            `parallelize_module` cannot distribute what is sharded.
+        mesh: A mesh of one dimension, or of two (replicate, shard); by default all ranks. Parameters of
+            tensor parallelism must already be `DTensor`s on another part of the same mesh, since
+            `parallelize_module` cannot distribute sharded parameters.
         reshard_after_forward: Whether the full parameters are freed between forward and backward; by default
-            those of all but the root. A number lets so many neighbouring ranks keep them between them; that
-            of all ranks is True, and 1 is False, with a warning, since it is easily taken for True.
-        shard_placement_fn: Chooses for a parameter the `Shard(dim)` to cut it along; None is `Shard(0)`. The
-            size of another dimension than the first must be a multiple of the ranks. A `ShardPlacementResult`
-            chooses a mesh of its own as well: the parameter is gathered and reduced there, and its gradient
-            divided by the number of the ranks there. Where experts see the tokens of more ranks than those,
-            `set_gradient_divide_factor` says of how many.
+            True for all units but the root. A number lets groups of so many neighbouring ranks keep the full
+            parameters between them. The number of all ranks means True. 1 means False, with a warning, since
+            it is easily taken for True.
+        shard_placement_fn: Returns for a parameter the `Shard(dim)` to cut it along; None is `Shard(0)`. The
+            size of any dimension but the first must be a multiple of the ranks. A `ShardPlacementResult` also
+            chooses a mesh for the parameter: its gathers and reductions run there, and its gradient is
+            divided by the number of ranks there. If experts see the tokens of more ranks, give that number to
+            `set_gradient_divide_factor`.
         mp_policy: Dtypes of computation and communication.
-        offload_policy: Whether shards, or optimizer state, live in host memory.
+        offload_policy: Whether shards, or optimizer state, are kept in host memory.
         ignored_params: Parameters to leave alone.
-        dp_mesh_dims: Which dimensions of `mesh` to shard and replicate over, where all parameters are
-            `DTensor`s on that mesh. Gradients are averaged over these.
-        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
-            CPU in a gloo group; not one of torch's arguments.
-        travel_together_bytes: How much memory small units may take to be gathered and reduced together, in
-            one collective for several, from the second iteration on; 0 for never, None for the default of the
-            device. The root's counts, and `set_travel_together_bytes` changes it; not one of torch's
-            arguments.
-        keep_unsharded_bytes: So many bytes of full parameters may stay in memory on each rank, in all units
-            of the tree together, once this unit's do; see `FSDPModule.set_keep_unsharded_bytes`, which sets
-            it for all units. Not one of torch's arguments.
-        shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements; or at
-            its rows with "rows", which parts along the first dimension always do. None for anywhere. A
-            `DTensor`'s parts cannot be moved, so a parameter of which they would begin elsewhere stays whole
-            on every rank if it has one dimension, or fewer elements than one such number for each rank;
-            `repr` names it. Any other is refused. Not one of torch's arguments.
+        dp_mesh_dims: The dimensions of `mesh` to shard and replicate over, if all parameters are `DTensor`s
+            on that mesh. Gradients are averaged over these dimensions.
+        shared_memory: Let ranks on one host communicate through its memory, if they compute on the CPU in a
+            gloo group. Not one of torch's arguments.
+        travel_together_bytes: Bytes of memory for batches: one collective gathers or reduces several small
+            units, from the second iteration on. 0 switches batches off; None is the default of the device.
+            The root's value holds for the model, and `set_travel_together_bytes` changes it. Not one of
+            torch's arguments.
+        keep_unsharded_bytes: Bytes of full parameters that each rank may keep in memory after use. This
+            unit's parameters are kept only if all kept parameters of the tree then fit in its budget.
+            `FSDPModule.set_keep_unsharded_bytes` sets it for all units. Not one of torch's arguments.
+        shard_alignment: Alignment of the boundaries between shards within a parameter: a number of elements,
+            or "rows" for indices of the first dimension. Shards along the first dimension are always aligned
+            to rows. None for no alignment. The boundaries of a `DTensor` cannot be moved, so a parameter
+            with other boundaries stays unsharded on every rank if it has one dimension, or fewer elements
+            than the alignment times the ranks; `repr` names it. Any other parameter is refused. Not one of
+            torch's arguments.
 
     Returns:
         `module` itself.
@@ -107,8 +110,8 @@ def fully_shard(
         TypeError: If an argument is of the wrong type, a parameter is of a class that sharding would lose, or
             a module was made by TorchScript.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
-            or has no forward, a parameter cannot be cut, or not where `shard_alignment` wants it, or an
-            override of its dtype is none that is allowed.
+            or has no forward, a parameter cannot be cut, or not with this `shard_alignment`, or the override
+            of a parameter's dtype is not allowed.
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
@@ -152,7 +155,7 @@ def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
 
 
 def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh) -> Location:
-    """Checks one parameter; returns where it is to lie, by default on a mesh that is given."""
+    """Checks one parameter; returns its location, by default on the mesh `data`."""
     shape = to_local(slot.param).shape
     if not shape:
         raise without_dimensions(slot)
@@ -183,11 +186,7 @@ def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMe
 
 
 def _aligned(slot: ParamSlot, location: Location, alignment: ShardAlignment) -> Location:
-    """Returns where a parameter is to lie so that its parts begin where they should: perhaps it stays whole.
-
-    Raises:
-        UnevenCutError: If it cannot, and is too large to stay whole.
-    """
+    """Returns a parameter's location if it is aligned, or else an unsharded one if it is small enough."""
     over, dim = location
     shape, ranks = to_local(slot.param).shape, over.ranks.shard
     if ranks is None or not shape.numel():
@@ -235,7 +234,7 @@ def _dim_of(fqn: str, placement: Shard, shape: torch.Size, over: DataMesh) -> in
 
 
 def _resolved(reshard_after_forward: Any) -> bool | int | None:
-    """Checks the argument; returns a number only where some of the ranks may keep the full parameters."""
+    """Checks the argument; returns a number only for part of the ranks."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
@@ -254,11 +253,11 @@ def _resolved(reshard_after_forward: Any) -> bool | int | None:
 def _kept_within(
     reshard_after_forward: bool | int | None, over: DataMesh, *, data: DataMesh, shared_memory: bool
 ) -> Communicator | None:
-    """Returns the ranks that keep full parameters between them; of meshes beside `data` not all may."""
+    """Returns the communicator of ranks that keep full parameters between them, or None."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
     shard = over.ranks.shard
-    if over != data and (shard is None or shard.size == 1):  # where there is nothing to gather
+    if over != data and (shard is None or shard.size == 1):  # unsharded there: no gather
         return None
     if shard is None:
         raise ValueError(

@@ -97,7 +97,7 @@ _clean_names: ContextVar[bool] = ContextVar("fsdp_wrap_clean_names", default=Fal
 
 @contextmanager
 def clean_names() -> Iterator[None]:
-    """Lets the names of parameters, buffers and modules carry no wrapper prefixes, as in state dicts."""
+    """Removes wrapper prefixes from names of parameters, buffers and modules while the context is open."""
     token = _clean_names.set(True)
     try:
         yield
@@ -106,39 +106,40 @@ def clean_names() -> Iterator[None]:
 
 
 _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter objects, or step after backward"
-"""The cure for optimizers in backward, which would train nothing."""
+"""Advice about optimizers applied in backward, which would train nothing."""
 
 
 class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
-    Each wrapped module is a unit: its parameters are unsharded just before its forward and
-    backward and freed after them. Build the optimizer from `parameters()` after wrapping.
+    Each wrapped module is a unit. Its parameters are unsharded just before its forward and backward, and
+    freed after them. Build the optimizer from `parameters()` after wrapping.
 
-    After a forward modules show sharded parameters again, which are not in its graph. For
-    `torch.autograd.grad` with respect to a parameter, take it while the forward runs, by a forward pre-hook
-    on its layer; the result is this rank's own gradient. `backward()` needs none of that.
+    After a forward, modules show sharded parameters again, which are not in the graph of the forward. To
+    call `torch.autograd.grad` with respect to a parameter, read the parameter while the forward runs, by a
+    forward pre-hook on its layer. The result is this rank's own gradient. `backward()` needs no such hook.
 
     Args:
         module: The module to wrap.
-        process_group: The ranks to shard over, None for the default group; for hybrid strategies a (shard,
-            replicate) pair of groups, None to shard within each host. An object with its methods `rank()`
-            and `size()` only stands in for it: the module is wrapped as on that rank, and cannot run, save
-            for one of one.
+        process_group: The ranks to shard over; None for the default group. For hybrid strategies a (shard,
+            replicate) pair of groups; None to shard within each host. An object that has only the methods
+            `rank()` and `size()` stands in for a group: the module is wrapped as on that rank, but cannot
+            run unless the size is 1.
         sharding_strategy: FULL_SHARD by default.
-        cpu_offload: Keep shards, gradients and so optimizer state in host memory, or optimizer state alone.
-        auto_wrap_policy: Which submodules become units of their own; see `fsdp_wrap.wrap`.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory, or optimizer state alone.
+        auto_wrap_policy: Chooses the submodules that become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
         mixed_precision: Dtypes of computation and communication. With an `auto_wrap_policy`, modules of
             its `_module_classes_to_ignore` become units of their own that stay in full precision.
-        ignored_modules: Modules not to shard, with all below them.
-        param_init_fn: Materialises and initialises what a module holds directly on the meta device; called
-            for the modules of a unit that hold such tensors, or whose children do, children first. Without
-            it, the modules' `reset_parameters` are called. Tensors with values keep them.
-        device_id: Where to compute; by default where the module's tensors are, and if all are on the meta
-            device, on the current accelerator, if any.
-        sync_module_states: Start from the first rank's parameters and buffers on all ranks, where they may
-            then be on the meta device.
+        ignored_modules: Modules not to shard, with all modules below them.
+        param_init_fn: Materialises and initialises the tensors that a module holds directly on the meta
+            device. It is called for the modules of a unit that hold such tensors, and for their parents,
+            children first. Without it, the modules' `reset_parameters` are called. Tensors with values keep
+            them.
+        device_id: The device to compute on; by default the device of the module's tensors. If all tensors are
+            on the meta device, it is the current accelerator, if there is one.
+        sync_module_states: Start all ranks from the first rank's parameters and buffers. On the other ranks
+            these may be on the meta device.
         forward_prefetch: Gather the unit that came next in the last iteration while the running one computes.
         limit_all_gathers: Accepted; at most two units' gathers are ever in flight.
         use_orig_params: Let `parameters()` give the module's own parameters, holding 1-D slices, instead
@@ -146,26 +147,26 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         ignored_states: Modules or parameters not to shard.
         device_mesh: A `DeviceMesh` instead of `process_group`: of one dimension, or of two (replicate, shard)
             for hybrid strategies.
-        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
-            CPU in a gloo group; not one of torch's arguments.
-        travel_together_bytes: How much memory small units may take to be gathered and reduced together, in
-            one collective for several, from the second iteration on; 0 for never, None for the default of the
-            device. The root's counts, and `set_travel_together_bytes` changes it; not one of torch's
-            arguments.
-        keep_unsharded_bytes: So many bytes of full parameters may stay in memory on each rank after their
-            use, in all units of the model together: as long as their values do not change they are not
-            gathered again. Frozen ones stay between steps, others between forward and backward, and in
-            evaluation. See `set_keep_unsharded_bytes`; not one of torch's arguments.
-        shard_alignment: Where in a parameter a rank's part may begin: at multiples of so many elements, or of
-            its rows with "rows" (a row is what one index of the first dimension selects). The cost is
-            padding, which `repr` tells. None for anywhere. Frozen tensor subclasses, which lie as bytes, are
-            not aligned. Not one of torch's arguments.
+        shared_memory: Let ranks on one host communicate through its memory, if they compute on the CPU in a
+            gloo group. Not one of torch's arguments.
+        travel_together_bytes: Bytes of memory for batches: one collective gathers or reduces several small
+            units, from the second iteration on. 0 switches batches off; None is the default of the device.
+            The root's value holds for the model, and `set_travel_together_bytes` changes it. Not one of
+            torch's arguments.
+        keep_unsharded_bytes: Bytes of full parameters that each rank may keep in memory after use, in all
+            units of the model together. Kept parameters are not gathered again until their values change.
+            Frozen ones are kept between steps, others between forward and backward, and in evaluation. See
+            `set_keep_unsharded_bytes`. Not one of torch's arguments.
+        shard_alignment: Alignment of the boundaries between shards within a parameter: a number of elements,
+            or "rows" for indices of the first dimension. The cost is padding, which `repr` shows. None for no
+            alignment. Frozen tensor subclasses, which are sharded as bytes, are not aligned. Not one of
+            torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
-            already, a parameter cannot be sharded, or what is to be ignored is no module or parameter.
-        RuntimeError: If `param_init_fn` leaves something on the meta device.
+            already, a parameter cannot be sharded, or an ignored object is no module or parameter.
+        RuntimeError: If `param_init_fn` leaves a tensor on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
     (Rajbhandari et al., 2020, arXiv:1910.02054).
@@ -247,7 +248,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED_ATTR:  # not set yet
+            if name == WRAPPED_ATTR:  # not set yet: the lookup below would recurse
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -255,7 +256,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def extra_repr(self) -> str:
-        """The strategy, and how much of each of the unit's dtypes this rank holds, in one line."""
+        """Returns one line: the strategy, this rank's elements of each dtype, batches and kept bytes."""
         handle = self._unit.handle
         if handle is None:
             return f"{self.sharding_strategy.name}, no parameters of its own"
@@ -275,7 +276,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         )
 
     def check_is_root(self) -> bool:
-        """Returns whether this instance is the outermost one of its tree (known after the first forward)."""
+        """Returns whether this instance is the root of its tree, as is known after the first forward."""
         return schedule_of(self._unit).root is self._unit
 
     @staticmethod
@@ -284,7 +285,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
 
         Args:
             module: Any module.
-            root_only: Only those that no other instance encloses.
+            root_only: Return only instances that no other instance encloses.
         """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if root_only:
@@ -296,43 +297,43 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
-        # As `_run_as_forward`, without the cost of its call in every step.
-        if self._loading is not None:  # of a plain module above, which failed half-way
+        # The body of `_run_as_forward`, to save a call in every step.
+        if self._loading is not None:  # left by a failed load of a plain module above
             self._finish_load(keep=False)
         return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._loading is not None:  # of a plain module above, which failed half-way
+        if self._loading is not None:  # left by a failed load of a plain module above
             self._finish_load(keep=False)
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
-        """Lets a method of the wrapped module, such as `generate`, run as its forward does.
+        """Makes a method of the wrapped module, such as `generate`, run with full parameters.
 
         See `fsdp_wrap.forward_methods`.
 
         Raises:
-            ValueError: If there is no such method, or it cannot run so.
+            ValueError: If there is no such method, or it cannot run as a forward.
         """
         register_forward_method(self, self._fsdp_wrapped_module, method_name, self._run_as_forward)
 
     def no_sync(self, *, reduce_within_copy: bool = False) -> AbstractContextManager[None]:
         """Accumulates gradients without communication, or with little, while the context is open.
 
-        The accumulated gradients join those of the next backward outside of it. Until then they are held
-        unsharded, in memory of the size of the full model. So are the parameters of units that do not
-        reshard after forward (SHARD_GRAD_OP): the next forward computes with them and gathers nothing,
-        unless they have changed, on all ranks alike. Backward outside of the context frees them.
+        The next backward outside of the context adds the accumulated gradients to its own. Until then they
+        are held unsharded, in memory of the size of the full model. Units that do not reshard after forward
+        (SHARD_GRAD_OP) keep their parameters too. The next forward gathers nothing, unless the parameters
+        have changed; a change must come on all ranks alike. A backward outside of the context frees them.
 
         Args:
-            reduce_within_copy: Where there are several copies (HYBRID_SHARD, _HYBRID_SHARD_ZERO2, NO_SHARD),
-                sum gradients over the ranks of each copy at once, and over the copies with those of the next
-                backward outside of the context. Until then each rank holds its shard of the sums, which is no
-                `.grad` yet: optimizers refuse to step, and `zero_grad` forgets it. Where there is one copy,
-                gradients are reduced as outside of the context. Not one of torch's arguments.
+            reduce_within_copy: With several copies (HYBRID_SHARD, _HYBRID_SHARD_ZERO2, NO_SHARD), sum
+                gradients over the ranks of each copy at once. The next backward outside of the context sums
+                over the copies. Until then each rank holds its shard of the sums, but not as `.grad`:
+                optimizers refuse to step, and `zero_grad` drops the sums. With one copy, gradients are
+                reduced as outside of the context. Not one of torch's arguments.
 
         Raises:
-            RuntimeError: If called on an instance that another one encloses.
+            RuntimeError: If another instance encloses this one.
             NotIdleError: With `reduce_within_copy`, when entered inside a backward.
             TypeError: If `reduce_within_copy` is not a bool.
         """
@@ -341,30 +342,31 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return schedule_of(self._unit).no_sync(reduce_within_copy)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
-        """Decides for this unit alone whether its full parameters are freed between forward and backward.
+        """Sets for this unit alone whether its full parameters are freed between forward and backward.
 
-        Without this the strategy decides, save that the root keeps them, since backward needs them first.
+        By default the strategy decides, except that the root keeps its own, since backward needs them first.
         """
         self._unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_keep_unsharded_bytes(self, nbytes: int) -> None:
-        """Decides from the next forward on how many bytes of full parameters may stay; all ranks alike.
+        """Sets, from the next forward on, how many bytes of full parameters each rank may keep after use.
 
-        They are those of this unit and the units below it, on each rank, beside what is in use. What stays is
-        chosen by what all ranks know: frozen parameters before others, small ones before large ones. It is
-        gathered again when it may have changed: after a step of any optimizer in the process (not if it is
-        frozen), a load, a write to the parameters, another precision, `requires_grad_`, `summon_full_params`,
-        a state dict, a backward that failed. Ranks must do all this alike: where one alone steps an optimizer
-        of another model, the others wait for it in vain. Writes through `.data` are not seen, save on the
-        CPU, where a sample is compared and an error names the unit.
+        The budget is for this unit and the units below it, and does not count parameters in use. All ranks
+        choose the same parameters: frozen ones before others, small ones before large ones. Kept parameters
+        are gathered again when they may have changed: after a step of any optimizer in the process (not
+        frozen ones), a load, a write to the parameters, a change of precision, `requires_grad_`,
+        `summon_full_params`, a state dict, or a failed backward. Ranks must do all of these alike: if one
+        rank alone steps an optimizer of another model, the gathers no longer match, and ranks wait forever.
+        Writes through `.data` are not detected, except on the CPU: there a sample is compared, and an error
+        names the unit.
 
         Args:
-            nbytes: The budget; 0 lets nothing stay, and frees what does.
+            nbytes: The budget, the same on all ranks; 0 frees all kept parameters.
 
         Raises:
             NotIdleError: Inside a forward or backward.
-            TypeError: If it is no int.
-            ValueError: If it is negative.
+            TypeError: If `nbytes` is no int.
+            ValueError: If `nbytes` is negative.
         """
         set_stay_bytes(units_in(self).values(), nbytes)
 
@@ -381,8 +383,8 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             The total norm before clipping, a 0-d tensor, the same on all ranks.
 
         Raises:
-            RuntimeError: Inside a forward, a backward or `summon_full_params`, or on an instance that another
-                one encloses.
+            RuntimeError: Inside a forward, a backward or `summon_full_params`, or if another instance
+                encloses this one.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
         return self._gradient_norms.clip(max_norm, norm_type)
@@ -402,21 +404,22 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return self._gradient_norms.by_name(norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Lets a hook reduce the gradients of all units; see `fsdp_wrap.comm_hooks` for ready-made ones.
+        """Makes a hook reduce the gradients of all units; `fsdp_wrap.comm_hooks` has ready-made hooks.
 
         The hook averages: `hook(state, grad, output)` over the ranks that a unit is sharded over, or
         `hook(state, grad)` in place under NO_SHARD. With hybrid strategies the runtime averages its results
         over the replicas.
 
         Args:
-            state: What the hook gets first.
+            state: The first argument of the hook.
             hook: The hook.
 
         Raises:
-            RuntimeError: On an instance that another one encloses, if there is a hook already or compressed
-                reductions, inside a forward or backward, or while gradients wait that were accumulated under
-                `no_sync`.
-            ValueError: If `hook` cannot be called so, or is a ready-made one and `state` names other ranks.
+            RuntimeError: If another instance encloses this one, if there is a hook already or compressed
+                reductions, inside a forward or backward, or while gradients accumulated under `no_sync` wait
+                to be reduced.
+            ValueError: If `hook` does not take these arguments, or is a ready-made hook and `state` has other
+                ranks.
         """
         register_comm_hook(self, state, hook)
 
@@ -433,28 +436,29 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
     ) -> AbstractContextManager[None]:
         """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
 
-        Collective: every rank enters and leaves. On leaving, each rank takes its part of what it sees; edits
-        must therefore be the same on all ranks, save with `rank0_only`. Buffers stay in the dtype that
-        forwards compute with (`buffer_dtype`); state dicts have them in their own. Parameters that tensor
-        parallelism had distributed are shown as they were then: `DTensor`s over that mesh, whose
-        `full_tensor()` is the whole.
+        Collective: every rank enters and leaves. On leaving, each rank keeps its shard of the parameters that
+        it sees, so edits must be the same on all ranks, except with `rank0_only`. Buffers stay in the dtype
+        that forwards compute with (`buffer_dtype`); state dicts have them in their own dtype. Parameters of
+        tensor parallelism are shown as before sharding: `DTensor`s over their mesh, with the whole parameter
+        as `full_tensor()`.
 
         Args:
             module: Any module; all units at and below it take part.
-            recurse: Also the units below the outermost one; without it nothing is shown unless `module`
-                itself is a unit.
-            writeback: Keep edits of the parameters (and gradients); otherwise they are forgotten.
-            rank0_only: Show them only on the first rank of each unit's process group (of the first copy,
-                where there are several). The other ranks go on showing sharded parameters, and get the first
-                rank's edits. If any rank leaves by an exception, no edit is kept on any.
-            offload_to_cpu: Show them in host memory, where at most one unit is on the accelerator at a time.
-            with_grads: Show the full gradients as `.grad`; None where no rank has one.
+            recurse: Also show the units below the outermost one. Without it, no parameter is shown unless
+                `module` itself is a unit.
+            writeback: Keep edits of the parameters (and gradients); otherwise edits are dropped.
+            rank0_only: Show full parameters only on the first rank of each unit's process group (of the first
+                copy, with several copies). The other ranks go on showing sharded parameters, and get the
+                first rank's edits. If any rank leaves by an exception, no edit is kept on any rank.
+            offload_to_cpu: Show full parameters in host memory. Then at most one unit at a time is on the
+                accelerator.
+            with_grads: Show the full gradients as `.grad`; None if no rank has one.
 
         Raises:
             NotIdleError: Inside a forward, a backward, or another summon of the same unit.
             RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced;
                 on leaving, if another rank's edits are lost (`rank0_only`).
-            ReplacedError: If something else was put in the place of a sharded parameter before.
+            ReplacedError: If a sharded parameter was replaced by another object before.
             ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
         """
         drop_stale_loads(module)
@@ -482,19 +486,19 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        """Yields names and parameters; inside `summon_full_params` names carry no wrapper prefixes."""
         if self._unit.schedule is not None:
             schedule_of(self._unit).end_failed_backward()
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes."""
+        """Yields names and buffers; inside `summon_full_params` names carry no wrapper prefixes."""
         return self._cleaned_if_summoned(super().named_buffers(*args, **kwargs))
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As `torch.nn.Module`; inside `summon_full_params` the names carry no wrapper prefixes.
+        """Yields names and modules; inside `summon_full_params` names carry no wrapper prefixes.
 
-        A wrapper and what it wraps then go by one name.
+        A wrapper and its wrapped module then have the same name.
         """
         named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         if not (_clean_names.get() or is_summoned(self._unit)):
@@ -509,7 +513,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
         units = list(units_in(self).values())
         require_idle(units, "apply()")
-        with full_units(units, writeback=True):  # those that are shown already stay
+        with full_units(units, writeback=True):  # units that are already shown stay so
             super().apply(fn)
         return self
 
@@ -595,7 +599,7 @@ def _wrap_below(
 
 
 def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuses a conversion that would part the shards from their device, or come while they are in use."""
+    """Refuses a conversion that would move shards to another device, or change their dtype while in use."""
     for segment, after in converted(unit, fn, "move the module before wrapping it, or pass device_id"):
         before = segment.layout.flat_param.dtype
         if after == before:

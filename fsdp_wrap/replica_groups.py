@@ -1,8 +1,9 @@
-"""Replica groups that come and go: torchft's manager as the replicate dimension of a sharded model.
+"""Fault-tolerant replica groups: torchft's manager as the replicate dimension of a sharded model.
 
 Each replica group holds one copy of the model, sharded over its own ranks by either front-end, with process
-groups of its own. A hybrid mesh sums gradients over its replicas; here a manager averages them over the
-groups of this step. A group that comes back takes shards from a living one, rank by rank, without a disk.
+groups of its own. A hybrid mesh sums gradients over fixed replicas; torchft's manager averages them over the
+groups of the current step. A returning group receives its shards from a living group, rank by rank, without
+a disk.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ __all__ = ["ReplicaManager", "join_replica_groups"]
 
 
 class ReplicaManager(Protocol):
-    """The methods of `torchft.Manager` that are used."""
+    """The interface of `torchft.Manager` that `join_replica_groups` needs."""
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
-        """Averages a tensor over the groups of this step; returns a work."""
+        """Averages a tensor in place over the groups of this step; returns a work."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Registers functions that set and return the state for a group that comes back."""
+        """Registers the functions that load and return state for a returning group."""
 
 
 def join_replica_groups(
@@ -38,21 +39,21 @@ def join_replica_groups(
     *,
     average_gradients: bool = True,
 ) -> None:
-    """Makes a sharded model one copy of several, which a manager keeps equal while groups come and go.
+    """Makes a sharded model one of several copies, kept equal by a manager while groups join and leave.
 
-    After each reduction within the group, the manager averages this rank's part over all groups of the step.
-    It also learns how to heal: parameters, buffers and optimizer state of this rank, as it holds them, travel
-    between ranks of the same number. Nothing is gathered. Call this once, after sharding and after the
-    optimizer was made. The groups must shard in the same way, over equally many ranks.
+    After each reduction within the group, the manager averages this rank's shard over all groups of the step.
+    To heal a returning group, it sends this rank's shards of parameters, buffers and optimizer state to the
+    rank of the same number. No tensor is gathered. Call this once, after sharding and after the optimizer was
+    made. All groups must shard in the same way, over equally many ranks.
 
-    Step by `torchft.Optimizer(manager, optimizer)`: it begins a step with the groups that are there and skips
-    an update that not all ranks of the group can commit. With `torchft.local_sgd.LocalSGD` or `DiLoCo`, which
-    average parameters themselves, pass `average_gradients=False`.
+    Step by `torchft.Optimizer(manager, optimizer)`. It begins a step with the living groups, and skips an
+    update that not all ranks of the group can commit. `torchft.local_sgd.LocalSGD` and `DiLoCo` average
+    parameters themselves: pass `average_gradients=False` with them.
 
     Args:
-        manager: A `torchft.Manager`, or what has its `allreduce` and `register_state_dict_fn`.
-        model: Sharded by the wrapper or `fully_shard`.
-        optimizer: Of the model's parameters.
+        manager: A `torchft.Manager`, or an object with its `allreduce` and `register_state_dict_fn`.
+        model: A model sharded by the wrapper or `fully_shard`.
+        optimizer: The optimizer of the model's parameters.
         average_gradients: Whether gradients are averaged over groups in each backward that reduces.
 
     Raises:
@@ -85,7 +86,7 @@ def join_replica_groups(
 class _ReplicaState:
     """This rank's shards of model and optimizer, as plain tensors.
 
-    Parameters are looked up once: while a forward runs in another thread, modules show full ones.
+    Parameters are looked up once, since modules show full ones while a forward runs in another thread.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,7 +94,7 @@ class _ReplicaState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all state, in the memory of model and optimizer."""
+        """Returns all state without copies, in the memory of model and optimizer."""
         optim = self._optimizer.state_dict()
         sharded = [
             (number, key)
@@ -110,11 +111,7 @@ class _ReplicaState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state of a rank of another group.
-
-        Raises:
-            ValueError: If that group shards in another way; nothing has changed then.
-        """
+        """Loads the state of another group's rank; a different sharding is refused before any change."""
         for name, tensor in self._tensors.items():
             theirs = state["model"].get(name)
             if theirs is None or theirs.shape != _own(tensor).shape:

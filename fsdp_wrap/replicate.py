@@ -1,4 +1,4 @@
-"""`replicate`, the composable front-end where each rank keeps all of each parameter, as with DDP."""
+"""`replicate`, the composable front-end that keeps parameters whole on each rank, as DDP does."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["ReplicateModule", "replicate"]
 
 
 class ReplicateModule(FSDPModule):
-    """A module to which `replicate` was applied: a subclass of its class, run as a unit, whole on each rank.
+    """A module after `replicate`: an instance of a subclass of its former class, run as an unsharded unit.
 
-    It has all methods of `FSDPModule`. Nothing is gathered, so methods about gathers change at most when
-    copies of the parameters in another dtype, or from host memory, are made and freed.
+    It has all methods of `FSDPModule`. Parameters are not gathered. The methods about gathers only affect
+    copies of parameters in another dtype, or from host memory.
     """
 
 
@@ -50,26 +50,26 @@ def replicate(
 ) -> Any:
     """Makes a unit of a module in place: each rank keeps its parameters whole, and gradients are averaged.
 
-    Parameters become `DTensor`s that are `Replicate()` on the mesh. A model may have them beside those of
-    `fully_shard`. The unit owns what no unit below it owns, so call this on the inner modules first. The
-    gradients of each unit are reduced while backward goes on, those of small units together. The module gets
-    the methods of `FSDPModule`. Build the optimizer afterwards. Ranks must begin with the same values, since
-    nothing is broadcast.
+    Parameters become `DTensor`s that are `Replicate()` on the mesh. A model may also have modules sharded by
+    `fully_shard`. The unit owns the parameters that no unit below it owns, so call this on the inner modules
+    first. The gradients of each unit are reduced while backward goes on, in batches of small units. The
+    module gets the methods of `FSDPModule`. Build the optimizer afterwards. Ranks must begin with the same
+    values, since no values are broadcast.
 
     Args:
-        module: The module, or a list of modules which make one unit.
-        mesh: Of one dimension; by default all ranks, in a dimension that is named "replicate". Parameters
-            that tensor parallelism has distributed must be `DTensor`s on another part of the same mesh.
-        mp_policy: Dtypes of computation and communication. Parameters that compute in another dtype are
-            copied, from forward to backward.
-        offload_policy: Whether parameters, or optimizer state, live in host memory.
+        module: The module, or a list of modules for one unit.
+        mesh: A mesh of one dimension; by default all ranks, in a dimension named "replicate". Parameters of
+            tensor parallelism must be `DTensor`s on another part of the same mesh.
+        mp_policy: Dtypes of computation and communication. A parameter that computes in another dtype has a
+            copy from forward to backward.
+        offload_policy: Whether parameters, or optimizer state, are kept in host memory.
         ignored_params: Parameters to leave alone.
-        dp_mesh_dims: Which dimensions of `mesh` to replicate over, where all parameters are `DTensor`s on
-            that mesh; it must name none to shard over.
-        shared_memory: Let ranks that share a host communicate through its memory, where they compute on the
-            CPU in a gloo group; not one of torch's arguments.
-        travel_together_bytes: How much memory small units may take to be reduced together, in one collective
-            for several, from the second iteration on; as in `fully_shard`. Not one of torch's arguments.
+        dp_mesh_dims: The dimensions of `mesh` to replicate over, if all parameters are `DTensor`s on that
+            mesh. It must not name dimensions to shard over.
+        shared_memory: Let ranks on one host communicate through its memory, if they compute on the CPU in a
+            gloo group. Not one of torch's arguments.
+        travel_together_bytes: Bytes of memory for batches: one collective reduces several small units, from
+            the second iteration on; as in `fully_shard`. Not one of torch's arguments.
 
     Returns:
         `module` itself.
@@ -120,7 +120,7 @@ def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
 
 
 def _location_of(slot: ParamSlot, data: DataMesh) -> Location:
-    """Checks one parameter."""
+    """Checks one parameter; returns its location."""
     if not to_local(slot.param).shape:
         raise without_dimensions(slot)
     data.check(slot.fqn, slot.param)

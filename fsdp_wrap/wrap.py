@@ -1,6 +1,6 @@
 """Auto-wrap policies, and wrapping by hand.
 
-`_runtime/wrap_plan.py` makes units of what the policies choose.
+`_runtime/wrap_plan.py` makes units of the modules that the policies choose.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Makes the submodules for which `lambda_fn(module)` is true units."""
+    """Makes a submodule a unit if `lambda_fn(module)` is true."""
     return True if recurse else bool(lambda_fn(module))
 
 
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: Set[type[nn.Module]]
 ) -> bool:
-    """Makes instances of `module_classes`, subclasses included, units."""
+    """Makes units of the instances of `module_classes` and of their subclasses."""
     return recurse or isinstance(module, tuple(module_classes))
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Set[type[nn.Module]]
 ) -> bool:
-    """Makes instances of the model's layer classes units; the usual choice for transformers."""
+    """Makes units of the instances of the model's layer classes; the usual choice for transformers."""
     return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
 
 
@@ -71,14 +71,14 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Set[type[nn.Module]] | None = None,
     exclude_wrap_modules: Set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Makes a submodule a unit once it holds `min_num_params` elements that no nested unit has taken.
+    """Makes a submodule a unit if it has at least `min_num_params` elements outside of nested units.
 
     Args:
-        module: The module asked about.
-        recurse: Whether the question is to look at the module's children, or to wrap the module.
+        module: The module to decide on.
+        recurse: True to ask whether to visit the module's children, False to ask whether to wrap the module.
         nonwrapped_numel: Elements of the module's parameters that are in no nested unit.
         min_num_params: Least number of elements in a unit.
-        force_leaf_modules: Classes whose children are never looked at; by default this function's
+        force_leaf_modules: Classes whose children are never visited; by default this function's
             attribute `FORCE_LEAF_MODULES`.
         exclude_wrap_modules: Classes that are never wrapped themselves; by default this function's
             attribute `EXCLUDE_WRAP_MODULES`.
@@ -99,17 +99,17 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Says yes where any of `policies` does."""
+    """Answers True if any of `policies` does."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
     )
 
 
-# --- policies that are objects: they see the whole tree -----------------------------------------------
+# --- policies that are objects, which see the whole tree ----------------------------------------------
 
 
 class _Policy(torch_wrap._Policy):
-    """Base of the policies that choose from the whole tree; torch's helpers accept them as well.
+    """The base of policies that see the whole tree; torch's helpers accept them too.
 
     `_run_policy(root_module, ignored_modules, root_kwargs)` returns the chosen modules, each with the
     keyword arguments of its wrapper.
@@ -117,7 +117,7 @@ class _Policy(torch_wrap._Policy):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Makes instances of the given classes, subclasses included, units.
+    """Policy that makes units of the instances of the given classes and of their subclasses.
 
     Args:
         module_classes: The classes.
@@ -144,7 +144,7 @@ class ModuleWrapPolicy(_Policy):
         return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answers like a policy that is a function, for use inside one."""
+        """Answers as a policy function, for use inside of one."""
         return _module_wrap_policy(module, recurse, -1, self._module_classes)
 
     def __repr__(self) -> str:
@@ -153,11 +153,11 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Asks a function about every module, and lets it choose the unit's arguments.
+    """Policy that asks a function about every module; the function may choose the unit's arguments.
 
     Args:
-        lambda_fn: Given a module, returns True to make it a unit with the root's arguments, a dict to
-            make it a unit with these arguments overriding the root's, False or an empty dict to leave it.
+        lambda_fn: Takes a module. Returns True to make it a unit with the root's arguments, a dict of
+            arguments that override the root's, or False or an empty dict to leave it.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
@@ -182,13 +182,13 @@ class CustomPolicy(_Policy):
 
 
 class NameWrapPolicy(_Policy):
-    """Makes modules units by the name of their class, so that the class need not be imported.
+    """Policy that chooses modules by the name of their class, so that the class need not be imported.
 
     A name is a class's own name (`"Block"`) or any dotted end of its path (`"transformer.Block"`,
     `"my_package.transformer.Block"`). Subclasses under another name do not match.
 
     Args:
-        names: One name or several.
+        names: One name, or several.
     """
 
     def __init__(self, names: str | Iterable[str]) -> None:
@@ -204,7 +204,7 @@ class NameWrapPolicy(_Policy):
         return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
     def _matching(self, classes: Counter[type]) -> set[type]:
-        """Returns the classes that match; it is an error if none does, a warning if a name is unused."""
+        """Returns the matching classes; raises if there is none, and warns if a name matches none."""
         hits = {name: {cls for cls in classes if _class_matches(cls, name)} for name in self._names}
         unused = [name for name in self._names if not hits[name]]
         if unused:
@@ -253,7 +253,7 @@ _active: ContextVar[ConfigAutoWrap | None] = ContextVar("fsdp_wrap_enable_wrap",
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
-    """Lets `wrap` wrap within the block; blocks nest, and the inner one alone holds inside itself.
+    """Makes `wrap` wrap modules within the block; an inner block replaces the outer one inside of it.
 
     Args:
         wrapper_cls: The wrapper class, such as `FullyShardedDataParallel`.
@@ -269,11 +269,11 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Returns the module wrapped as the enclosing `enable_wrap` says; outside of one, unchanged.
+    """Returns the module, wrapped by the enclosing `enable_wrap`; unchanged outside of any.
 
     Args:
         module: The module.
-        **wrap_overrides: Arguments that take precedence over those given to `enable_wrap`.
+        **wrap_overrides: Arguments that override the arguments of `enable_wrap`.
     """
     config = _active.get()
     if config is None:

@@ -1,7 +1,7 @@
-"""When each unit does what.
+"""The runtime: units, and the schedule of their gathers and reductions.
 
-Lives here: units, the schedule of forwards and backwards, what is refused meanwhile, and how units
-come into being.
+Lives here: units, the schedule of forwards and backwards, the checks around them, and the construction
+of units.
 May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """

@@ -1,4 +1,4 @@
-"""Makes a unit of a module: checks it, places it on the device, and assembles layout, handle and unit."""
+"""Builds units: checks a module, moves its tensors to the device, and makes layouts, handle and unit."""
 
 from __future__ import annotations
 
@@ -44,42 +44,29 @@ from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 FLAT_PARAM = "_flat_param"
-"""Name under which a unit's module holds its `FlatParameter` (torch's name)."""
+"""Attribute of a module that holds its `FlatParameter` (torch's name)."""
 
 LayoutMaker = Callable[..., Layout]
-"""Makes the layout of a segment, given its parameters, the communicator and `name=`."""
+"""Makes the layout of a segment from its parameters, the communicator and `name=`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """How to make a unit.
-
-    Attributes:
-        mesh: The ranks to shard over.
-        device: Where the unit computes.
-        make_layout: How its parameters lie in buffers.
-        policy_of: Dtypes of computation and communication of a parameter.
-        options: How the schedule treats the unit.
-        parts: The modules that run, where the unit's own only holds them together.
-        shared_memory: Whether ranks that share a host may communicate through its memory.
-        buffer_dtype: Dtype of buffers from the first forward on; None for their own.
-        only: The parameters that it takes; None for all that the module has.
-        mesh_label: Name of its mesh, where the module has units over several; empty for the first.
-    """
+    """The specification of a unit."""
 
     mesh: ShardMesh
     device: torch.device
     make_layout: LayoutMaker
     policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
-    parts: tuple[nn.Module, ...] = ()
+    parts: tuple[nn.Module, ...] = ()  # the modules with a forward, if the unit's module only groups them
     shared_memory: bool = True
-    buffer_dtype: torch.dtype | None = None
-    only: frozenset[nn.Parameter] | None = None
-    mesh_label: str = ""
+    buffer_dtype: torch.dtype | None = None  # of module buffers, from the first forward on; None keeps theirs
+    only: frozenset[nn.Parameter] | None = None  # the parameters to take; None for all of the module
+    mesh_label: str = ""  # empty for the first mesh of the module
 
     def communicators(self) -> tuple[Communicator, Communicator]:
-        """Returns those of the ranks that hold one copy between them, and of the replicas."""
+        """Returns the communicator of the sharding ranks and the communicator of the replicas."""
         shard, replicate = (
             make_communicator(ranks, self.device, self.shared_memory)
             for ranks in (self.mesh.shard, self.mesh.replicate)
@@ -90,22 +77,9 @@ class UnitSpec:
 def check_module(
     module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh, instead: str | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Checks all that a module would shard, in units below it as well, before anything changes.
+    """Checks all tensors of a module before anything changes; returns them by name, parameters first.
 
-    Args:
-        module: The module.
-        ignored: What is left alone.
-        values: Where tensors get their values from.
-        mesh: The ranks to shard over.
-        instead: As `check_tensors` takes it.
-
-    Returns:
-        The tensors concerned by name, parameters first.
-
-    Raises:
-        ValueError: If a tensor is on the meta device and nothing can initialise it. Where values come from
-            the first rank, also if another rank refused its module.
-        TypeError, ValueError: As `check_tensors` does.
+    Collective with `values.synchronised`: then a module that one rank refuses is refused on all ranks.
     """
     contents = UnitContents.of(module, ignored)
     error: Exception | None = None
@@ -116,7 +90,7 @@ def check_module(
         check_materializable(contents, values)
     except (TypeError, ValueError) as found:
         error = found
-    if values.synchronised:  # what ranks hold may differ, and so may what is wrong with it
+    if values.synchronised:  # the modules of the ranks may differ, and so may their errors
         refuse_together(error, mesh.groups)
     if error is not None:
         raise error
@@ -125,7 +99,7 @@ def check_module(
 
 
 def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Values) -> Unit:
-    """Makes a unit of a checked `module`: shards what no unit below it owns, and shows the shards."""
+    """Makes a unit of a checked module, with the parameters that no unit below it owns."""
     left = (param for unit in units_in(module).values() for param in unit.left)
     contents = UnitContents.of(module, ignored, {param for param in left if not is_owned(param)})
     materialize(contents, values, spec.device, _stand_ins(contents))
@@ -139,14 +113,10 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
 def assemble_unit(
     module: nn.Module, contents: UnitContents, spec: UnitSpec, beside: Sequence[UnitSpec] = ()
 ) -> Unit:
-    """Makes a unit of a module whose tensors are where they belong.
+    """Makes a unit of a module whose tensors are on their device.
 
-    Args:
-        module: The module.
-        contents: What it has.
-        spec: How to make it.
-        beside: The same of those parameters that lie on other meshes. They become units of their own, which
-            run whenever this one does.
+    The specs in `beside` are for parameters on other meshes. Each becomes a unit of its own that runs
+    whenever this one does.
     """
     lenders = REGISTRY.borrow(contents)
     for lender in lenders:
@@ -164,7 +134,7 @@ def assemble_unit(
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     _skip_runtime_frames()
-    if unit.handle is not None or any(each._buffers for each in modules):  # else it may become one again
+    if unit.handle is not None or any(each._buffers for each in modules):  # else it may be wrapped again
         REGISTRY.take(modules)
     for each in modules:
         mark_managed(each)
@@ -184,7 +154,7 @@ def _taken(contents: UnitContents, spec: UnitSpec) -> list[ParamSlot]:
 
 
 def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str, Any]:
-    """Shards the parameters of a unit; returns what the unit needs of that."""
+    """Shards the parameters of a unit; returns the arguments of `Unit` for them."""
     segments = [*by_kind.values()]
     communicator, replicas = spec.communicators()
     samples = sample([slot.param for slot in segment] for segment in segments)
@@ -203,7 +173,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
 
 
 def _stand_ins(contents: UnitContents) -> dict[torch.Tensor, nn.Parameter]:
-    """Returns, for the sharded parameters of other units, parameters of full shape on the meta device."""
+    """Returns a full-shape meta parameter for each sharded parameter that the module borrows."""
     result: dict[torch.Tensor, nn.Parameter] = {}
     for fqn, _, param in contents.borrowed:
         _, layout, index = REGISTRY.owner(fqn, param)
@@ -214,7 +184,10 @@ def _stand_ins(contents: UnitContents) -> dict[torch.Tensor, nn.Parameter]:
 
 @functools.cache
 def _skip_runtime_frames() -> None:
-    """Tells dynamo not to trace this package's frames, but what they call: it breaks graphs at every unit."""
+    """Makes dynamo skip the frames of this package, but not the functions that they call.
+
+    Dynamo would break the graph at every unit otherwise.
+    """
     trace_rules().add(__name__.partition(".")[0])
 
 

@@ -1,4 +1,4 @@
-"""What users decide about how a unit communicates: collectives of their own, memory, process groups."""
+"""Custom communication of a unit: users' collectives, memory of buffers, and reduction hooks."""
 
 from __future__ import annotations
 
@@ -31,17 +31,10 @@ Hook = Callable[[torch.Tensor], None]
 
 
 def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
-    """Lets a unit gather or reduce by an object of the user's.
+    """Makes a unit gather (`all_gather=`) or reduce (`reduce_scatter=`) by a user's object.
 
-    Args:
-        handle: The unit's.
-        name: The unit, for messages.
-        comms: `all_gather` or `reduce_scatter`, each with torch's interface: `allocate(size, *, dtype,
-            device)`, and a call with `output_tensor`, `input_tensor`, `group`, and `async_op` or `op`.
-
-    Raises:
-        TypeError: If it has not that interface.
-        RuntimeError: If the unit's parameters or gradients travel in fewer bytes (`compress`).
+    The object has the interface of torch's `AllGather` or `ReduceScatter`. Units with codecs (`compress`)
+    are refused.
     """
     before = handle.transport
     if not isinstance(before, CustomTransport) and before is not handle.communicator:
@@ -59,12 +52,7 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
 
 
 def allocate_by_group(unit: Unit, enable: bool) -> None:
-    """Lets what travels of a unit lie in memory of its process group's allocator, where it has one, or not.
-
-    Raises:
-        OtherCommsError: If something else allocates it.
-        RuntimeError: If the parameters are in use, or gradients wait.
-    """
+    """Allocates a unit's communication buffers by its process group's allocator, if it has one, or not."""
     handle, method = unit.handle, "set_allocate_memory_from_process_group_for_comm()"
     if handle is None:
         return
@@ -81,13 +69,7 @@ def allocate_by_group(unit: Unit, enable: bool) -> None:
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
-    """Lets what travels of a unit lie in symmetric memory; collective.
-
-    Raises:
-        OtherCommsError: If something else allocates it.
-        ValueError: If the backend is not "NCCL", or the unit does not communicate by it.
-        RuntimeError: If the parameters are in use, or gradients wait.
-    """
+    """Allocates a unit's communication buffers in symmetric memory; collective."""
     handle, method = unit.handle, "set_symm_mem_for_comm()"
     if backend != "NCCL":
         raise ValueError(f"{method} knows no backend but 'NCCL', not {backend!r}")
@@ -123,12 +105,7 @@ def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
 
 
 def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None) -> None:
-    """Lets a hook see, and change, what comes of a unit's reductions; None for no hook.
-
-    Raises:
-        TypeError: If it cannot be called.
-        ValueError: If a stream is given where it cannot run on one.
-    """
+    """Sets the hook that sees, and may change, a unit's averaged gradients; None removes it."""
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
     handle = unit.handle
@@ -151,7 +128,7 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None) 
 
 
 def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:
-    """Returns a hook that runs on a stream, after and before all else that concerns its argument."""
+    """Returns a hook that runs on a stream, ordered with the current stream on both sides."""
 
     def run(reduced: torch.Tensor) -> None:
         current = accelerator.current_stream()
@@ -164,18 +141,10 @@ def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Ho
 
 
 class CustomTransport:
-    """How a unit's parameters and gradients travel by users' collectives (a `Transport`).
+    """A `Transport` by users' collectives, with keys "all_gather" and "reduce_scatter".
 
-    What the user allocates is staging memory: what comes is copied to where the unit computes.
-
-    Args:
-        handle: The unit's.
-        comms: By "all_gather" and "reduce_scatter"; what is missing is left to the communicator.
-
-    Attributes:
-        comms: The same.
-        keeps_notes: Whether what layouts note in a reduction arrives: a user's may round.
-        compresses_reductions: What the user's do is not our business.
+    The communicator does the missing one. The user's allocator gives staging memory only: results are
+    copied to the unit's own buffers.
     """
 
     compresses_reductions = False
@@ -183,11 +152,11 @@ class CustomTransport:
     def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
         self._communicator: Communicator = handle.communicator
         self.comms = comms
-        self._used = comms if self._communicator.size > 1 else {}  # else nothing travels
-        self.keeps_notes = "reduce_scatter" not in self._used
+        self._used = comms if self._communicator.size > 1 else {}  # one rank sends nothing
+        self.keeps_notes = "reduce_scatter" not in self._used  # a user's reduction may round the notes
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
-        """As a communicator's."""
+        """Gathers as `Communicator.gather_into` does."""
         communicator, comm = self._communicator, self._used.get("all_gather")
         if comm is None:
             return communicator.gather_into(buffers, fill)
@@ -212,7 +181,7 @@ class CustomTransport:
         return Then([lane_of(communicator.device, "gather").issue(start)], [copy])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:
-        """As a communicator's; the user's object gets `ReduceOp.SUM`, and what comes is divided by us."""
+        """Reduces as `Communicator.reduce_scatter` does; the user's object only sums."""
         comm = self._used.get("reduce_scatter")
         if comm is None:
             return self._communicator.reduce_scatter(shards, full)

@@ -1,7 +1,4 @@
-"""What follows reductions: who waits for the last one of a tree's backwards, and who updates units meanwhile.
-
-`BackwardEnd` knows the first, and what that forbids; `Updates` when a unit has got all its gradients.
-"""
+"""The end of reductions: `BackwardEnd` ends the backwards of a tree, `Updates` updates units meanwhile."""
 
 from __future__ import annotations
 
@@ -17,13 +14,9 @@ from fsdp_wrap._runtime.unit import Unit, Updater
 
 
 class BackwardEnd:
-    """Who ends the backwards of a tree: each its own final callback, a later one's, or the user.
+    """The end of a tree's backwards: by their final callbacks, by a later backward's, or by the user.
 
-    Args:
-        below: Those of trees below this one, that were roots until now.
-
-    Raises:
-        RuntimeError: If the user was to end backwards there.
+    `below` has the ends of the former roots in this tree. None of them may be manual.
     """
 
     def __init__(self, below: Mapping[Unit, BackwardEnd]) -> None:
@@ -35,19 +28,15 @@ class BackwardEnd:
                 )
         self._last = True
         self._manual = False
-        self._began_manual: bool | None = None  # how the backwards that nobody has ended yet began
+        self._began_manual: bool | None = None  # as the unfinished backwards began
         self._issued: object | None = None
 
     def set_last(self, last: bool) -> None:
-        """Decides whether the final callback of a backward waits, or leaves that to the next backward's."""
+        """Sets whether the final callback of a backward waits, or leaves that to the next backward."""
         self._last = last
 
     def set_manual(self, manual: bool) -> None:
-        """Decides whether the user waits instead.
-
-        Raises:
-            RuntimeError: If that changes in a backward, or after one that nobody has ended.
-        """
+        """Sets whether the user ends backwards; refuses a change in an unfinished backward."""
         began = self._began_manual
         changes = manual != self._manual and graph_task() != -1
         if changes or (began is not None and manual != began):
@@ -65,28 +54,23 @@ class BackwardEnd:
     # a backward
 
     def begin(self) -> None:
-        """Notes that a backward begins."""
+        """Records that a backward begins."""
         if self._began_manual is None:
             self._began_manual = self._manual
 
     @property
     def automatic(self) -> bool:
-        """Whether the final callback of the running backward is to wait, and then to `finish`."""
+        """Whether the final callback of the running backward waits and calls `finish`."""
         return self._last and not self.manual
 
     def finish(self) -> None:
-        """Notes that everything has been waited for, or dropped."""
+        """Records that all reductions have been waited for, or dropped."""
         self._began_manual = self._issued = None
 
     # by hand
 
     def check(self, root: Unit, units: Iterable[Unit], in_backward: bool) -> None:
-        """Refuses to end backwards by hand now.
-
-        Raises:
-            RuntimeError: If they end by themselves, one is running, the last end was not waited for, or sums
-                over replicas would stay incomplete.
-        """
+        """Refuses a `finalize_backward` that is too early or would leave sums over replicas incomplete."""
         self.require_waited("finalize_backward()")
         if not self.manual:
             raise RuntimeError(
@@ -110,25 +94,17 @@ class BackwardEnd:
                 )
 
     def issue(self) -> object:
-        """Lets the caller wait later; returns what `require_issued` takes."""
+        """Returns a token of this end, by which the caller waits later (`require_issued`)."""
         self._issued = object()
         return self._issued
 
     def require_issued(self, issued: object) -> None:
-        """Refuses what `issue` has not returned, or what was dropped since.
-
-        Raises:
-            RuntimeError: If it is so.
-        """
+        """Refuses the token of an end that `reset_iter_state` has dropped."""
         if issued is not self._issued:
             raise RuntimeError("reset_iter_state() has dropped the reduction that this handle stands for")
 
     def require_waited(self, doing: str) -> None:
-        """Refuses what must wait for the last end.
-
-        Raises:
-            RuntimeError: If it was not waited for.
-        """
+        """Refuses an action before the user has waited for the last end."""
         if self._issued is not None:
             raise RuntimeError(
                 f"{doing} must not begin before wait() of the handle that "
@@ -137,36 +113,24 @@ class BackwardEnd:
 
 
 class Updates:
-    """Which units of a tree are updated in the running backward, each once it has got all its gradients.
+    """Updates the units of a tree in the running backward, each once its gradients are complete.
 
-    That is known of a unit whose forward ran once since the last backward, when its own backward is over and
-    its reduction is done. All others wait for the end of the backward: further uses need their parameters, or
-    add to their gradients.
-
-    Args:
-        offloading: What brings gradients to the host, if anything does.
-
-    Attributes:
-        reduced: The units that have got gradients and are to be updated.
-        updated: Those that the running backward has updated.
+    A unit whose forward ran once since the last backward is complete when its own backward is over and its
+    reduction is done. All other units wait for the end of the backward, since a further use needs their
+    parameters or adds to their gradients.
     """
 
     def __init__(self, offloading: Offloading | None) -> None:
         self._offloading = offloading
         self._updaters: dict[Updater, None] = {}
-        self.reduced: dict[Unit, None] = {}
-        self.updated: set[Unit] = set()
+        self.reduced: dict[Unit, None] = {}  # units with gradients, not updated yet
+        self.updated: set[Unit] = set()  # in the running backward
         self._last = True
-        self._recomputed: dict[Unit, int] = {}  # in which graph task, last
-        self._updated_in: dict[Unit, int] = {}  # those of units that were updated after a recomputation
+        self._recomputed: dict[Unit, int] = {}  # the graph task of the last recomputation
+        self._updated_in: dict[Unit, int] = {}  # the graph task of the recomputation before the last update
 
     def begin(self, units: Iterable[Unit], last: bool) -> None:
-        """Begins a backward.
-
-        Args:
-            units: Of the tree.
-            last: Whether it ends by itself: otherwise its gradients wait for those of a later one.
-        """
+        """Begins a backward; without `last` its gradients wait for the gradients of a later backward."""
         self._updaters = dict.fromkeys(unit.updater for unit in units if unit.updater is not None)
         self.updated.clear()
         self._last = last
@@ -174,20 +138,14 @@ class Updates:
             updater.begin()
 
     def refuse_updated(self, unit: Unit) -> None:
-        """Refuses to compute with a unit that the running backward has updated.
-
-        Raises:
-            RuntimeError: If it has.
-        """
+        """Refuses to compute with a unit that the running backward has updated."""
         if unit in self.updated:
             raise _come_again(unit)
 
     def recompute(self, unit: Unit) -> None:
-        """Notes that a unit with an updater is recomputed.
+        """Records the recomputation of a unit with an updater; refuses it after the unit's update.
 
-        Raises:
-            RuntimeError: If it was updated in the running backward, or in one inside it that has ended, as
-                those of checkpoints do which run a backward of their own.
+        The update may also have come from an inner backward, as of a checkpoint with `use_reentrant=True`.
         """
         task = graph_task()
         if unit in self.updated or self._updated_in.get(unit) == task:
@@ -195,31 +153,23 @@ class Updates:
         self._recomputed[unit] = task
 
     def after(self, unit: Unit) -> None:
-        """Notes that a unit's gradients were reduced, and updates it if no more can come.
-
-        Raises:
-            RuntimeError: If this backward has updated it before.
-        """
+        """Records that a unit's gradients were reduced, and updates the unit if they are complete."""
         self.note(unit)
         self.update(unit)
 
     def note(self, unit: Unit) -> None:
-        """Notes that a unit's gradients were reduced, and are on their way to the host perhaps.
-
-        Raises:
-            RuntimeError: As `after`.
-        """
+        """Records that a unit's gradients were reduced; a copy to the host may still run."""
         if unit.updater is not None:
             self.refuse_updated(unit)
             self.reduced[unit] = None
 
     def update(self, unit: Unit) -> None:
-        """Updates a unit whose gradients were reduced, if no more can come."""
+        """Updates a unit whose gradients were reduced, if they are complete."""
         if unit in self.reduced and unit.updater is not None and not unit.updater.communicates:
             self._update(unit, unit.updater)
 
     def between_collectives(self) -> None:
-        """Updates what waits for this place, between the same collectives on all ranks."""
+        """Updates all complete units, at a place where updaters of all ranks may communicate."""
         for unit in [*self.reduced]:
             if unit.updater is not None:
                 self._update(unit, unit.updater)
@@ -231,7 +181,7 @@ class Updates:
         if unit.arrivals.progress is not Progress.FINISHED:
             return
         if handle.reduction is not None or handle.holds_gradients or handle.keeps_gradients:
-            return  # more is to come, or to be summed
+            return  # a reduction or a sum is still due
         del self.reduced[unit]
         self._note(unit)
         travels = self._offloading is not None and self._offloading.leave(unit)
@@ -242,7 +192,7 @@ class Updates:
         self._updated_in[unit] = self._recomputed.pop(unit, -1)
 
     def finish(self, units: Iterable[Unit]) -> None:
-        """Ends a backward whose gradients are all there: updates the units that are left."""
+        """Ends a backward with complete gradients: updates the remaining units."""
         reduced, self.reduced = [*self.reduced], {}
         updaters, self._updaters = self._updaters, {}
         complete = [unit for unit in reduced if unit.handle is not None and not unit.handle.keeps_gradients]
@@ -253,7 +203,7 @@ class Updates:
         self._forget(units)
 
     def abandon(self, units: Iterable[Unit]) -> None:
-        """Ends a backward that has failed."""
+        """Ends a failed backward without further updates."""
         reduced, self.reduced = [*self.reduced], {}
         updaters, self._updaters = self._updaters, {}
         for updater in updaters:

@@ -1,9 +1,9 @@
-"""`run_forward`: one forward call of a unit, with those that lend it parameters.
+"""`run_forward`: one forward call of a unit and of its lenders (the units that own its tied parameters).
 
-What a transform of `torch.func` calls computes with tensors of its own kind, and neither may buffers be
-written to nor hooks be registered there. So the runtime does its part outside of all transforms, and the
-modules compute with copies of the full parameters: graphs that need them later need no gather. Gradients
-reach the leaves through the copies.
+Inside a transform of `torch.func`, tensors are of the transform's own kind. Buffers cannot be written to
+and hooks cannot be registered there. So the runtime gathers and reshards outside of all transforms, and the
+modules compute with copies of the full parameters, so that a later use of the graph needs no gather.
+Gradients reach the leaves through the copies.
 """
 
 from __future__ import annotations
@@ -32,14 +32,10 @@ def run_forward(
     kwargs: dict[str, Any],
     part: nn.Module | None = None,
 ) -> Any:
-    """Runs `compute` as a forward of the unit, or of one of its parts, and of those that lend it parameters.
+    """Runs `compute` as a forward of the unit, or of one of its parts, and of its lenders.
 
-    Without gradients it may run inside `summon_full_params`, and computes with what that shows, in master
-    dtype and without communication: a rank may do so alone.
-
-    Raises:
-        RuntimeError: If the parameters are in the user's hands and gradients are enabled, or the forward
-            has written to a parameter.
+    Without gradients a forward may run inside `summon_full_params`. It computes with the shown parameters,
+    in master dtype and without communication, so a rank may run it alone.
     """
     if not torch.is_grad_enabled() and _shown_in_full(unit):
         unit.buffers.hold_original()
@@ -84,9 +80,9 @@ def run_forward(
 def _prepared(
     unit: Unit, schedule: Schedule, args: Any, kwargs: Any
 ) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
-    """Returns the dtype of the outputs, if that is given, and the inputs moved and cast."""
+    """Returns the dtype to cast outputs to, or None, and the inputs, moved and cast."""
     device = schedule.device
-    if schedule.depth == 0 and device.type != "cpu":  # inputs may be elsewhere
+    if schedule.depth == 0 and device.type != "cpu":  # inputs may be on another device
         args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
     casts = unit.options.casts
     if unit.options.full_in_eval and unit.leaves_mixed_precision:
@@ -99,25 +95,22 @@ def _prepared(
 
 
 def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns inputs as a forward of the unit would take them, moved and cast."""
+    """Returns the inputs, moved and cast as for a forward of the unit."""
     _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs)
     return args, kwargs
 
 
 def _shown_in_full(unit: Unit) -> bool:
-    """Whether the user holds the full parameters that the unit computes with."""
+    """Returns whether the user sees all full parameters of the unit and its lenders."""
     handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
     return bool(handles) and all(handle.shows_full for handle in handles)
 
 
 def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Puts copies in the place of a unit's parameters, and of views of them, in what its forward returned.
+    """Replaces a unit's parameters, and views of them, in a forward's output; returns it and its tensors.
 
-    The caller gets copies, since a unit's full parameters are freed. Gradients pass through the copies. What
-    was one tensor stays one; an edit of it stays with the copy.
-
-    Returns:
-        The output, and the tensors in it.
+    The caller gets copies, since the full parameters are freed. Gradients pass through the copies. A tensor
+    that occurs twice stays one tensor. An edit changes the copy alone.
     """
     tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     for tensor in tensors:
@@ -128,7 +121,7 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
 
 
 def _without_lasting(schedule: Schedule, output: Any) -> Any:
-    """Ends, with the outermost forward, those of units that have stayed full; returns its output."""
+    """Ends the lasting forward calls with the outermost forward; returns its output without parameters."""
     if graph_task() != -1:
         return output
     for unit in schedule.lasting:
@@ -152,11 +145,7 @@ def _copied(handle: ParamHandle, output: Any) -> Any:
 
 
 def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Callable[[], Any]) -> Any:
-    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`.
-
-    Raises:
-        RuntimeError: If a unit's parameters are in the user's hands, or the call has written to one.
-    """
+    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`."""
     undo, shown = ExitStack(), []
     try:
         with outside_transforms():
@@ -178,7 +167,7 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Cal
 
 def _exit_transformed(schedule: Schedule, call: ForwardCall) -> None:
     schedule.exit_forward(call)
-    if graph_task() == -1:  # or the backward that recomputes will reshard
+    if graph_task() == -1:  # a recomputation is resharded by its backward
         schedule.reshard(call.unit)
 
 
@@ -197,5 +186,5 @@ def _refuse_written(unit: Unit, handle: ParamHandle, copies: Copies) -> None:
 def _copy_leaf(leaf: nn.Parameter) -> torch.Tensor:
     copy = leaf.clone()
     copy.__dict__.update(leaf.__dict__)
-    copy._is_param = True  # modules may ask whether it is a parameter
+    copy._is_param = True  # for `isinstance(copy, nn.Parameter)` in modules
     return copy

@@ -1,7 +1,7 @@
-"""Gives a unit's tensors values and places them on its device: initialised there, moved, or received.
+"""Materialisation: initialises a unit's meta tensors, moves tensors to its device, and broadcasts them.
 
-A tensor that leaves the meta device stays the same Python object. So ties hold, attributes stay, and what was
-decided about a parameter (ignored, left to another unit) remains true.
+A tensor that leaves the meta device stays the same Python object. So ties and attributes stay, and a
+parameter that was ignored, or left to another unit, is still found as such.
 """
 
 from __future__ import annotations
@@ -23,46 +23,35 @@ from fsdp_wrap._core.torch_private import swap_tensor_impl
 from fsdp_wrap._params import inner_tensors, to_local
 
 _MESSAGE_BYTES = 32 << 20
-"""Most that one message of `broadcast` carries."""
+"""Largest message of `broadcast`."""
 
 _Named = tuple[str, torch.Tensor]
 
 
 class MaterializationError(RuntimeError):
-    """A `param_init_fn` that did not do its part."""
+    """A `param_init_fn` that left tensors on the meta device, or changed their class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Where tensors on the meta device get their values from.
+    """The source of initial values: `param_init_fn`, `reset_parameters`, or the first rank."""
 
-    Attributes:
-        param_init_fn: The user's function, which initialises the tensors that a module holds directly; None
-            for the module's own `reset_parameters`.
-        synchronised: Whether all tensors, on the meta device or not, are overwritten by the first rank's.
-        first: Whether this is that rank.
-    """
-
-    param_init_fn: Callable[[nn.Module], Any] | None
-    synchronised: bool
-    first: bool
+    param_init_fn: Callable[[nn.Module], Any] | None  # None for the modules' `reset_parameters`
+    synchronised: bool  # whether the first rank's values overwrite all tensors, of any device
+    first: bool  # whether this is the first rank
 
     @property
     def received(self) -> bool:
-        """Whether other ranks' values come, so that nothing is initialised here."""
+        """Whether this rank receives all values, and so initialises nothing."""
         return self.synchronised and not self.first
 
     def can_initialise(self, module: nn.Module) -> bool:
-        """Whether there is a way to initialise what `module` holds directly."""
+        """Returns whether the tensors that `module` holds directly can be initialised."""
         return self.received or self.param_init_fn is not None or _reset_method(module) is not None
 
 
 def check_materializable(contents: UnitContents, values: Values) -> None:
-    """Checks that every tensor on the meta device can get values.
-
-    Raises:
-        ValueError: Naming the first that cannot.
-    """
+    """Checks that every tensor on the meta device can get values."""
     holders: dict[torch.Tensor, list[nn.Module]] = {}
     for _, module in contents.modules:
         for tensor in _direct(module).values():
@@ -77,11 +66,7 @@ def check_materializable(contents: UnitContents, values: Values) -> None:
 
 
 def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Lets no rank wait for one that has refused its module.
-
-    Raises:
-        ValueError: Where `error` is None, but another rank has one.
-    """
+    """Raises on ranks without an error if another rank has one, since they would wait for it; collective."""
     seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
     for group in groups:
         seen = next((each for each in all_gather_object(seen, group) if each is not None), None)
@@ -97,18 +82,9 @@ def materialize(
 ) -> None:
     """Gives memory and values to the unit's tensors on the meta device; leaves all others as they are.
 
-    Children come before parents, as in `torch.nn.Module.apply`. A parameter that several modules share gets
-    the values that the first of them gives it.
-
-    Args:
-        contents: The unit's.
-        values: Where values come from.
-        device: Where `reset_parameters` initialises.
-        stand_ins: For parameters that other units have sharded, what to show to initialising functions.
-
-    Raises:
-        MaterializationError: Naming what the user's function has left on the meta device, or given a class
-            that cannot be sharded.
+    Children come before parents, as in `torch.nn.Module.apply`. A shared parameter gets its values from the
+    first of its modules. Initialising functions see `stand_ins` in the place of parameters that other units
+    have sharded.
     """
     with torch.inference_mode(False), torch.no_grad():
         if values.received:
@@ -125,7 +101,7 @@ def materialize(
 
 
 def move(named: Iterable[_Named], device: torch.device) -> None:
-    """Moves tensors, which stay the same objects, to a device."""
+    """Moves tensors to a device; they stay the same Python objects."""
     for _, tensor in named:
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
@@ -134,22 +110,17 @@ def move(named: Iterable[_Named], device: torch.device) -> None:
 def broadcast(
     named: Sequence[_Named], steps: Sequence[Communicator], groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Overwrites tensors, of any dtype, by those of the first rank, in messages of bounded size.
+    """Overwrites tensors, of any dtype, by the first rank's, in messages of bounded size; collective.
 
-    Args:
-        named: The tensors by name.
-        steps: One after the other: the first rank's values reach one rank of every copy, then the others.
-        groups: Of all these ranks.
-
-    Raises:
-        ValueError: On every rank, if the ranks' names, shapes or dtypes differ.
+    The communicators in `steps` broadcast one after the other: to one rank of every copy, then within the
+    copies. Names, shapes or dtypes that differ between ranks raise an error on every rank.
     """
     named = [inner for fqn, tensor in named for inner in inner_tensors(fqn, tensor)]
     _check_same(named, groups)
     for _, tensor in named:
         target = to_local(tensor).detach()
         travelling = target.resolve_conj().resolve_neg().contiguous()
-        # Bytes, since backends know few dtypes.
+        # Bytes, since backends support few dtypes.
         data = travelling.reshape(-1).view(torch.uint8)
         for message in torch.split(data, _MESSAGE_BYTES) if data.numel() else ():
             for communicator in steps:
@@ -159,7 +130,7 @@ def broadcast(
 
 
 def _check_same(named: Sequence[_Named], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Refuses tensors that are not the same on all ranks: messages would mix or abort the process."""
+    """Refuses names, shapes or dtypes that differ between ranks: a broadcast would mix tensors or abort."""
     own = [_describe(fqn, tensor) for fqn, tensor in named]
     digests = {hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()}
     for group in groups:
@@ -183,7 +154,7 @@ def _describe(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a module itself holds."""
+    """Returns the parameters and buffers of a module itself."""
     found = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -191,14 +162,14 @@ def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
 def _initialisers(
     contents: UnitContents, function: Callable[[nn.Module], Any] | None, device: torch.device
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
-    """Yields, by name, the unit's modules that are to be initialised, and how; children come first."""
+    """Yields the unit's modules to initialise, children first, each with its name and initialiser."""
     touched: set[nn.Module] = set()
     for fqn, module in children_first(contents.modules):
         wanted = (tensor for tensor in _direct(module).values() if tensor not in contents.ignored.params)
         meta = [tensor for tensor in wanted if tensor.is_meta]
         reset = _reset_method(module)
         if function is not None and (meta or not touched.isdisjoint(module.children())):
-            touched.add(module)  # parents as well, which may adjust what their children got
+            touched.add(module)  # then its parents too, which may adjust their children's values
             yield fqn, module, partial(function, module)
         elif function is None and meta and reset is not None:
             yield fqn, module, partial(_allocate_and_reset, meta, device, reset)
@@ -207,7 +178,7 @@ def _initialisers(
 def _initialise(
     fqn: str, module: nn.Module, initialise: Callable[[], Any], stand_ins: Mapping[torch.Tensor, nn.Parameter]
 ) -> None:
-    """Initialises what a module holds directly; what had values before keeps them."""
+    """Initialises the tensors that a module holds directly; tensors with values keep them."""
     before = _direct(module)
     borrowed = {name: tensor for name, tensor in before.items() if tensor in stand_ins}
     empty = {tensor for tensor in before.values() if tensor.is_meta}
@@ -229,7 +200,7 @@ def _initialise(
             )
         if tensor is not found:  # the earlier objects stay
             if tensor in empty:
-                empty.remove(tensor)  # of several names the first counts
+                empty.remove(tensor)  # the first of several names counts
                 _become(tensor, found)
             replace_tensor(module, name, tensor)
     for tensor, value in kept:
@@ -237,7 +208,7 @@ def _initialise(
 
 
 def _become(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-    """Gives a tensor object the contents of another, which is not to be used any more."""
+    """Gives a tensor object the contents of another, which must not be used afterwards."""
     requires_grad = tensor.requires_grad and replacement.requires_grad
     swap_tensor_impl(tensor, replacement)
     tensor.requires_grad_(requires_grad)

@@ -1,4 +1,4 @@
-"""What must not be done with a unit's parameters, before and after it becomes one, and is refused by name."""
+"""Checks that raise errors for unsupported uses of a unit's parameters, before and after sharding."""
 
 from __future__ import annotations
 
@@ -56,19 +56,13 @@ _OUTSIDE = (
 def check_tensors(
     contents: UnitContents, instead: str | None = None, distributed: bool = False, extended: bool = False
 ) -> None:
-    """Refuses what sharding would lose, or could not be done with.
+    """Refuses tensors that cannot be sharded, or would lose their behaviour or hooks.
 
     Args:
-        contents: What is to become a unit.
-        instead: What to do about optimizers that are applied in backward, where they would train nothing.
-        distributed: Whether parameters may be `DTensor`s, as tensor parallelism makes them.
-        extended: Whether parameters may be of tensor subclasses that say what is gathered of them.
-
-    Raises:
-        TypeError: If a parameter's class may behave differently from a plain parameter, or a TorchScript
-            module uses it.
-        ValueError: If a parameter has gradient hooks or, where `instead` is given, such an optimizer; if a
-            parameter or buffer has no shape yet.
+        contents: The tensors of the future unit.
+        instead: Advice about optimizers applied in backward, which would train nothing; None allows them.
+        distributed: Whether parameters may be `DTensor`s, as of tensor parallelism.
+        extended: Whether parameters may be tensor extensions (subclasses with hooks for the all-gather).
     """
     for fqn, tensor in contents.tensors():
         if is_lazy(tensor):
@@ -106,7 +100,7 @@ def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
 
 
 def drop_gradients(contents: UnitContents) -> None:
-    """Drops what gradients parameters have that are to be sharded, with a warning: ranks have others."""
+    """Drops gradients from before sharding, with a warning, since they are not averaged over the ranks."""
     having = [slot for slot in contents.slots if slot.param.grad is not None]
     for slot in having:
         slot.param.grad = None
@@ -137,11 +131,7 @@ def _refuse_scripted(fqn: str, module: nn.Module) -> None:
 
 
 def refuse_graph(unit: Unit, leaf: nn.Parameter) -> None:
-    """Refuses a leaf's gradient that has a graph of its own.
-
-    Raises:
-        RuntimeError: If it has.
-    """
+    """Refuses a leaf's gradient that has a graph of its own."""
     if leaf.grad is not None and leaf.grad.requires_grad:
         leaf.grad = None
         raise RuntimeError(
@@ -156,8 +146,7 @@ def converted(
 ) -> list[tuple[Segment, torch.dtype]]:
     """Returns the segments of a unit, each with the dtype to which a function converts its shard.
 
-    Raises:
-        ValueError: If that moves a shard from its device; it ends with what to do instead.
+    A function that moves a shard to another device is refused; the error ends with the advice `instead`.
     """
     found = []
     for segment in unit.handle.segments if unit.handle is not None else ():
@@ -174,11 +163,7 @@ def converted(
 
 
 def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuses a function that moves tensors to memory shared with other processes: `DTensor`s have none.
-
-    Raises:
-        TypeError: If it is one.
-    """
+    """Refuses a conversion to memory shared with other processes, which `DTensor`s do not support."""
     probe = torch.empty(1, device="cpu")
     if fn(probe).is_cpu and probe.is_shared():  # type: ignore[no-untyped-call]
         raise TypeError(
@@ -189,11 +174,7 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 
 def refuse_outdated(call: ForwardCall) -> None:
-    """Refuses the backward of a forward that computed with other values of the parameters.
-
-    Raises:
-        ChangedBetweenError: In any case.
-    """
+    """Raises the error of a backward whose parameters have changed since its forward."""
     name = call.unit.name
     changed = _forget_changed(call.unit)
     if call.converted:
@@ -211,14 +192,14 @@ def refuse_outdated(call: ForwardCall) -> None:
 
 
 def _forget_changed(unit: Unit) -> str | None:
-    """Names a parameter that was changed while shown in full, and forgets all of them."""
+    """Returns the name of a parameter that was changed while shown in full, and clears the record."""
     assert unit.handle is not None
     changed, unit.handle.shown.changed = unit.handle.shown.changed, []
     return unit.name_of(changed[0]) if changed else None
 
 
 def _written_since(call: ForwardCall) -> str | None:
-    """Names the first parameter that was written to since a call's forward, as far as that can be seen."""
+    """Returns the name of the first parameter that was visibly written to since a call's forward."""
     handle = call.unit.handle
     for segment, before in zip(handle.segments if handle is not None else (), call.written):
         for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
@@ -228,9 +209,9 @@ def _written_since(call: ForwardCall) -> str | None:
 
 
 def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
-    """Names, in an error of an operation, sharded parameters that it may have been given.
+    """Adds to an operator's error the sharded parameters that may have caused it.
 
-    An error about `DTensor`s does not tell which; one about sizes has that of the part.
+    An error about mixed `DTensor`s names no tensor. An error about sizes has the size of the shard.
     """
     message = str(error)
     mixed, sizes = "mixed torch.Tensor and DTensor" in message, {*map(int, re.findall(r"\d+", message))}
@@ -254,18 +235,14 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
 
 
 def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
-    """Yields the names of parameters, with the number of elements that modules show; None of `DTensor`s."""
+    """Returns the parameter names, with the numbers of elements shown; None for `DTensor`s."""
     if any(isinstance(source, DTensor) for source in layout.sources):
         return ((fqn, None) for fqn in layout.fqns)
     return ((interval.fqn, interval.data.numel()) for interval in layout.intervals())
 
 
 def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses a forward that has written to full parameters, which are freed without a trace.
-
-    Raises:
-        RuntimeError: If it has.
-    """
+    """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
     for segment in handle.segments if handle.state is HandleState.UNSHARDED else ():
         if [*map(_VERSION, segment.counted)] != segment.versions:
             for index in segment.edited():
@@ -279,13 +256,7 @@ def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
 
 
 def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses what users have put in the place of sharded parameters, and hooks that cannot run.
-
-    Raises:
-        ReplacedError: If anything stands in the place of a sharded parameter.
-        ValueError: If there is a hook that cannot run.
-        ChangedBetweenError: If a full parameter was written to after the last forward.
-    """
+    """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
     for segment in handle.segments:
         if not segment.layout.display.is_untouched():
             refuse_replaced(unit, segment.layout)
@@ -299,11 +270,7 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
 
 
 def refuse_added(units: Iterable[Unit]) -> None:
-    """Refuses parameters that train and were registered in a unit after it was made, also in new modules.
-
-    Raises:
-        ReplacedError: If there is any.
-    """
+    """Refuses trainable parameters that were registered in a unit after sharding, also in new modules."""
     for unit in units:
         for prefix, module in () if unit.gone else own_modules(unit.module):
             found = [*added_params(module)] if module in added_names else []
@@ -325,12 +292,10 @@ def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses writes to shards that moved no version counter while full parameters stayed.
+    """Refuses writes to shards without a version counter while full parameters were kept.
 
-    Which ranks would see them may differ, so that these cannot just gather anew.
-
-    Raises:
-        ChangedBetweenError: If a sample of a shard has other values than when they were gathered.
+    A sample of each shard is compared with its values at the gather. Ranks may see different writes, so
+    gathering again is no cure: only some ranks would do so.
     """
     for segment, kept in handle.kept_segments.items():
         if kept.was_written_unseen:
@@ -344,11 +309,7 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
 
 
 def refuse_replaced(unit: Unit, layout: Layout) -> None:
-    """Refuses what users have put in the place of sharded parameters.
-
-    Raises:
-        ReplacedError: If there is any.
-    """
+    """Refuses objects that users have put in the place of sharded parameters."""
     for fqn, found in layout.display.replaced():
         what = "was removed" if found is None else f"was replaced by {_described(found)}"
         raise ReplacedError(
@@ -395,7 +356,7 @@ class ParametrizationGuard:
 
 
 def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
-    """Lets optimizers raise when they step that hold the Parameter objects for which others stand now."""
+    """Makes optimizers raise on `step` if they hold Parameter objects from before sharding."""
     handle = unit.handle
     slots = chain.from_iterable(segments)
     sources = chain.from_iterable(each.layout.sources for each in handle.segments) if handle else ()
@@ -407,11 +368,7 @@ def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]
 
 
 def require_root(unit: Unit, doing: str) -> None:
-    """Refuses what concerns a whole model on a unit that another one encloses.
-
-    Raises:
-        NotRootError: If one does.
-    """
+    """Refuses an operation on the whole model if another unit encloses this one."""
     if unit.nested:
         raise NotRootError(f"{doing} must be called on the root, and this is {unit.name}")
 
@@ -424,9 +381,9 @@ def refuse_unsharded(module: nn.Module, doing: str) -> NoReturn:
 
 
 def refuse_pieces(unit: Unit) -> None:
-    """Lets optimizers that are not elementwise raise when they step with pieces of original parameters.
+    """Makes optimizers that are not elementwise raise on `step` with pieces of original parameters.
 
-    `DTensor`s are left alone: operations on them know of the other ranks. So are parameters that are whole.
+    `DTensor`s are allowed, since their operators communicate. So are unsharded parameters.
     """
     handle = unit.handle
     if handle is None:
@@ -448,11 +405,11 @@ def refuse_pieces(unit: Unit) -> None:
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
-    """Lets optimizers raise when they step while gradients of units wait for a sum over the replicas."""
+    """Makes optimizers raise on `step` while gradients wait for a sum over the replicas."""
     for unit in units:
         for layout in unit.handle.layouts if unit.handle is not None else ():
             trained = next((source for source in layout.sources if source.requires_grad), None)
-            if trained is not None:  # one tells of all that are summed with it
+            if trained is not None:  # one parameter is enough: all of a layout are summed together
                 refuse_in_steps([(trained, partial(_why_not_between, weakref.ref(unit)))])
 
 
@@ -481,7 +438,7 @@ _IN_PIECES = (
 
 
 def _why(reason: str, unit: Unit, fqn: str) -> Callable[[], str]:
-    """Returns what tells, of an optimizer, why it cannot step with a parameter; it does not hold the unit."""
+    """Returns a function that says why an optimizer cannot step; it holds the unit weakly."""
     reference = weakref.ref(unit)
 
     def tell() -> str:

@@ -1,4 +1,4 @@
-"""Which modules and parameters units have taken: what ties modules to units, and refuses a second unit."""
+"""The registry of the modules and parameters that units own; refuses a second unit of a module."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fsdp_wrap._runtime.unit import Unit
 
 
 class Registry:
-    """Everything in it is held weakly: nothing outlives its users because it is known here."""
+    """The modules and parameters that units own, all held weakly."""
 
     def __init__(self) -> None:
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Units in the order in which they were noted, which is the same on all ranks: they unshard in it.
+        # In the order of `note`: lenders unshard in it, so it must be the same on all ranks.
         self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Unit, None]]
         self._users = weakref.WeakKeyDictionary()
-        self._owners = WeakIdKeyDictionary()  # for an original parameter: its unit, segment and place there
+        self._owners = WeakIdKeyDictionary()  # original parameter -> its unit, segment and index there
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Notes that a unit has taken modules."""
+        """Records modules as taken by a unit."""
         self._taken.update(modules)
 
     def taken_in(self, module: nn.Module) -> list[nn.Module]:
@@ -42,28 +42,20 @@ class Registry:
             )
 
     def note(self, unit: Unit, originals: Iterable[Sequence[nn.Parameter]]) -> None:
-        """Notes whose parameters a unit owns, and where they are shown.
-
-        Args:
-            unit: The unit.
-            originals: For each segment, the parameters for which its leaves stand.
-        """
+        """Records the parameters of a unit, given by segment, and the modules that show them."""
         segments = unit.handle.segments if unit.handle is not None else ()
         for number, (params, segment) in enumerate(zip(originals, segments)):
             for index, param in enumerate(params):
                 if param is not segment.layout.sources[index] or not isinstance(param, DTensor):
-                    # The latter conversions exchange: no weak references.
+                    # Not a `DTensor` that is the source itself: conversions swap it, which
+                    # weak references would forbid.
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
             for module, _ in chain.from_iterable(segment.layout.places):
                 self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
-        """Returns the unit that has taken a parameter, the layout in which it is, and its number there.
-
-        Raises:
-            ValueError: If it is a sharded parameter itself, or its unit is gone.
-        """
+        """Returns the unit that owns an original parameter, its layout, and its index there."""
         if param not in self._owners:
             raise ValueError(
                 f"parameter '{fqn}' is the sharded parameter of another unit: tie parameters before "
@@ -79,9 +71,9 @@ class Registry:
         return unit, unit.handle.segments[number].layout, index
 
     def borrow(self, contents: UnitContents) -> list[Unit]:
-        """Lets the owners of tied parameters show them in a unit's modules as well; returns the owners."""
+        """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
         users = (self._users.get(module, ()) for _, module in contents.modules)
-        # Of a unit whose module has gone nothing is left to use.
+        # A unit whose module is gone has no handle, and lends nothing.
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
         for fqn, place, param in contents.borrowed:
             if not self._shows(place):
@@ -91,11 +83,11 @@ class Registry:
         return list(lenders)
 
     def _shows(self, place: Place) -> bool:
-        """Whether a unit shows a parameter in this place already, as in a module that two units share."""
+        """Returns whether a unit shows a parameter in this place, as in a module that two units share."""
         handles = [unit.handle for unit in self._users.get(place[0], ()) if unit.handle is not None]
         layouts = [layout for handle in handles for layout in handle.layouts]
         return any(place in places for layout in layouts for places in layout.places)
 
 
 REGISTRY = Registry()
-"""The one of this process."""
+"""The registry of this process."""

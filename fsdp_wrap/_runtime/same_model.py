@@ -1,6 +1,6 @@
-"""`SameModel`: lets the ranks compare their units, each before the first collective for it.
+"""`SameModel`: compares each unit between ranks before its first collective.
 
-They compare a few elements of each parameter as well, as those were when the unit was made.
+The ranks also compare a few elements of each parameter's initial values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _CURE = (
 
 
 def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
-    """Takes a few elements of every parameter, given by segment, while it is whole.
+    """Samples every unsharded parameter: one float32 tensor of (parameters, elements) per segment.
 
-    Returns:
-        Those of every segment, in the order of its parameters; empty ones where they are on the meta device.
+    Parameters without values to compare (on the meta device, empty, tensor extensions) give NaN.
     """
     return [torch.stack([_elements(param) for param in params]) for params in segments]
 
@@ -47,18 +46,13 @@ def _elements(param: nn.Parameter) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Some elements that lie evenly apart."""
+    """Returns evenly spaced elements of a tensor."""
     flat = tensor.reshape(-1)
     return flat[:: max(1, flat.numel() // number)][:number]
 
 
 class InitialValues:
-    """The values that the parameters of a unit began with, unless others were written since.
-
-    Args:
-        samples: Of the whole parameters.
-        layouts: Of the unit, which hold the same values.
-    """
+    """Samples of the initial values of a unit's parameters, valid until the shards are written to."""
 
     def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         self._samples = samples
@@ -66,11 +60,7 @@ class InitialValues:
         self._shards = [_of_shard(layout).clone() for layout in layouts]
 
     def lines(self, layouts: Sequence[Layout]) -> list[str]:
-        """Returns a line per parameter: its sampled elements, or nothing where they say nothing.
-
-        Args:
-            layouts: Of the unit, as they are now.
-        """
+        """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
         for values, layout, written, shard in zip(self._samples, layouts, self._written, self._shards):
             known = not values.is_meta and layout.written() == written and _is_same(shard, _of_shard(layout))
@@ -80,7 +70,7 @@ class InitialValues:
 
 
 def _of_shard(layout: Layout) -> torch.Tensor:
-    """Elements of a shard: not every way of loading moves a version."""
+    """Returns sampled elements of a shard, since some ways of loading move no version counter."""
     return _spread(layout.flat_param.detach(), _SAMPLED_OF_SHARD)
 
 
@@ -90,9 +80,9 @@ def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 
 def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
-    """Returns the first parameter of which two ranks began with other values; None if there is none."""
+    """Returns the index of the first parameter with different initial values on two ranks, or None."""
     for index, (one, two) in enumerate(zip(lines, others)):
-        pairs = [*zip(map(float, one.split()), map(float, two.split()))]  # none where one of them is empty
+        pairs = [*zip(map(float, one.split()), map(float, two.split()))]  # none if one line is empty
         known = [pair for pair in pairs if all(map(math.isfinite, pair))]
         most = max((abs(value) for pair in known for value in pair), default=0.0)
         if any(abs(a - b) > _TOLERANCE * most for a, b in known):
@@ -101,21 +91,21 @@ def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
 
 
 class SameModel:
-    """The units of one tree, as the ranks compare them."""
+    """The comparison of one tree's units between ranks."""
 
     def __init__(self) -> None:
         self._tree = Tree()
         self._told_of_values = False
 
     def positions_of(self, unit: Unit) -> UnitPositions:
-        """Returns what a unit tells other ranks by, which compares the unit at first."""
+        """Returns the positions of a unit's collectives, which compare the unit before the first one."""
         communicators = communicators_of(unit)
         within = unit.options.reshards_within
         return UnitPositions(
             unit.name,
             self._tree,
             gathering=[one.positions for one in communicators[:1] if one.positions is not None],
-            # The replicas' first: who finds a mix-up there does not tell the others that it comes to reduce.
+            # Replicas first: a rank that finds a mismatch there must not announce a reduction to its copy.
             reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
             keeping=[] if within is None or within.positions is None else [within.positions],
             waits=all(accelerator_of(one.device) is None for one in communicators),
@@ -123,7 +113,7 @@ class SameModel:
         )
 
     def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
-        """Checks that the ranks of a group have the same unit, and warns once if it began differently."""
+        """Checks that the ranks of a group have the same unit; warns once if its initial values differ."""
         agreement.require(f"what {name} consists of", _contents_of(unit), _SAME_MODEL)
         settings = [setting for one in communicators_of(unit) for setting in one.settings]
         if unit.schedule is not None:
@@ -134,7 +124,7 @@ class SameModel:
         if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
             return
         lines = unit.initial(handle.layouts)
-        if not any(lines):  # who has loaded values says nothing
+        if not any(lines):  # all values were loaded since
             return
         rank, others = agreement.first(f"the initial values of {name}", lines)
         differs = find_difference(lines, others)
@@ -148,12 +138,12 @@ class SameModel:
 
 
 def communicators_of(unit: Unit) -> list[Communicator]:
-    """Returns what a unit communicates by: within its copy, and over the replicas."""
+    """Returns a unit's communicators: within its copy, and over the replicas."""
     return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
 
 
 def _contents_of(unit: Unit) -> list[str]:
-    """Names the parameters, in the order in which they travel, with their shapes and dtypes."""
+    """Describes a unit's parameters, in the order of their buffers, with shapes and dtypes."""
     found: list[str] = []
     for segment in [] if unit.handle is None else unit.handle.segments:
         layout = segment.layout

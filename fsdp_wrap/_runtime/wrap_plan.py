@@ -1,7 +1,7 @@
-"""Which modules of a tree become units, and the rewriting of the tree.
+"""Auto-wrapping: plans the units of a module tree, then replaces the modules.
 
-Two steps: `plan_wrapping` makes every decision and refuses what is wrong while the tree is untouched,
-`WrapPlan.apply` then replaces modules by units. The wrapper class is always passed in.
+`plan_wrapping` makes every decision and raises every error while the tree is untouched. `WrapPlan.apply`
+then replaces modules by units. The wrapper class is always passed in.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Targets: TypeAlias = dict[nn.Module, Kwargs]
 Chain: TypeAlias = tuple[nn.Module, ...]
 MakeUnit: TypeAlias = Callable[[nn.Module, Kwargs, Set[nn.Parameter]], nn.Module]
 
-_COMPILED = "_orig_mod"  # under which what `torch.compile` returns holds the module
+_COMPILED = "_orig_mod"  # name of the original module in the result of `torch.compile`
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Which submodules become units, decided before anything changes.
+    """The plan of the submodules that become units, made before anything changes.
 
     Attributes:
         targets: The modules to wrap, children before parents, with their wrapper's arguments.
-        owners: Each tied parameter that meets a unit which must not take it, with the module that owns
-            it: the lowest target above all its uses, or the root. In the order of the module tree.
+        owners: The owner of each tied parameter that is also used in a unit below its owner: the lowest
+            target above all uses of the parameter, or the root. In the order of the module tree.
         left_to_ancestor: For each target, the parameters in its subtree that an ancestor owns.
     """
 
@@ -44,7 +44,7 @@ class WrapPlan:
     _places: dict[nn.Module, list[Place]] = field(repr=False)
 
     def apply(self, make_unit: MakeUnit) -> None:
-        """Puts `make_unit(module, kwargs, left_to_ancestor)` in every place that holds a target."""
+        """Replaces each target, in all its places, by `make_unit(module, kwargs, left_to_ancestor)`."""
         for module, kwargs in self.targets.items():
             unit = make_unit(module, kwargs, self.left_to_ancestor[module])
             for parent, name in self._places[module]:
@@ -61,22 +61,22 @@ def plan_wrapping(
     wrapper_kwargs: Mapping[str, Any] | None = None,
     apart: tuple[tuple[type[nn.Module], ...], Kwargs] = ((), {}),
 ) -> WrapPlan:
-    """Decides which submodules of `root` become units; never `root` itself, which the caller wraps.
+    """Plans which submodules of `root` become units; never `root` itself, which the caller wraps.
 
     Args:
-        root: The module whose submodules are looked at.
+        root: The module to search.
         policy: A function `(module, recurse, nonwrapped_numel) -> bool`, or a policy object of this
             module or of torch.
         wrapper_cls: The class (or function) that will make the units.
-        ignored_modules: Modules to leave alone together with everything below them.
+        ignored_modules: Modules to leave alone, with everything below them.
         ignored_params: Parameters that do not count.
-        wrapper_kwargs: Arguments of the units' wrappers, where the policy does not override them.
-        apart: Classes whose instances become units whatever the policy says, and what then overrides
-            their wrapper's arguments; they are named in a warning.
+        wrapper_kwargs: Default arguments of the wrappers; the policy may override them.
+        apart: Classes whose instances always become units, and the arguments that override those of their
+            wrappers. A warning names the instances.
 
     Raises:
         ValueError: If a module is already wrapped, or the policy refuses the tree.
-        TypeError: If `policy` is no policy, or `wrapper_cls` cannot take a unit's arguments.
+        TypeError: If `policy` is no policy, or `wrapper_cls` does not accept the arguments of a unit.
     """
     tree = _ModuleTree(root, ignored_modules, ignored_params)
     _refuse_nested_wrapping(tree, wrapper_cls)
@@ -97,17 +97,10 @@ def plan_wrapping(
 
 
 class _ModuleTree:
-    """A module tree as planning sees it; modules and parameters may be reachable along several paths.
+    """A module tree in which modules and parameters may be reachable along several paths.
 
     A module *encloses* a parameter if every path from the root to a use of the parameter passes
     through it. Only an enclosing module can own the parameter as a unit.
-
-    Attributes:
-        names: The FQN of each module, the first of several.
-        order: The modules, children before parents.
-        places: For each module, the (parent, name) pairs under which it is registered.
-        ignored: The ignored modules, with everything below them.
-        chains: For each parameter that counts, the modules that enclose it, from the root downwards.
     """
 
     def __init__(
@@ -116,6 +109,7 @@ class _ModuleTree:
         self.root = root
         self.names = {module: name for name, module in walk(root)}
         self.order = [module for _, module in children_first(walk(root))]
+        # For each module, the (parent, name) pairs of its registrations.
         self.places: dict[nn.Module, list[Place]] = {module: [] for module in self.names}
         for module in self.names:
             # Not `named_children`: it hides that one child is registered under two names.
@@ -123,6 +117,7 @@ class _ModuleTree:
                 if child is not None:
                     self.places[child].append((module, name))
         self.ignored = {inner for module in ignored_modules for inner in module.modules()}
+        # For each parameter that counts, its enclosing modules, from the root downwards.
         self.chains = self._enclosing_modules(set(ignored_params))
 
     def _enclosing_modules(self, ignored_params: set[nn.Parameter]) -> dict[nn.Parameter, Chain]:
@@ -139,7 +134,7 @@ class _ModuleTree:
         return {param: _common(uses[param]) for param in self.root.parameters() if param in uses}
 
     def free_numel(self, module: nn.Module, targets: Targets) -> int:
-        """Counts the elements that `module` would own as a unit, given the targets below it."""
+        """Returns the number of elements that `module` would own as a unit, given the targets below it."""
         chains = ((param, self.chains.get(param, ())) for param in module.parameters())
         free = (p for p, chain in chains if module in chain and targets.keys().isdisjoint(chain))
         return sum(param.numel() for param in free)
@@ -187,7 +182,7 @@ def _ask_policy_function(tree: _ModuleTree, policy: Callable[..., bool], kwargs:
 def _descend(
     tree: _ModuleTree, module: nn.Module, seen: set[nn.Module], wants: Callable[[nn.Module, bool], bool]
 ) -> Iterator[nn.Module]:
-    """Yields modules, children before parents, of which a policy wants to see the children."""
+    """Yields the modules that a policy recurses into, children before parents."""
     if wants(module, True):
         for child in module.children():
             if child not in seen and child not in tree.ignored:
@@ -237,9 +232,9 @@ def _with_those_apart(
 
 
 def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
-    """Leaves out what TorchScript modules hold, and takes compiled modules for those they were made of.
+    """Drops targets inside TorchScript modules, and moves targets from original to compiled modules.
 
-    Neither would call a wrapper that is put inside of them.
+    Neither kind of module would call a wrapper inside of it.
     """
     found: Targets = {}
     for module, kwargs in targets.items():
@@ -252,7 +247,7 @@ def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether the module is a container without a forward: as a unit it would never be unsharded."""
+    """Returns whether the module is a container without a forward, which would never be unsharded."""
     forward = getattr(module.forward, "__func__", module.forward)
     return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
 
@@ -267,7 +262,7 @@ def warn_of_container(module: nn.Module) -> None:
 
 
 def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:
-    """Finds arguments that the wrapper does not know before the first one is constructed."""
+    """Refuses arguments that the wrapper does not accept, before the first wrapper is constructed."""
     signature = inspect.signature(wrapper_cls)
     for module, kwargs in targets.items():
         try:
