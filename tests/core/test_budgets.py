@@ -19,8 +19,8 @@ CODE_LINES = {
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1640,
-    "_params": 3916,
-    "_runtime": 3228,
+    "_params": 3917,
+    "_runtime": 3226,
     "_state": 3126,
     "checkpoint": 2489,
     "compat": 793,
@@ -28,8 +28,8 @@ CODE_LINES = {
     "tools": 4098,
     "top level": 2316,
     "weights": 795,
-    "core": 16433,
-    "all": 27950,
+    "core": 16432,
+    "all": 27949,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
@@ -39,7 +39,7 @@ FILES_IN_CIRCLES: dict[str, int] = {}
 DOUBLED_CLASS_NAMES = 2
 """Names that classes in several files have."""
 
-OBSCURE_DOCSTRINGS = 136
+OBSCURE_DOCSTRINGS = 69
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
