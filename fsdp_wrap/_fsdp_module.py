@@ -24,7 +24,7 @@ from fsdp_wrap._runtime import (
     require_root,
     run_forward,
     schedule_of,
-    set_stay_bytes,
+    set_kept_bytes,
     units_in,
     use_comms,
 )
@@ -141,7 +141,7 @@ class FSDPModule(nn.Module):
             TypeError: If `nbytes` is no int.
             ValueError: If `nbytes` is negative.
         """
-        set_stay_bytes(self._units(recurse), nbytes)
+        set_kept_bytes(self._units(recurse), nbytes)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.

@@ -54,7 +54,7 @@ from fsdp_wrap._runtime import (
     require_root,
     run_forward,
     schedule_of,
-    set_stay_bytes,
+    set_kept_bytes,
     units_in,
     warn_of_container,
 )
@@ -368,7 +368,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             TypeError: If `nbytes` is no int.
             ValueError: If `nbytes` is negative.
         """
-        set_stay_bytes(units_in(self).values(), nbytes)
+        set_kept_bytes(units_in(self).values(), nbytes)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.

@@ -23,7 +23,7 @@ from fsdp_wrap._runtime.refusals import (
     require_root,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
-from fsdp_wrap._runtime.schedule import Schedule, out_of_memory, require_idle, schedule_of, set_stay_bytes
+from fsdp_wrap._runtime.schedule import Schedule, out_of_memory, require_idle, schedule_of, set_kept_bytes
 from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._runtime.wrap_plan import (
     Kwargs,

@@ -82,7 +82,7 @@ class _GatherPlan(NamedTuple):
 
     coming: list[Unit]
     members: list[_Member]
-    joint: BatchedGather
+    batch: BatchedGather
     note: Collective
     names: tuple[str, ...]
     nbytes: int
@@ -270,7 +270,7 @@ class CollectiveBatcher:
         units = [member.unit for member in plan.members]
         segments = [_handle_of(each).segments for each in units]
         with unit.span(SpanKind.GATHER, phase, plan.nbytes, units):
-            shares = plan.joint.issue(segments)
+            shares = plan.batch.issue(segments)
         for each, share in zip(units, shares):
             each.join_gather(share, phase, plan.names)
         return units[1:]
@@ -288,20 +288,20 @@ class CollectiveBatcher:
             expected = [each for each in coming if each.options.unshards_in_backward]
         else:
             expected = coming
-        if expected and self._may_ride(unit):
-            run += self._companions(unit, expected, self._may_ride, lambda handle: handle.batch_nbytes)
+        if expected and self._can_join(unit):
+            run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
             return None
         handles = [*map(_handle_of, run)]
-        joint = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
+        batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
         first, *others = [each.positions.gather for each in run]
         members, note = [*map(_Member.of, run)], first.with_others(others)
         nbytes = sum(handle.unsharded_nbytes for handle in handles)
-        plan = _GatherPlan(coming, members, joint, note, _names(run), nbytes)
+        plan = _GatherPlan(coming, members, batch, note, _names(run), nbytes)
         self._gathers[unit, phase] = plan
         return plan
 
-    def _may_ride(self, unit: Unit) -> bool:
+    def _can_join(self, unit: Unit) -> bool:
         handle = unit.handle
         if (
             handle is None
@@ -328,10 +328,10 @@ class CollectiveBatcher:
         size: Callable[[ParamHandle], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
-        kin, left = _kin_of(unit), self.most - size(_handle_of(unit))
+        kin, left = _same_ways(unit), self.most - size(_handle_of(unit))
         found: list[Unit] = []
         for each in coming:
-            if each is unit or each in found or not may(each) or _kin_of(each) != kin:
+            if each is unit or each in found or not may(each) or _same_ways(each) != kin:
                 continue
             left -= size(_handle_of(each))
             if left < 0:
@@ -420,7 +420,7 @@ def _handle_of(unit: Unit) -> ParamHandle:
     return unit.handle
 
 
-def _kin_of(unit: Unit) -> tuple[object, ...]:
+def _same_ways(unit: Unit) -> tuple[object, ...]:
     """Returns a key of groups, communicators and memory, equal for units that may share a collective."""
     handle = _handle_of(unit)
     communicator, replicas = handle.communicator, handle.replicas

@@ -94,7 +94,7 @@ class Schedule(StepState):
         self._trains = False
         self._keeps_graph = False
         self._reducing: deque[Unit | BatchedReduction] = deque()
-        self._travel = CollectiveBatcher(self._order)
+        self._batches = CollectiveBatcher(self._order)
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
@@ -154,9 +154,9 @@ class Schedule(StepState):
                         self._drop_aside(each)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
-                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
+                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._batches.most:
                     coming = self._order.coming_in_forward(unit)
-                    self._prefetched += self._travel.gather(unit, coming, Phase.FORWARD)
+                    self._prefetched += self._batches.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self._hook_leaves(unit)
@@ -331,7 +331,7 @@ class Schedule(StepState):
             if target.handle is not None and target.handle.state is HandleState.SHARDED:
                 self._drop_aside(target)
                 coming = self._order.coming_in_forward(target)
-                self._prefetched += [target, *self._travel.gather(target, coming, Phase.FORWARD)]
+                self._prefetched += [target, *self._batches.gather(target, coming, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
@@ -342,7 +342,7 @@ class Schedule(StepState):
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
         wanted = self.root.options.travel_together_bytes
-        self._travel.allow(default_bytes(self.device) if wanted is None else wanted)
+        self._batches.allow(default_bytes(self.device) if wanted is None else wanted)
         self._order.begin_forward()
         self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
         if self._backward_open:
@@ -464,8 +464,8 @@ class Schedule(StepState):
         if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
             handle.look()
         if unshards:
-            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._travel.most:
-                self._travel.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
+            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._batches.most:
+                self._batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
         if handle.shown.changed or call.values != handle.values:
@@ -581,7 +581,7 @@ class Schedule(StepState):
                 if self._offloading is not None:
                     self._offloading.settle(unit)
                 handle.keep_accumulated()
-        if self._travel.waiting is not None:
+        if self._batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
         if self.ending.automatic:
             self._make_room()
@@ -614,7 +614,7 @@ class Schedule(StepState):
         """Cleans up after a backward that raised, whose final callback never ran."""
         self._reducing.clear()
         self._prefetching_later = None
-        self._travel.forget()
+        self._batches.forget()
         self._awaited = {}
         self._backward_open = False
         self._updates.abandon(self._units)
@@ -736,10 +736,10 @@ class Schedule(StepState):
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.batch_nbytes > self._travel.most:
+            if target.handle.batch_nbytes > self._batches.most:
                 target.gather(Phase.BACKWARD)
             elif target.handle.state is HandleState.SHARDED:
-                self._travel.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
+                self._batches.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
         """Returns the unit whose prefetch or backward will follow that of `unit`."""
@@ -756,7 +756,7 @@ class Schedule(StepState):
         if not self._gradients_came and phase is not Phase.IDLE:  # torch.autograd.grad() may bring none
             self._deferred.add(unit)
             return
-        waiting, in_flight = self._travel.waiting, unit.options.most_reducing - 1
+        waiting, in_flight = self._batches.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come
             self._send_waiting(phase, in_flight)
         if self._reducing or self._prefetching_later:
@@ -765,9 +765,9 @@ class Schedule(StepState):
         if not (self.syncs and unit.options.syncs):
             handle.accumulate_gradients()
             return
-        alone = handle.batch_nbytes > self._travel.most or phase is Phase.IDLE
+        alone = handle.batch_nbytes > self._batches.most or phase is Phase.IDLE
         try:
-            if alone or not self._travel.take(unit):
+            if alone or not self._batches.take(unit):
                 if self._updates.reduced:
                     self._updates.between_collectives()
                 unit.reduce(phase)
@@ -775,7 +775,7 @@ class Schedule(StepState):
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
-        waiting = self._travel.waiting
+        waiting = self._batches.waiting
         if waiting is not None and not waiting.missing:
             self._send_waiting(phase, in_flight)
 
@@ -786,7 +786,7 @@ class Schedule(StepState):
         if self._updates.reduced:
             self._updates.between_collectives()
         try:
-            sent = self._travel.send(phase)
+            sent = self._batches.send(phase)
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
@@ -831,7 +831,7 @@ class Schedule(StepState):
 
     def companions_of(self, unit: Unit) -> list[str]:
         """Returns the names of the units that share a unit's gather in forward."""
-        return self._travel.companions_of(unit)
+        return self._batches.companions_of(unit)
 
     def require_between_backwards(self, doing: str) -> None:
         """Raises a `NotIdleError` inside a backward, where some units have reduced already."""
@@ -875,7 +875,7 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
         schedule.require_idle(doing)
 
 
-def set_stay_bytes(units: Iterable[Unit], nbytes: int) -> None:
+def set_kept_bytes(units: Iterable[Unit], nbytes: int) -> None:
     """Sets the units' budget of kept segments, and frees the kept ones; raises `NotIdleError` in a step."""
     units = list(dict.fromkeys(units))
     check_nbytes("keep_unsharded_bytes", nbytes)
