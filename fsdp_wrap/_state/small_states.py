@@ -336,7 +336,7 @@ def _bounds(param: torch.Tensor) -> tuple[int, int] | None:
         return None
     first, rows = 0, param.shape[0] if param.ndim else 1
     for dim in cuts:
-        chunk = -(-rows // param.device_mesh.size(dim))
+        chunk = ceil_div(rows, param.device_mesh.size(dim))
         first = min(param.device_mesh.get_local_rank(dim) * chunk, rows)
     row = param.shape[1:].numel()
     return first * row, first * row + to_local(param).numel()

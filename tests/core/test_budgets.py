@@ -25,11 +25,11 @@ CODE_LINES = {
     "checkpoint": 2489,
     "compat": 793,
     "optim": 2087,
-    "tools": 4098,
+    "tools": 4099,
     "top level": 2316,
     "weights": 795,
     "core": 16432,
-    "all": 27949,
+    "all": 27950,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -6,16 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KINDS = (
-    SHARDS,
-    GATHERED,
-    GRADIENTS,
-    REDUCE_BUFFERS,
-    ACTIVATIONS,
-    OPTIMIZER_STATE,
-    OPTIMIZER_TEMPORARIES,
-    COMMUNICATOR,
-    OTHERS,
-) = (
     "shards",
     "gathered",
     "gradients",
@@ -32,6 +22,17 @@ KINDS = (
 batches and losses included; "communicator" is memory of collectives beside their buffers; "others" are
 buffers of modules and tensors of the user.
 """
+(
+    SHARDS,
+    GATHERED,
+    GRADIENTS,
+    REDUCE_BUFFERS,
+    ACTIVATIONS,
+    OPTIMIZER_STATE,
+    OPTIMIZER_TEMPORARIES,
+    COMMUNICATOR,
+    OTHERS,
+) = KINDS
 
 FORWARD, BACKWARD, OPTIMIZER, STEP = "forward", "backward", "optimizer", "step"
 """The phases of a step."""
