@@ -134,6 +134,7 @@ class UnitGroup(_Proxy):
     torchs = torchs.FSDPParamGroup
 
     _handle = property(attrgetter("unit.handle"))  # no group is made of a unit without
+    _module_fqn = property(lambda self: None if self.unit.schedule is None else self.unit.fqn)
 
     @property
     def fsdp_params(self) -> list[UnitParam]:

@@ -128,6 +128,17 @@ class _FlatParameter(FlatParameter):
         own.shard_alias = own.data
 
     @property
+    def _mp_shard(self) -> torch.Tensor:
+        """An empty tensor of the param dtype: the cast writes into the buffer that is gathered."""
+        layout = _layout_of(self)
+        leaf = layout.leaves[0]
+        if leaf.dtype == layout.dtype:
+            raise AttributeError(
+                "a FlatParameter has '_mp_shard' only under MixedPrecision(param_dtype=...) of another dtype"
+            )
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+
+    @property
     def _full_param_padded(self) -> torch.Tensor:
         """A copy of the unsharded buffer; empty while it is freed."""
         layout = _layout_of(self)

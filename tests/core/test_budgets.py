@@ -23,13 +23,13 @@ CODE_LINES = {
     "_runtime": 3226,
     "_state": 3126,
     "checkpoint": 2489,
-    "compat": 793,
+    "compat": 803,
     "optim": 2087,
     "tools": 4099,
     "top level": 2316,
     "weights": 795,
     "core": 16432,
-    "all": 27950,
+    "all": 27960,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
