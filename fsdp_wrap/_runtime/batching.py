@@ -15,12 +15,14 @@ from torch import nn
 
 from fsdp_wrap._comm import Collective, UnitCollective
 from fsdp_wrap._core import (
+    NO_SPAN,
     UNIT_ATTR,
     EventKind,
     Phase,
     SpanKind,
     check_nbytes,
     observers,
+    step_watchers,
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
@@ -181,7 +183,7 @@ class BatchedReduction:
         note.issue(phase, first.schedule.iteration)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
         nbytes = sum(map(plan.nbytes.__getitem__, taken))
-        with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)):
+        with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)) if step_watchers else NO_SPAN:
             pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
@@ -194,7 +196,8 @@ class BatchedReduction:
         taken = self.taken
         if not taken:
             return self.finish()
-        with taken[0].span(SpanKind.AWAIT_REDUCTION, None, units=tuple(taken)):
+        awaiting = SpanKind.AWAIT_REDUCTION
+        with taken[0].span(awaiting, None, units=tuple(taken)) if step_watchers else NO_SPAN:
             self.finish()
         if taken[0].positions.reductions:
             taken[0].positions.reduced()
@@ -269,7 +272,7 @@ class CollectiveBatcher:
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
         segments = [_handle_of(each).segments for each in units]
-        with unit.span(SpanKind.GATHER, phase, plan.nbytes, units):
+        with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
             shares = plan.batch.issue(segments)
         for each, share in zip(units, shares):
             each.join_gather(share, phase, plan.names)

@@ -43,7 +43,8 @@ def run_forward(
             return compute(*args, **kwargs)
         finally:
             unit.buffers.release()
-    own, returned = schedule_of(unit), None
+    own, returned = unit.schedule or schedule_of(unit), None
+    assert isinstance(own, Schedule)
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
     if current_transform() is not None:
@@ -52,7 +53,8 @@ def run_forward(
     calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
         for each in (*unit.lenders, unit):
-            schedule = schedule_of(each)
+            schedule = each.schedule or schedule_of(each)
+            assert isinstance(schedule, Schedule)
             call = schedule.pre_forward(each, part)
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))

@@ -32,7 +32,9 @@ from fsdp_wrap._core import (
     check_nbytes,
     follow_profiler,
     map_tensors,
+    observers,
     step_in_backward,
+    step_watchers,
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
@@ -172,7 +174,8 @@ class Schedule(StepState):
             unit.show_buffers()
         if handle is not None:
             handle.shown.show_leaves()
-        unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        if step_watchers:
+            unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -291,7 +294,8 @@ class Schedule(StepState):
         unit, handle = call.unit, call.unit.handle
         unit.running -= 1
         recompute = graph_task() != -1
-        unit.tell_left(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        if step_watchers:
+            unit.tell_left(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         if recompute:
             return
         over = unit.running == 0 and unit not in self.lasting
@@ -441,7 +445,8 @@ class Schedule(StepState):
         task = graph_task()
         if call.task != task:
             call.open(task, inputs)
-            unit.tell_entered(Computing.BACKWARD)
+            if step_watchers:
+                unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if prefetches:
@@ -494,7 +499,8 @@ class Schedule(StepState):
         unit = reference()
         if unit is None:
             return
-        self, arrivals, options = schedule_of(unit), unit.arrivals, unit.options
+        self, arrivals, options = unit.schedule or Schedule(unit), unit.arrivals, unit.options
+        assert isinstance(self, Schedule)
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
         if not self._backward_open:
@@ -536,7 +542,8 @@ class Schedule(StepState):
         if unit.arrivals.needed_to_end:
             self._take_gradients(unit, Phase.BACKWARD)
             return
-        unit.end_backward(Phase.BACKWARD)
+        if unit.arrivals.end() and (step_watchers or observers):
+            unit.tell_backward_over(Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD, keep=unit.frozen_to_keep if unit.options.syncs else unit.to_keep)
         else:
@@ -595,7 +602,8 @@ class Schedule(StepState):
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
-            unit.end_backward(Phase.FINAL_CALLBACK)
+            if unit.arrivals.end() and (step_watchers or observers):
+                unit.tell_backward_over(Phase.FINAL_CALLBACK)
             unit.end_unsharded(Phase.FINAL_CALLBACK)
         else:
             unit.arrivals.forget()

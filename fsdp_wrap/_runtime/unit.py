@@ -195,7 +195,6 @@ class Unit:
         self._held = False
         self.handle = handle
         self.options = options
-        self.casts = options.casts != NO_CASTS
         self.left = left
         self.initial = initial
         self.lenders = lenders
@@ -205,6 +204,7 @@ class Unit:
         self.running = self.forwards = 0
         self.updater: Updater | None = None
         self.nested = False
+        self._derive()
         self.schedule: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
@@ -287,11 +287,20 @@ class Unit:
         """Notes that another unit encloses this one, and its name there."""
         self.nested = True
         self.fqn = fqn
+        self._derive()
+
+    def _derive(self) -> None:
+        """Derives from the options, once and not in each step, what every step asks."""
+        options = self.options
+        self.casts = options.casts != NO_CASTS
+        as_root = options.keeps_as_root and not self.nested
+        # Whether the next iteration may take over the full parameters, since no step frees them.
+        self._lasts = as_root or not (options.reshards_after_backward and options.reshard_after_forward)
 
     def set(self, **options: Any) -> None:
         """Changes options."""
         self.options = replace(self.options, **options)
-        self.casts = self.options.casts != NO_CASTS
+        self._derive()
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Sets whether the full parameters are freed after forward, also of a root unit."""
@@ -309,7 +318,7 @@ class Unit:
         if handle.state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
-            with self.span(SpanKind.AWAIT_GATHER, phase):
+            with self.span(SpanKind.AWAIT_GATHER, phase) if step_watchers else NO_SPAN:
                 handle.wait()
             if self.positions.gathers:
                 self.positions.gathered()
@@ -323,17 +332,18 @@ class Unit:
             raise _no_values(self, handle)
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
+        assert self.schedule is not None
+        lasting = self._lasts or not self.schedule.syncs or bool(self.to_keep) or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.kept_segments else 0)
         travels = not handle.kept_segments or bool(handle.left)
         if travels:
-            assert self.schedule is not None
             note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
             if handle.post_forward_shards is None and handle.kept_segments:
                 note = self.positions.gather_part(handle.left)
             note.issue(phase, self.schedule.iteration)
-        with self.span(SpanKind.GATHER, phase, nbytes):
-            handle.gather(self._lasts(phase))
-        if travels:
+        with self.span(SpanKind.GATHER, phase, nbytes) if step_watchers else NO_SPAN:
+            handle.gather(lasting)
+        if travels and (step_watchers or observers):
             self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
 
@@ -348,18 +358,10 @@ class Unit:
     def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
         """Gathers a sharded unit by its share of a batched gather of the units named `together`."""
         handle = self.handle
-        assert handle is not None
-        handle.gather(self._lasts(phase), share)
-        self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
-
-    def _lasts(self, phase: Phase) -> bool:
-        """Whether a later iteration may reuse the full parameters that are gathered now."""
-        options, schedule = self.options, self.schedule
-        if phase is Phase.IDLE or self.to_keep or schedule is None or not schedule.syncs:
-            return True
-        if not options.reshards_after_backward or not options.reshard_after_forward:
-            return True
-        return options.keeps_as_root and not self.nested
+        assert handle is not None and self.schedule is not None
+        handle.gather(self._lasts or not self.schedule.syncs or bool(self.to_keep), share)
+        if step_watchers or observers:
+            self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
     def drop_outdated(self, phase: Phase) -> None:
         """Frees kept segments whose shards may have changed since."""
@@ -391,7 +393,7 @@ class Unit:
             if handle.kept_segments:
                 self.tell(EventKind.STAY, phase, handle.kept_nbytes)
         after = handle.kept_nbytes if handle.kept_segments else 0
-        if before > after:
+        if before > after and (step_watchers or observers):
             self.tell(EventKind.RESHARD, phase, before - after)
 
     @property
@@ -406,19 +408,22 @@ class Unit:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
         handle = self.handle
         assert handle is not None and self.schedule is not None
-        defers = self.defers
+        # Asks the property only where it may hold: one frame less in a usual step.
+        defers = not (self.options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
         note = self.positions.reduction_in_copy if defers else self.positions.reduction
         note.issue(phase, self.schedule.iteration)
-        with self.span(SpanKind.REDUCE, phase) as span:
-            span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
-        self.tell(EventKind.REDUCE, phase, span.nbytes)
+        span = self.span(SpanKind.REDUCE, phase) if step_watchers else NO_SPAN
+        with span:
+            nbytes = span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
+        if observers:
+            self.tell(EventKind.REDUCE, phase, nbytes)
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and takes its result."""
         handle = self.handle
         if handle is None or handle.reduction is None:
             return
-        with self.span(SpanKind.AWAIT_REDUCTION, None):
+        with self.span(SpanKind.AWAIT_REDUCTION, None) if step_watchers else NO_SPAN:
             handle.finish_reduction()
         if self.positions.reductions and not handle.has_own_reduction:  # a custom one may not wait for peers
             self.positions.reduced()
@@ -574,11 +579,10 @@ class Unit:
         leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
         return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
-    def end_backward(self, phase: Phase) -> None:
-        """Notes the end of its backward, if one was running."""
-        if self.arrivals.end():
-            self.tell_left(Computing.BACKWARD)
-            self.tell(EventKind.POST_BACKWARD, phase)
+    def tell_backward_over(self, phase: Phase) -> None:
+        """Tells watchers and observers that its backward is over."""
+        self.tell_left(Computing.BACKWARD)
+        self.tell(EventKind.POST_BACKWARD, phase)
 
     def end_unsharded(self, phase: Phase) -> None:
         """Reshards after a backward, or shows the sharded parameters at least.

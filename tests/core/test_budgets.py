@@ -18,9 +18,9 @@ CODE_LINES = {
     "_comm": 2207,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1640,
+    "_core": 1638,
     "_params": 3917,
-    "_runtime": 3226,
+    "_runtime": 3241,
     "_state": 3126,
     "checkpoint": 2489,
     "compat": 803,
@@ -28,8 +28,8 @@ CODE_LINES = {
     "tools": 4099,
     "top level": 2316,
     "weights": 795,
-    "core": 16432,
-    "all": 27960,
+    "core": 16445,
+    "all": 27973,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
@@ -43,12 +43,12 @@ OBSCURE_DOCSTRINGS = 69
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
-    ("flat", "construct"): (55, 253),
-    ("flat", "step"): (28, 125),
-    ("original", "construct"): (56, 251),
-    ("original", "step"): (29, 126),
-    ("fully_shard", "construct"): (55, 253),
-    ("fully_shard", "step"): (28, 126),
+    ("flat", "construct"): (55, 254),
+    ("flat", "step"): (28, 115),
+    ("original", "construct"): (56, 252),
+    ("original", "step"): (29, 116),
+    ("fully_shard", "construct"): (55, 254),
+    ("fully_shard", "step"): (28, 116),
 }
 """Files and functions that rank 0 of two enters."""
 
