@@ -57,7 +57,7 @@ setup(
         "packaging",
         "tqdm",
     ],
-    entry_points={"console_scripts": ["fsdp-wrap = fsdp_wrap.tools.command:main"]},
+    scripts=["fsdp_wrap/tools/command/fsdp-wrap"],
     extras_require={
         "test": TEST,
         "dev": [

@@ -42,7 +42,6 @@ from fsdp_wrap._runtime import (
     move,
 )
 from fsdp_wrap._state import offload_optimizer_state
-from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
 OWN_DTYPES = MixedPrecisionPolicy()
 ON_DEVICE = OffloadPolicy()
@@ -80,6 +79,9 @@ class Composition:
 
 def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     """Makes a unit of the user's module or list in place; `parts` are the modules with a forward."""
+    # Late, since it imports torch.distributed.checkpoint, which takes as long as this package.
+    from fsdp_wrap._torch_helpers import adapt_torch_helpers
+
     adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import StridedShard, torch_gathers
-from fsdp_wrap._core.torch_private import torch_state_dict as theirs
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
 from fsdp_wrap.distributed_state_dict import (
     is_wrapped,

@@ -70,7 +70,6 @@ from fsdp_wrap._state import (
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
-from fsdp_wrap._torch_helpers import adapt_torch_helpers
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -196,6 +195,9 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         keep_unsharded_bytes: int = 0,
         shard_alignment: int | str | None = None,
     ) -> None:
+        # Late, since it imports torch.distributed.checkpoint, which takes as long as this package.
+        from fsdp_wrap._torch_helpers import adapt_torch_helpers
+
         super().__init__()
         adapt_torch_helpers()
         _check_wrappable(module)

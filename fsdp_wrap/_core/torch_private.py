@@ -34,12 +34,6 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
-from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as StorageWriterTransforms
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param

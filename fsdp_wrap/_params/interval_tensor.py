@@ -14,9 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -245,13 +242,16 @@ class IntervalTensor(torch.Tensor):
             tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
         )
 
-    # the protocol of torch.distributed.checkpoint
+    # The protocol of torch.distributed.checkpoint, which whoever saves has imported; it takes long.
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         if self.part is not None and not self.part.is_first_copy:
             return []  # the first copy is saved; other copies may be cut differently
         self._refuse_boxes(fqn)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -264,8 +264,8 @@ class IntervalTensor(torch.Tensor):
     def _refuse_boxes(self, fqn: str) -> None:
         """Refuses files with room for one box of a tensor if this rank has more, which would be lost."""
         writer, boxes = _writer_asking(), self.boxes()
-        format_ = getattr(writer, "serialization_format", None)
-        if len(boxes) > 1 and format_ == SerializationFormat.SAFETENSORS:
+        format_ = getattr(getattr(writer, "serialization_format", None), "name", "")
+        if len(boxes) > 1 and format_ == "SAFETENSORS":
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise ValueError(
                 f"{type(writer).__name__} stores one box of a tensor for each rank. Of '{fqn}', of shape "
@@ -274,10 +274,12 @@ class IntervalTensor(torch.Tensor):
                 "wrapping with a device_mesh, or use fsdp_wrap.checkpoint.export_safetensors"
             )
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes().items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         # By offset: the index counts the chunks of all ranks.
         return _with_own_storage(self.boxes()[tuple(index.offset or ())])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._manifest import entries_of, listed
@@ -31,6 +30,7 @@ from fsdp_wrap.checkpoint._sources import (
 )
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
+from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
 
 
 def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:

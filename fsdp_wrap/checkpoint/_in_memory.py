@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
@@ -38,9 +37,9 @@ from fsdp_wrap.checkpoint._manifest import (
     metadata_in,
     verify,
 )
-from fsdp_wrap.checkpoint._save import Save
-from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader, rank_of
+from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader, Save, rank_of
 from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
 _EVERYWHERE = (METADATA, MANIFEST)
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._core.torch_private import unflatten_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory
@@ -33,6 +32,7 @@ from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, unpacked
 from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
 
 
 class Loaded(dict[str, Any]):

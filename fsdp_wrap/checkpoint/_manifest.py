@@ -27,7 +27,8 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap._core.torch_private import StorageInfo, get_layout
+from fsdp_wrap._core.torch_private import get_layout
+from fsdp_wrap.checkpoint._torch_private import StorageInfo
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 _CHUNK = 2**22

@@ -20,14 +20,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._core.torch_private import save_state_dict
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
-from fsdp_wrap.checkpoint._save import Save
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
-from fsdp_wrap.checkpoint._storage import CheckedWriter, rank_of
+from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, rank_of
 from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Writing and reading by `torch.distributed.checkpoint`.
+"""The interface of saves, and writing and reading by `torch.distributed.checkpoint`.
 
 Checksums are taken while files are written. Pickled values in data files must be plain, or of classes that
 users admit, unless the folder is trusted.
@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,12 +28,35 @@ from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import __version__
-from fsdp_wrap._core.torch_private import StorageWriterTransforms, load_state_dict
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(ABC):
+    """A planned save; `keep_last` counts this step too, None is the default of the place."""
+
+    team: Team
+    state: dict[str, Any]
+    step: int | None = None
+    keep_last: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+    @abstractmethod
+    def write(self) -> Path:
+        """Writes the step, on every rank; it appears once all have succeeded, or not at all."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,16 @@ Must never know: more of a unit than the front-ends show.
 `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or `-m module`.
 """
 
+from typing import TYPE_CHECKING
+
+from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for
 from fsdp_wrap.compat import fully_shard_state as fully_shard_state
 from fsdp_wrap.compat import internals as internals
-from fsdp_wrap.compat.helpers import HELPERS as HELPERS
-from fsdp_wrap.compat.names import Installation, install, main, missing, replacements, uninstall
 
 __all__ = ["Installation", "install", "main", "missing", "replacements", "uninstall"]
+
+# Few programs install it; for the others, importing the above is enough.
+if TYPE_CHECKING:
+    from fsdp_wrap.compat.names import Installation, install, main, missing, replacements, uninstall
+else:
+    __getattr__, __dir__ = _found_when_asked_for(__name__, (), exporting=("names",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -106,16 +107,10 @@ def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any)
 @wraps(torch_traversal_utils._get_fsdp_handles)
 def _get_fsdp_handles(module: nn.Module) -> list[Any]:
     """Returns a handle for each flat parameter, of which our units may have several."""
-    handles: list[Any] = []
-    for state in torch_traversal_utils._get_fsdp_states(module):
-        if isinstance(state, FSDP):
-            handles += state._flat_handles
-        elif state._handle is not None:
-            handles.append(state._handle)
-    return handles
+    states = torch_traversal_utils._get_fsdp_states(module)
+    handles = (state._flat_handles if isinstance(state, FSDP) else [state._handle] for state in states)
+    return [handle for handle in chain.from_iterable(handles) if handle is not None]
 
 
-HELPERS += [
-    (_theirs_unshard_params, _unshard_params),
-    (torch_traversal_utils._get_fsdp_handles, _get_fsdp_handles),
-]
+HELPERS.append((_theirs_unshard_params, _unshard_params))
+HELPERS.append((torch_traversal_utils._get_fsdp_handles, _get_fsdp_handles))

@@ -34,7 +34,7 @@ from fsdp_wrap.compat.helpers import HELPERS
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["Installation", "install", "missing", "replacements", "uninstall"]
+__all__ = ["Installation", "install", "main", "missing", "replacements", "uninstall"]
 
 _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
 """Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""

@@ -74,12 +74,11 @@ def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Yields lines about the units' memory now: in all, by unit that is not only sharded, and the plan."""
     yield f"{_HEADING} (rank {dist.get_rank() if dist.is_initialized() else 0}, {_where(units)}):"
     rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.handle is not None]
-    holding = sum(row.full > 0 for row in rows)
     full, gradients, shards = (
         format_bytes(sum(getattr(row, name) for row in rows)) for name in ("full", "gradients", "shards")
     )
     yield (
-        f"  {full} of full parameters in {holding} of {len(rows)} units, "
+        f"  {full} of full parameters in {sum(row.full > 0 for row in rows)} of {len(rows)} units, "
         f"{gradients} of gradients on their way, {shards} of shards"
     )
     busy = sorted(

@@ -15,8 +15,8 @@ _PATIENCE, _PACE = 2.0, 0.5  # seconds until it appears, and between its changes
 class ProgressBar:
     """Shows the current task, how many of `total` (None: unknown) are done, and the time so far."""
 
-    def __init__(self, total: int | None) -> None:
-        self._total = total
+    def __init__(self, total: int | None, disable: bool = False) -> None:
+        self._total, self._disable = total, disable
         self._done = 0
         self._task = ""
 
@@ -27,6 +27,11 @@ class ProgressBar:
     def advance(self) -> None:
         """Counts one task as done."""
         self._done += 1
+
+    def report(self, line: str) -> None:
+        """Prints a line above the bar, unless it is disabled."""
+        if not self._disable:
+            tqdm.write(line, file=sys.stderr)
 
     def run(self, over: Event) -> None:
         """Draws the bar until `over` is set; a thread's work, since one task may take long."""
@@ -43,7 +48,7 @@ class ProgressBar:
 @contextmanager
 def progress_bar(total: int | None = None, *, task: str = "", disable: bool = False) -> Iterator[ProgressBar]:
     """Shows a bar while the context is open."""
-    bar, over = ProgressBar(total), Event()
+    bar, over = ProgressBar(total, disable), Event()
     bar.describe(task)
     if disable:
         yield bar

@@ -27,6 +27,7 @@ import fsdp_wrap
 from bed import ranks
 from bed.patience import NEVER
 from fsdp_wrap import compat, distributed_state_dict
+from fsdp_wrap.compat import helpers
 from fsdp_wrap.fully_sharded_data_parallel import clean_names
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, tokens
@@ -72,7 +73,7 @@ def test_names_resolve_to_ours_and_back(clean):
     installed = _names("torch.distributed")
     changed = {key for key in before if installed[key] is not before[key]}
     inside = {key[1] for key in changed if key[0].startswith("torch.distributed.fsdp._")}
-    assert inside == {helper.__name__ for _, helper in compat.HELPERS}
+    assert inside == {helper.__name__ for _, helper in helpers.HELPERS}
     assert not {name for module, name in changed if module == "torch.distributed.fsdp"} & {
         *torch_fsdp._fully_shard.__all__
     }

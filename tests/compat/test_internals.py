@@ -25,6 +25,7 @@ from bed import ranks
 from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, compat
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.compat import helpers
 from nets import WIDTH, Block
 
 HELPERS = [
@@ -94,7 +95,7 @@ def installed(library: Any) -> Iterator[None]:
 
 def test_helpers_are_given_back():
     before = [getattr(module, name) for module, name in HELPERS]
-    assert {name for _, name in HELPERS} == {theirs.__name__ for theirs, _ in compat.HELPERS}
+    assert {name for _, name in HELPERS} == {theirs.__name__ for theirs, _ in helpers.HELPERS}
     known = imported_before
     with compat.install():
         assert all(getattr(module, name) is not old for (module, name), old in zip(HELPERS, before))

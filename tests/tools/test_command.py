@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import threading
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 
-from bed.paths import ROOT
+from bed.paths import PACKAGE, ROOT
 from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH
-from fsdp_wrap.tools import progress
+from fsdp_wrap.tools import plan, progress
 from fsdp_wrap.tools.command import doctor, main
 from fsdp_wrap.tools.command.meeting import Meeting, meet
 
@@ -122,7 +125,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {tmp}/text.txt:setup", "is no Python file: its name must end in .py"),
         ("plan {file}:other", "has no function 'other'; it has setup, reads, fails, returns_one, needs"),
         ("plan {file}:fails", "failed in line 26: KeyError: 'depth'"),
-        ("plan {file}:needs", "needs() needs a value for 'depth'"),
+        ("plan {file}:needs", "needs(): missing a required argument: 'depth': give it a default"),
         ("plan {file}:returns_one", "setup"),
         ("plan {file}:reads", "failed in line 22: PlanningError: "),
         ("plan {tmp}/broken.py:setup", "failed in line 2: ZeroDivisionError: division by zero"),
@@ -158,6 +161,51 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
     assert code == 2 and "Traceback" in err and 'raise KeyError("depth")' in err
     with mock.patch("fsdp_wrap.tools.command.plans._plan", side_effect=KeyboardInterrupt):
         assert run(capsys, "plan", f"{file}:setup") == (130, "", "interrupted\n")
+
+
+def test_what_does_not_fit_proposes_what_does(file, capsys):
+    """Smaller batches where the setup takes one, else more ranks."""
+    file.write_text(SETUP.replace("batch=4, wide", "batch=512, wide"))
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "150KB")
+    assert code == 1 and "2 ranks: does not fit, " in out
+    batch = int(re.search(r"but ranks=2: fits at batch (\d+)", out)[1])
+    setup = runpy.run_path(str(file))["setup"]
+    needed = [plan(partial(setup, batch=each), 2).needed_bytes for each in (batch, batch + 1)]
+    assert needed[0] <= 150_000 < needed[1]
+    file.write_text(SETUP.replace("setup(*, batch=4", "setup(*, rows=4").replace("batch, 64", "rows, 64"))
+    needed = [plan(runpy.run_path(str(file))["setup"], ranks).needed_bytes for ranks in (4, 8)]
+    limit = sum(needed) // 2
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", f"{limit}B")
+    assert code == 1 and "but ranks=8: fits, " in out
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "1KB")
+    assert code == 1 and "nor does it on 64 ranks: let setup() take batch" in out
+
+
+def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):
+    planned, after = import_module("fsdp_wrap.tools.fitting.fit").plan, 4
+
+    def plan(*args, **kwargs):
+        nonlocal after
+        after -= 1
+        if after < 0:
+            raise KeyboardInterrupt
+        return planned(*args, **kwargs)
+
+    command = "plan", f"{file}:setup", "--fit", "--ranks", 2, "--vary", "wide=False,True", "--device-memory"
+    with mock.patch("fsdp_wrap.tools.fitting.fit.plan", plan):
+        code, out, err = run(capsys, *command, "300KB")
+        assert code == 130 and "1 of 1 fit into 300.0 kB" in out and "interrupted before the rest" in out
+        assert err.startswith("ranks=2, wide=False: fits at batch ") and err.endswith("\ninterrupted\n")
+        code, out, err = run(capsys, *command, "300KB")
+        assert (code, out, err) == (130, "", "interrupted\n"), "there was nothing to keep"
+
+
+def test_an_interrupt_of_the_imports_ends_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    program = PACKAGE / "tools" / "command" / "fsdp-wrap"
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, program, "doctor"], env=settings, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 # timeline, checkpoint

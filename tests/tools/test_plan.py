@@ -466,7 +466,7 @@ def test_wrong_uses_are_refused():
             fsdp_wrap.plan(**{"setup": partial(made, "orig"), **arguments})
     with pytest.raises(ValueError, match="memory_bandwidth must be positive"):
         Machine.from_dict({**MACHINE.to_dict(), "memory_bandwidth": 0})
-    with pytest.raises(ValueError, match="no figure named 'wings'"):
+    with pytest.raises(ValueError, match="unexpected keyword argument 'wings'"):
         Machine.from_dict({**MACHINE.to_dict(), "wings": 2})
 
 

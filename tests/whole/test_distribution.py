@@ -29,7 +29,7 @@ from torch import nn
 
 import fsdp_wrap
 
-late = ("fsdp_wrap.tools", "fsdp_wrap.weights", "fsdp_wrap.optim")
+late = ("fsdp_wrap.tools", "fsdp_wrap.weights", "fsdp_wrap.optim", "torch.distributed.checkpoint")
 assert not any(name.startswith(late) for name in sys.modules)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_archives_hold_what_they_should(built):
     assert not any(name.endswith(".pyc") for name in inside)
     with zipfile.ZipFile(wheel) as files:
         tops = {name.partition("/")[0] for name in files.namelist()}
-        assert tops == {"fsdp_wrap", f"fsdp_wrap-{__version__}.dist-info"}
+        assert tops == {"fsdp_wrap", *(f"fsdp_wrap-{__version__}.{part}" for part in ("data", "dist-info"))}
         there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_wrap").rglob("*.py")}
         assert there | {"fsdp_wrap/py.typed"} <= set(files.namelist())
         assert any(name.endswith("LICENSE") for name in files.namelist())

@@ -12,8 +12,9 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from fsdp_wrap.tools.progress import progress_bar
 _FEW_DESCRIPTORS = 1024
 _SETTINGS = ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _FOR = {
-    "numpy": "checkpoints of several ranks, random states",
     "safetensors": "reading safetensors",
     "matplotlib": "pictures of plans and timelines",
 }
@@ -39,11 +39,11 @@ _CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchao", "torch
 class Finding:
     """One line of the report; `advice` is "" where all is well, `fatal` means that ranks cannot train."""
 
-    part: str
     name: str
     told: str
     advice: str = ""
     fatal: bool = False
+    part: str = ""
 
 
 def add_command(commands: Any) -> None:
@@ -57,11 +57,17 @@ def add_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    findings = [*_versions(), *_machine(), *_backends(), *_accelerators(), *_packages()]
+    parts = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "torch.distributed": _backends(),
+        "accelerators": _accelerators(),
+        "packages": _packages(),
+    }
     if not options.alone and dist.is_available() and dist.is_gloo_available():
         with progress_bar(task="starting two ranks"):
-            met = meet()
-        findings += _ranks(met)
+            parts["two ranks of this host, on the CPU"] = _ranks(meet())
+    findings = [replace(each, part=part) for part, found in parts.items() for each in found]
     if options.json:
         print(json.dumps([asdict(each) for each in findings], indent=1))
     else:
@@ -71,63 +77,54 @@ def _run(options: argparse.Namespace) -> int:
 
 def _print(findings: list[Finding]) -> None:
     width = max(len(each.name) for each in findings)
-    part = ""
-    for each in findings:
-        if each.part != part:
-            part = each.part
-            print(f"\n{part}" if each is not findings[0] else part)
-        mark = "!" if each.advice else " "
-        print(f"{mark} {each.name.ljust(width)}  {each.told}")
-        if each.advice:
-            print(f"  {' ' * width}  -> {each.advice}")
+    for part, members in groupby(findings, lambda each: each.part):
+        print(part)
+        for each in members:
+            print(f"{'!' if each.advice else ' '} {each.name.ljust(width)}  {each.told}")
+            if each.advice:
+                print(f"  {' ' * width}  -> {each.advice}")
+        print()
     advised = sum(bool(each.advice) for each in findings)
-    print("\nall is well" if not advised else f"\n{advised} of these could be better: see the lines with '!'")
+    print(f"{advised} of these could be better: see the lines with '!'" if advised else "all is well")
 
 
 def _versions() -> Iterator[Finding]:
-    part, found = "versions", Version(torch.__version__)
-    yield Finding(part, "fsdp_wrap", __version__)
-    yield Finding(part, "python", f"{platform.python_version()}, {sys.executable}")
+    found = Version(torch.__version__)
+    yield Finding("fsdp_wrap", __version__)
+    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     told = f"{torch.__version__}; supported are {OLDEST_TORCH} to {NEWEST_TORCH}"
     minor = Version(f"{found.major}.{found.minor}")
     if minor < Version(OLDEST_TORCH):
         advice = f"install torch {OLDEST_TORCH} or newer: this one lacks what fsdp_wrap needs"
-        yield Finding(part, "torch", told, advice, fatal=True)
+        yield Finding("torch", told, advice, fatal=True)
     elif minor > Version(NEWEST_TORCH):
         yield Finding(
-            part, "torch", told, "this one is newer than all versions that were tested: run the tests first"
+            "torch", told, "this one is newer than all versions that were tested: run the tests first"
         )
     else:
-        yield Finding(part, "torch", told)
+        yield Finding("torch", told)
 
 
 def _machine() -> Iterator[Finding]:
-    part = "machine"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(
-        part, "system", f"{platform.system()} on {platform.machine()}, {cores} cores for this process"
-    )
+    yield Finding("system", f"{platform.system()} on {platform.machine()}, {cores} cores for this process")
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        yield Finding(part, "memory", format_bytes(memory))
+        yield Finding("memory", format_bytes(memory))
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 < files < _FEW_DESCRIPTORS
     advice = "raise it (ulimit -n 65536): many ranks open many sockets" if few else ""
-    yield Finding(part, "descriptors", _format_limits(files, most_files), advice)
+    yield Finding("descriptors", _format_limits(files, most_files), advice)
     space, most_space = resource.getrlimit(resource.RLIMIT_AS)
     bound = space != resource.RLIM_INFINITY
     advice = "lift it (ulimit -v unlimited), or ranks may not share memory" if bound else ""
-    yield Finding(part, "address space", _format_limits(space, most_space), advice)
-    readable = os.access("/proc/self/fd", os.R_OK)
-    yield Finding(
-        part,
-        "/proc",
-        "readable" if readable else "not readable",
-        "" if readable else "mount it: without it ranks share no memory, and slow ranks are not named",
-    )
+    yield Finding("address space", _format_limits(space, most_space), advice)
+    if not os.access("/proc/self/fd", os.R_OK):
+        advice = "mount it: without it ranks share no memory, and slow ranks are not named"
+        yield Finding("/proc", "not readable", advice)
     for name in _SETTINGS:
         if name in os.environ:
-            yield Finding(part, name, os.environ[name])
+            yield Finding(name, os.environ[name])
 
 
 def _format_limits(soft: int, hard: int) -> str:
@@ -136,48 +133,45 @@ def _format_limits(soft: int, hard: int) -> str:
 
 
 def _backends() -> Iterator[Finding]:
-    part = "torch.distributed"
     if not dist.is_available():
         advice = "install a torch that was built with it: fsdp_wrap communicates by it"
-        yield Finding(part, "available", "no", advice, fatal=True)
+        yield Finding("available", "no", advice, fatal=True)
         return
     backends = [name for name in ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_backend_available(name)]
-    yield Finding(part, "backends", ", ".join(backends) or "none")
+    yield Finding("backends", ", ".join(backends) or "none")
     if "nccl" in backends and torch.cuda.is_available():
         nccl: Any = torch.cuda.nccl
-        yield Finding(part, "nccl", ".".join(map(str, nccl.version())))
+        yield Finding("nccl", ".".join(map(str, nccl.version())))
 
 
 def _accelerators() -> Iterator[Finding]:
-    part = "accelerators"
     if not torch.accelerator.is_available():
         versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
         built = [f"{name} {version}" for name, version in versions.items() if version] or ["the CPU"]
         told = f"none; this torch is built for {built[0]}. Models train on the CPU, over gloo"
-        yield Finding(part, "found", told)
+        yield Finding("found", told)
         return
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
-    yield Finding(part, "found", f"{count} of type {kind}; models train there, over the backend of that type")
+    yield Finding("found", f"{count} of type {kind}; models train there, over the backend of that type")
     for index in range(count if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
         told = f"{device.name}, {format_bytes(device.total_memory)}, capability {device.major}.{device.minor}"
-        yield Finding(part, f"device {index}", told)
+        yield Finding(f"device {index}", told)
 
 
 def _packages() -> Iterator[Finding]:
-    part, wanted = "packages", _wanted()
+    wanted = _wanted()
     for name, purpose in {**_FOR, **dict.fromkeys(_CLIENTS, "a client")}.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            needed = "ranks cannot save: pip install numpy" if name == "numpy" else ""
-            yield Finding(part, name, f"not installed ({purpose})", needed)
+            yield Finding(name, f"not installed ({purpose})")
             continue
         asked = wanted.get(name)
         fits = asked is None or asked.specifier.contains(version, prereleases=True)
         advice = "" if fits else f"fsdp_wrap was tested with {name}{asked.specifier if asked else ''}"
-        yield Finding(part, name, f"{version} ({purpose})", advice)
+        yield Finding(name, f"{version} ({purpose})", advice)
 
 
 def _wanted() -> dict[str, Requirement]:
@@ -191,18 +185,15 @@ def _wanted() -> dict[str, Requirement]:
 
 def _ranks(met: Meeting) -> Iterator[Finding]:
     """Yields the findings of two ranks of this host."""
-    part = "two ranks of this host, on the CPU"
     if met.error:
         advice = "name the network device that ranks should use, such as GLOO_SOCKET_IFNAME=lo on one host"
-        yield Finding(part, "meeting", met.error, advice, fatal=True)
+        yield Finding("meeting", met.error, advice, fatal=True)
         return
-    yield Finding(part, "meeting", "they found each other over the loopback device")
+    yield Finding("meeting", "they found each other over the loopback device")
     speed = f"{format_bytes(met.bandwidth)}/s, {format_seconds(met.latency)} at least"
     way = met.way or "gloo's own collectives"
     slow = "; ".join(met.warnings)
-    yield Finding(part, "communicate by", f"{way}: {speed}", slow)
-    if met.descriptors:
-        yield Finding(part, "descriptors", f"{met.descriptors} opened by each")
+    yield Finding("communicate by", f"{way}: {speed}", slow)
     told = "a rank that ends is noticed, and named" if met.watched else "the end of a rank was not noticed"
     advice = "" if met.watched else "the others would wait for a lost rank until the group's time limit"
-    yield Finding(part, "watch", told, advice)
+    yield Finding("watch", told, advice)

@@ -38,7 +38,6 @@ class Meeting:
         way: How they communicate; "" if by the process group's own collectives.
         latency: Seconds of a small gather.
         bandwidth: Bytes a second that a rank receives in large gathers and sums.
-        descriptors: Files and sockets that each rank opened for it.
         watched: Whether one noticed the end of the other.
     """
 
@@ -47,7 +46,6 @@ class Meeting:
     warnings: list[str] = field(default_factory=list)
     latency: float = 0.0
     bandwidth: float = 0.0
-    descriptors: int = 0
     watched: bool = False
 
 
@@ -96,7 +94,6 @@ def _result_of(ranks: list[subprocess.Popen[str]]) -> Meeting:
 
 
 def _take_part(rank: int, port: int) -> Meeting:
-    before = _open_descriptors()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         limit = timedelta(seconds=_LIMIT / 2)
@@ -111,7 +108,6 @@ def _take_part(rank: int, port: int) -> Meeting:
         warnings=sorted({str(each.message) for each in caught}),
         latency=link.latency,
         bandwidth=link.bandwidth,
-        descriptors=_open_descriptors() - before,
     )
     dist.barrier()
     if rank == 0:
@@ -127,13 +123,6 @@ def _sees_the_end(group: dist.ProcessGroup) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-def _open_descriptors() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
 
 
 def _main(rank: int, port: int) -> None:

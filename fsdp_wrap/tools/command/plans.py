@@ -17,9 +17,14 @@ from typing import Any
 
 from fsdp_wrap._core import format_bytes, nbytes_of
 from fsdp_wrap.tools.command.users_code import errors_of, load_function
+from fsdp_wrap.tools.fitting import fit
+from fsdp_wrap.tools.machines import measure_machine, preset
+from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.progress import progress_bar
 
 _MEASURED = "measure"
+_MOST_PROPOSED, _DOUBLINGS = 3, 5
+"""Configurations that are proposed, and how often the number of ranks is doubled."""
 
 
 def add_command(commands: Any) -> None:
@@ -79,7 +84,8 @@ def _run(options: argparse.Namespace) -> int:
     memory = options.device_memory or (machine.device_memory if machine else None)
     limit = None if memory is None else nbytes_of(memory, "--device-memory")
     setup = load_function(options.setup)
-    given = {"device": options.device or _device_of(options), "machine": machine}
+    is_preset = options.machine not in (None, _MEASURED)  # of an accelerator
+    given = {"device": options.device or ("cuda" if is_preset else "cpu"), "machine": machine}
     if options.fit:
         if limit is None:
             raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
@@ -87,24 +93,14 @@ def _run(options: argparse.Namespace) -> int:
     return _plan(setup, options, given, limit)
 
 
-def _device_of(options: argparse.Namespace) -> str:
-    """Returns the device of a machine: presets are accelerators."""
-    return "cuda" if options.machine and options.machine != _MEASURED else "cpu"
-
-
 def _plan(
     setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any], limit: int | None
 ) -> int:
-    from fsdp_wrap.tools.planning import plan
-
-    needed = [
-        each.name
-        for each in inspect.signature(setup).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-    ]
-    if needed:
-        name, missing = options.setup.rpartition(":")[2], repr(needed[0])
-        raise ValueError(f"{name}() needs a value for {missing}: give it a default, or vary it with --fit")
+    try:
+        inspect.signature(setup).bind()
+    except TypeError as error:
+        name = options.setup.rpartition(":")[2]
+        raise ValueError(f"{name}(): {error}: give it a default, or vary it with --fit") from error
     plans = []
     with progress_bar(len(options.ranks)) as bar:
         for ranks in options.ranks:
@@ -121,27 +117,38 @@ def _plan(
         print(*plans, sep="\n\n")
     if limit is None:
         return 0
-    needs = [max(made.peak_bytes, made.first_peak_bytes, made.setup_peak_bytes) for made in plans]
+    fits = [made.needed_bytes <= limit for made in plans]
     if not options.json:
-        verdicts = (_format_verdict(made.ranks, need, limit) for made, need in zip(plans, needs))
-        print("", *verdicts, sep="\n")
-    return int(max(needs) > limit)
+        print("", *(_format_verdict(made, limit) for made in plans), sep="\n")
+        if not any(fits):
+            print(*_proposals(setup, options, limit, given), sep="\n")
+    return int(not all(fits))
 
 
-def _format_verdict(ranks: int, need: int, limit: int) -> str:
-    used = f"{format_bytes(need)} of {format_bytes(limit)}"
-    if need <= limit:
-        return f"{ranks} ranks: fits, {used}"
-    return f"{ranks} ranks: does not fit, {used}: --fit looks for configurations that do"
+def _format_verdict(made: Plan, limit: int) -> str:
+    answer = "fits" if made.needed_bytes <= limit else "does not fit"
+    return f"{made.ranks} ranks: {answer}, {format_bytes(made.needed_bytes)} of {format_bytes(limit)}"
+
+
+def _proposals(
+    setup: Callable[..., Any], options: argparse.Namespace, limit: int, given: dict[str, Any]
+) -> list[str]:
+    """Returns what fits instead: other values of what the setup takes, on more ranks where need be."""
+    for ranks in (max(options.ranks) << doubled for doubled in range(_DOUBLINGS + 1)):
+        with errors_of(_file_of(options), "fitting"):
+            found = fit(setup, ranks, device_memory=limit, progress=True, **given)
+        if found.best is not None:
+            return [f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits]
+    return [f"nor does it on {ranks} ranks: let setup() take batch, checkpointing or offload"]
 
 
 def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
-    from fsdp_wrap.tools.fitting import fit
-
     vary = dict(_varied(text) for text in options.vary) or None
     with errors_of(_file_of(options), "fitting"):
         found = fit(setup, options.ranks, vary=vary, progress=True, **given)
     print(found.to_json() if options.json else found)
+    if not found.complete:
+        raise KeyboardInterrupt
     return int(found.best is None)
 
 
@@ -161,9 +168,6 @@ def _value(text: str) -> Any:
 
 
 def _machine(options: argparse.Namespace) -> Any:
-    from fsdp_wrap.tools.machines import measure_machine, preset
-    from fsdp_wrap.tools.planning import Machine
-
     name = options.machine
     if name is None:
         return None

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_wrap.tools.progress import progress_bar
-
-_ENDINGS = (".json", ".json.gz")
+from fsdp_wrap.tools.timeline import Timeline, load
 
 
 def add_commands(commands: Any) -> None:
@@ -32,7 +31,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    if not options.out.name.endswith(_ENDINGS):
+    if not options.out.name.endswith((".json", ".json.gz")):
         raise ValueError(f"--out {options.out}: the name of a trace must end in .json or .json.gz")
     with progress_bar(task="merging"):
         merged = _read(options.paths)
@@ -58,14 +57,12 @@ def _run_plot(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(paths: list[Path]) -> Any:
+def _read(paths: list[Path]) -> Timeline:
     """Returns the timeline of all traces at the paths, and in folders at the paths.
 
     Raises:
         ValueError: If there is none, one is no trace of a timeline, or two are of one rank.
     """
-    from fsdp_wrap.tools.timeline import Timeline, load
-
     files: list[Path] = []
     for path in paths:
         if not path.exists():

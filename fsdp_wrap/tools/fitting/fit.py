@@ -70,6 +70,12 @@ class Choice:
             speed = 1 / self.predicted_seconds
         return bool(self.refused), not self.fits, -(speed or 0.0), -(self.batch or 0), self.peak_bytes
 
+    def __str__(self) -> str:
+        """One line: the configuration and its answer."""
+        batch = "" if self.batch is None else f" at batch {self.batch}" if self.fits else " at any batch"
+        answer = f"{'fits' if self.fits else 'does not fit'}{batch}, {format_bytes(self.peak_bytes)}"
+        return f"{_format_values({'ranks': self.ranks, **self.values})}: {self.refused or answer}"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the plan, of types that JSON knows; other values by their `str`."""
         plain = {name: value for name, value in vars(self).items() if name != "plan"}
@@ -85,12 +91,14 @@ class Fit:
         choices: Configurations that fit, by speed; then those that do not; then those that were refused.
         plans: Number of steps that were planned.
         machine: The machine of the predictions; None if there was none.
+        complete: Whether all configurations were tried: an interrupt ends the search.
     """
 
     device_memory: int
     choices: tuple[Choice, ...]
     plans: int
     machine: Machine | None = None
+    complete: bool = True
 
     @property
     def best(self) -> Choice | None:
@@ -102,6 +110,7 @@ class Fit:
         plain = {
             "device_memory": self.device_memory,
             "plans": self.plans,
+            "complete": self.complete,
             "machine": None if self.machine is None else self.machine.to_dict(),
             "choices": [choice.to_dict() for choice in self.choices],
         }
@@ -124,15 +133,14 @@ class Fit:
         lines = [*self._heading(fixed), "", *(line.rstrip() for line in lines)]
         for choice in self.choices:
             if choice.refused:
-                lines.append(
-                    f"refused: {choice.ranks} ranks, {_format_values(choice.values)}: {choice.refused}"
-                )
+                lines.append(f"refused: {choice}")
         return "\n".join(lines)
 
     def _heading(self, fixed: Values) -> Iterator[str]:
         fitting = sum(choice.fits for choice in self.choices)
         memory = format_bytes(self.device_memory)
-        yield f"{fitting} of {len(self.choices)} fit into {memory} ({self.plans} plans)"
+        rest = "" if self.complete else ", interrupted before the rest"
+        yield f"{fitting} of {len(self.choices)} fit into {memory} ({self.plans} plans{rest})"
         if fixed:
             yield f"all with {_format_values(fixed)}"
         if self.machine is not None:
@@ -195,7 +203,8 @@ def fit(
             takes them by the names that `shard_as` has.
         device: The `device` of `plan`.
         machine: The `machine` of `plan`; None for no prediction of time: then the largest batch comes first.
-        progress: Show a progress bar after two seconds.
+        progress: Show a progress bar after two seconds, and each configuration's answer when it is found, on
+            standard error. An interrupt (Ctrl-C) then ends the search, and what was found is returned.
 
     Returns:
         All configurations, in order; `print` shows a table.
@@ -222,16 +231,24 @@ def fit(
 
     searches: list[_Search] = []
     choices: list[Choice] = []
+    complete = True
     with progress_bar(len(counts) * len(groups), disable=not progress) as bar:
-        for count, values in itertools.product(counts, groups):
-            searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
-            choices += map(searches[-1].choice, lengths)
-            bar.advance()
+        try:
+            for count, values in itertools.product(counts, groups):
+                searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
+                for choice in map(searches[-1].choice, lengths):
+                    choices.append(choice)
+                    bar.report(str(choice))
+                bar.advance()
+        except KeyboardInterrupt:
+            if not (progress and choices):
+                raise
+            complete = False
     if all(choice.refused for choice in choices):
         raise ValueError(f"no configuration can be planned: {choices[0].refused}") from searches[0].error
     ordered = tuple(sorted(choices, key=lambda choice: choice.order))
     plans = sum(search.plans for search in searches)
-    return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine)
+    return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine, complete=complete)
 
 
 def _parameters(setup: Setup) -> set[str] | None:
@@ -302,7 +319,7 @@ class _Search:
         batch = None if self.batches is None else self._largest(length)
         planned_batch = None if self.batches is None else batch or self.batches[0]
         plan = self._plan(planned_batch, length)
-        need, seconds, speed = _need(plan), plan.predicted_seconds, None
+        need, seconds, speed = plan.needed_bytes, plan.predicted_seconds, None
         if seconds and batch:
             speed = batch * int(values.get(_ACCUMULATION, 1)) * self.ranks / seconds
         return Choice(
@@ -321,7 +338,7 @@ class _Search:
         key = batch, length
         if key not in self._known:
             values = self._values(batch, length)
-            self.bar.describe(", ".join(filter(None, (f"{self.ranks} ranks", _format_values(values)))))
+            self.bar.describe(_format_values({"ranks": self.ranks, **values}))
             self.plans += 1
             self._known[key] = self.planned(values)
         return self._known[key]
@@ -334,7 +351,7 @@ class _Search:
         batches = self.batches
         self._guess(batches[0], length)  # makes the first plans
         known = {
-            batches.index(b): _need(plan) <= self.limit
+            batches.index(b): plan.needed_bytes <= self.limit
             for (b, n), plan in self._known.items()
             if n == length and b
         }
@@ -348,7 +365,7 @@ class _Search:
             index = between[max(too_much - 1, 0)]
             if look > 2 and look % 2 and fails < len(batches):
                 index = (fits + fails) // 2  # bisect where guesses are bad
-            need = _need(self._plan(batches[index], length))
+            need = self._plan(batches[index], length).needed_bytes
             if need > self.limit:
                 fails = index
                 continue
@@ -369,7 +386,7 @@ class _Search:
         plans = {key: self._plan(*key) for key in weights}
         needs = [_needs(plan) for plan in plans.values()]
         if len({places for places, _ in needs}) > 1:  # different steps: only their peaks compare
-            needs = [((), [float(_need(plan))]) for plan in plans.values()]
+            needs = [((), [float(plan.needed_bytes)]) for plan in plans.values()]
         columns = zip(*(numbers for _, numbers in needs))
         needed = [sum(weight * n for weight, n in zip(weights.values(), column)) for column in columns]
         return float(max(needed))
@@ -383,7 +400,7 @@ class _Search:
         assert self.batches is not None
         own = sorted(b for b, n in self._known if n == length and b is not None)
         if len(own) > 1:
-            below = [b for b in own if _need(self._plan(b, length)) <= self.limit]
+            below = [b for b in own if self._plan(b, length).needed_bytes <= self.limit]
             above = own[len(below) :]
             pair = [below[-1], above[0]] if below and above else own[:2] if above else own[-2:]
             return pair, [length]
@@ -397,7 +414,10 @@ class _Search:
         assert self.batches is not None
         if len(self.batches) == 1:
             return None
-        if batch == _MOST and _need(self._plan(batch, length)) == _need(self._plan(_FIRST, length)):
+        if (
+            batch == _MOST
+            and self._plan(batch, length).needed_bytes == self._plan(_FIRST, length).needed_bytes
+        ):
             raise ValueError(
                 f"setup(batch={_FIRST}) and setup(batch={_MOST}) need the same memory: let setup() use its "
                 "batch, or give it no such argument"
@@ -412,11 +432,6 @@ def _weight(at: int | None, point: int | None, points: Sequence[int | None]) -> 
     return math.prod(
         (at - other) / (point - other) for other in points if other is not None and other != point
     )
-
-
-def _need(plan: Plan) -> int:
-    """Returns the peak bytes of building, the first step and later ones."""
-    return max(plan.peak_bytes, plan.first_peak_bytes, plan.setup_peak_bytes)
 
 
 def _needs(plan: Plan) -> tuple[tuple[Any, ...], list[float]]:

@@ -55,6 +55,16 @@ _DTYPES = {
 }
 """The dtypes of parameters and of reductions."""
 
+_OFFLOADS = {
+    "none": (OffloadPolicy(), None),
+    "optimizer": (
+        CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
+        CPUOffload(offload_optimizer_state=True),
+    ),
+    "all": (CPUOffloadPolicy(), CPUOffload(offload_params=True)),
+}
+"""For `fully_shard` and for the wrapper."""
+
 
 def shard_as(
     model: nn.Module,
@@ -189,13 +199,11 @@ def _mesh(strategy: str, ranks_per_host: int) -> DeviceMesh:
 def _composed(
     model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
-    offload = {
-        "none": OffloadPolicy(),
-        "optimizer": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
-        "all": CPUOffloadPolicy(),
-    }[chosen["offload"]]
-    precision = MixedPrecisionPolicy(*_DTYPES[chosen["precision"]])
-    kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    kwargs: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(*_DTYPES[chosen["precision"]]),
+        "offload_policy": _OFFLOADS[chosen["offload"]][0],
+    }
     reshard = chosen["strategy"] != "grad_op"
     for module in units:
         fully_shard(module, reshard_after_forward=reshard, **kwargs)
@@ -210,18 +218,13 @@ def _wrapped(
     model: nn.Module, classes: set[type[nn.Module]], mesh: DeviceMesh, chosen: dict[str, str]
 ) -> nn.Module:
     dtypes = _DTYPES[chosen["precision"]]
-    offload = {
-        "none": None,
-        "optimizer": CPUOffload(offload_optimizer_state=True),
-        "all": CPUOffload(offload_params=True),
-    }[chosen["offload"]]
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         sharding_strategy=_STRATEGIES[chosen["strategy"]],
         auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
         mixed_precision=MixedPrecision(*dtypes) if any(dtypes) else None,
-        cpu_offload=offload,
+        cpu_offload=_OFFLOADS[chosen["offload"]][1],
         device_id=None if mesh.device_type == "cpu" else torch.device(mesh.device_type),
         use_orig_params=True,
     )

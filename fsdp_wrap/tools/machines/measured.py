@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -249,8 +248,7 @@ def _name_of(device: torch.device) -> str:
 
 def _memory_of(device: torch.device, per_host: int) -> int | None:
     if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)
-        return int(properties.total_memory)
+        return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu" or not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host

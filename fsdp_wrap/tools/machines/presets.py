@@ -58,7 +58,8 @@ _DGX_H100, _DGX_H200 = "DGX H100, 400 Gb/s a GPU", "DGX H200, 400 Gb/s a GPU"
 _DGX_B200, _PLATFORM = "DGX B200, 400 Gb/s a GPU", "AMD Instinct MI300X platform, 400 Gb/s a GPU"
 _PCIE, _DIE, _GPU = "assumed, 100 Gb/s a GPU", "assumed, 200 Gb/s a die", "assumed, 400 Gb/s a GPU"
 
-_AMPERE, _HOPPER, _CDNA3 = (19.5, 19.5, 312, 312), (67, 67, 989, 989), (163.4, 163.4, 1307.4, 1307.4)
+_AMPERE, _HOPPER = (19.5, 19.5, 312, 312), (67, 67, 989, 989)
+_CDNA2, _CDNA3 = (47.9, 47.9, 191.5, 191.5), (163.4, 163.4, 1307.4, 1307.4)
 
 PRESETS = MappingProxyType(
     {
@@ -75,14 +76,7 @@ PRESETS = MappingProxyType(
         "b200": _machine(
             "B200 of an HGX", (40, 80, 2250, 2250), (180, 8000), (900, 50, 64), _B200, _DGX_B200
         ),
-        "mi250x": _machine(
-            "MI250X, one of its two dies",
-            (47.9, 47.9, 191.5, 191.5),
-            (64, 1638),
-            (100, 25, 32),
-            _MI250X,
-            _DIE,
-        ),
+        "mi250x": _machine("MI250X, one of its two dies", _CDNA2, (64, 1638), (100, 25, 32), _MI250X, _DIE),
         "mi300x": _machine("MI300X", _CDNA3, (192, 5300), (448, 50, 64), _MI300X, _PLATFORM),
         "mi325x": _machine("MI325X", _CDNA3, (256, 6000), (448, 50, 64), _MI325X, _GPU),
     }

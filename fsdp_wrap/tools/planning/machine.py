@@ -81,13 +81,7 @@ class Machine:
         Raises:
             ValueError: If a figure is missing, unknown or out of range.
         """
-        names = {each.name for each in dataclasses.fields(cls)}
-        needed = {each.name for each in dataclasses.fields(cls) if each.default is dataclasses.MISSING}
-        unknown, missing = sorted(set(figures) - names), sorted(needed - set(figures))
-        if unknown or missing:
-            raise ValueError(
-                f"a machine has no figure named {unknown[0]!r}"
-                if unknown
-                else f"a machine needs {missing[0]!r}"
-            )
-        return cls(**figures)
+        try:
+            return cls(**figures)
+        except TypeError as error:
+            raise ValueError(f"these are not the figures of a machine: {error}") from error

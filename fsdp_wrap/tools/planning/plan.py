@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_wrap._core import format_bytes, format_count, format_seconds
 from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
-from fsdp_wrap.tools.planning.figures import HostMemory, Moment, Place, UnitPlan
+from fsdp_wrap.tools.planning.figures import STEP, HostMemory, Moment, Place, UnitPlan
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
@@ -80,6 +80,11 @@ class Plan:
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
 
+    @property
+    def needed_bytes(self) -> int:
+        """The most bytes at any time: while the model is built, in the first step and in later ones."""
+        return max(self.peak_bytes, self.first_peak_bytes, self.setup_peak_bytes)
+
     def __str__(self) -> str:
         """The page that a person reads: at most 80 columns."""
         sections = (_head(self), _memory(self), _wire(self), _time(self), _units(self))
@@ -146,9 +151,20 @@ def _head(plan: Plan) -> Iterator[str]:
     limit, fits = None if plan.machine is None else plan.machine.device_memory, ""
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
-    yield f"  peak     {format_bytes(plan.peak_bytes):>9}  in {plan.peak_at}{fits}"
+    yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
+
+
+def _place_of_peak(plan: Plan) -> str:
+    """Names the place of the peak; that of the program's own code by its neighbours."""
+    if plan.peak_at.phase != STEP:
+        return f"in {plan.peak_at}"
+    places = [moment.place for moment in plan.moments]
+    at = max(range(len(places)), key=lambda index: plan.moments[index].nbytes)
+    if 0 < at < len(places) - 1:
+        return f"between {places[at - 1]} and {places[at + 1]}"
+    return f"after {places[at - 1]}" if at else f"before {places[at + 1]}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

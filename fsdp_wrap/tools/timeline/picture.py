@@ -112,8 +112,7 @@ def _label(axes: Any, shown: Sequence[RankRecord], ranks: Sequence[RankRecord], 
     )
     if len(ranks) > len(shown):
         axes.set_title(f"the first {len(shown)} of {len(ranks)} ranks", fontsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _draw_levels(axes: Any, record: RankRecord, begin: int, end: int) -> None:
@@ -131,5 +130,4 @@ def _draw_levels(axes: Any, record: RankRecord, begin: int, end: int) -> None:
     axes.set_xlabel("milliseconds")
     axes.set_xlim(0, (end - begin) / 1e6)
     axes.legend(loc="upper right", frameon=False, fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -50,8 +50,7 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
     error = max(record.clock_error for record in ranks)
     if error:
         yield f"The clocks of the hosts are compared to {_ms(error)} ms."
-    incomplete = not all(joint.complete for joint in found.joint)
-    if incomplete:
+    if not all(joint.complete for joint in found.joint):
         yield "Some ranks' records are missing: waits for those ranks count as transfers. Merge all files."
 
 
@@ -67,9 +66,7 @@ def _updates(found: Analysis, passes: int) -> Iterator[str]:
 
 def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
     """Yields the line about the rank that the others wait for most, if it is worth one."""
-    held_up: Counter[int] = Counter()
-    for wait in waits:
-        held_up[wait.last] += wait.late
+    held_up = _late_by_rank(waits)
     if ranks == 1 or not held_up:
         return
     rank, total = held_up.most_common(1)[0]
@@ -80,6 +77,14 @@ def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Itera
     where = "outside of the units" if unit is None else f"in `{unit or ROOT}`"
     because = f": it computes {_ms(slower)} ms longer than they do {where}" if slower > each / 4 else ""
     yield f"Rank {rank} holds up the others, each by {_ms(each)} ms of a pass{because}."
+
+
+def _late_by_rank(waits: Iterable[SplitWait]) -> Counter[int]:
+    """Returns the nanoseconds that were waited for each rank that came last."""
+    late = Counter[int]()
+    for wait in waits:
+        late[wait.last] += wait.late
+    return late
 
 
 def _least(found: Analysis) -> float:
@@ -154,10 +159,7 @@ def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
     gathers = wait.kind == GATHER
     what = f"{name} waits {_ms(total / passes)} ms for its {'gather' if gathers else 'reduction'}"
     if 2 * late >= total:
-        lates: Counter[int] = Counter()
-        for each in waits:
-            lates[each.last] += each.late
-        rank = lates.most_common(1)[0][0]
+        rank = _late_by_rank(waits).most_common(1)[0][0]
         return (
             f"{what}, {late / total:.0%} of it for rank {rank}, which comes last: give that rank less to do."
         )
