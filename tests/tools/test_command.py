@@ -168,7 +168,7 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     file.write_text(SETUP.replace("batch=4, wide", "batch=512, wide"))
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "150KB")
     assert code == 1 and "2 ranks: does not fit, " in out
-    batch = int(re.search(r"but ranks=2: fits at batch (\d+)", out)[1])
+    batch = int(re.search(r"but 2 ranks: fits at batch (\d+)", out)[1])
     setup = runpy.run_path(str(file))["setup"]
     needed = [plan(partial(setup, batch=each), 2).needed_bytes for each in (batch, batch + 1)]
     assert needed[0] <= 150_000 < needed[1]
@@ -176,7 +176,7 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     needed = [plan(runpy.run_path(str(file))["setup"], ranks).needed_bytes for ranks in (4, 8)]
     limit = sum(needed) // 2
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", f"{limit}B")
-    assert code == 1 and "but ranks=8: fits, " in out
+    assert code == 1 and "but 8 ranks: fits, " in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "1KB")
     assert code == 1 and "nor does it on 64 ranks: let setup() take batch" in out
 
@@ -195,7 +195,7 @@ def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):
     with mock.patch("fsdp_wrap.tools.fitting.fit.plan", plan):
         code, out, err = run(capsys, *command, "300KB")
         assert code == 130 and "1 of 1 fit into 300.0 kB" in out and "interrupted before the rest" in out
-        assert err.startswith("ranks=2, wide=False: fits at batch ") and err.endswith("\ninterrupted\n")
+        assert err.startswith("2 ranks, wide=False: fits at batch ") and err.endswith("\ninterrupted\n")
         code, out, err = run(capsys, *command, "300KB")
         assert (code, out, err) == (130, "", "interrupted\n"), "there was nothing to keep"
 

@@ -69,7 +69,7 @@ def takes_all(*, batch=1, length=1, offload="none", accumulation=1):
 def largest(model: Callable[..., Plan], limit: int, **values: Any) -> int:
     """By trying all."""
     batch = 0
-    while fitting._need(model(batch=batch + 1, **values)) <= limit:
+    while model(batch=batch + 1, **values).needed_bytes <= limit:
         batch += 1
     return batch
 
@@ -103,7 +103,7 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         found, plans = fitted(bent, takes_batch, device_memory=limit)
         choice = found.choices[0]
         assert choice.fits and choice.peak_bytes <= limit
-        assert fitting._need(bent(batch=choice.batch)) == choice.peak_bytes
+        assert bent(batch=choice.batch).needed_bytes == choice.peak_bytes
         assert largest(bent, limit) - 64 < choice.batch, "a tile less at most"
         assert len(plans.asked) <= 8
 

@@ -74,7 +74,7 @@ class Choice:
         """One line: the configuration and its answer."""
         batch = "" if self.batch is None else f" at batch {self.batch}" if self.fits else " at any batch"
         answer = f"{'fits' if self.fits else 'does not fit'}{batch}, {format_bytes(self.peak_bytes)}"
-        return f"{_format_values({'ranks': self.ranks, **self.values})}: {self.refused or answer}"
+        return f"{_format_case(self.ranks, self.values)}: {self.refused or answer}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the plan, of types that JSON knows; other values by their `str`."""
@@ -131,9 +131,7 @@ class Fit:
         lines = ["  ".join(row[index].rjust(widths[index]) for index in kept) for row in rows]
         fixed = {name: shown[0].values[name] for name in names if name not in varied}
         lines = [*self._heading(fixed), "", *(line.rstrip() for line in lines)]
-        for choice in self.choices:
-            if choice.refused:
-                lines.append(f"refused: {choice}")
+        lines += [f"refused: {choice}" for choice in self.choices if choice.refused]
         return "\n".join(lines)
 
     def _heading(self, fixed: Values) -> Iterator[str]:
@@ -161,6 +159,10 @@ def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
         "" if seconds is None or not choice.fits else format_seconds(seconds),
         "" if speed is None or not choice.fits else f"{speed:.4g}",
     ]
+
+
+def _format_case(ranks: int, values: Values) -> str:
+    return ", ".join(filter(None, (f"{ranks} ranks", _format_values(values))))
 
 
 def _format_values(values: Values) -> str:
@@ -338,7 +340,7 @@ class _Search:
         key = batch, length
         if key not in self._known:
             values = self._values(batch, length)
-            self.bar.describe(_format_values({"ranks": self.ranks, **values}))
+            self.bar.describe(_format_case(self.ranks, values))
             self.plans += 1
             self._known[key] = self.planned(values)
         return self._known[key]
