@@ -79,7 +79,7 @@ def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callab
 def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
     """Lets each rank cut its part of full tensors where torch cannot scatter them.
 
-    That is where tensor parallelism and sharding cut the same dimension, of a size that does not divide.
+    So it is where tensor parallelism and sharding cut one dimension whose size does not divide.
     """
 
     def cut(full: Any, target: Any) -> Any:

@@ -61,7 +61,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
 
     Args:
         model: A model, wrapped or sharded by `fully_shard`.
-        norm_type: As for `clip_grad_norm_`.
+        norm_type: The `norm_type` of `clip_grad_norm_`.
 
     Returns:
         0-d tensors by the names, and in the order, of the unwrapped model's `named_parameters()`. Parameters

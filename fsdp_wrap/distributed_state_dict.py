@@ -91,7 +91,7 @@ def get_optimizer_state_dict(
         model: A wrapped module, or a model with wrapped modules in it.
         optimizers: One or several optimizers of the model's parameters.
         submodules: Modules to restrict the result to; None for all.
-        options: As in `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
+        options: See `get_model_state_dict`; with `flatten_optimizer_state_dict` the result has one level.
 
     Raises:
         ValueError: If a parameter is in two optimizers, since the result has one state per parameter.

@@ -18,7 +18,7 @@ from fsdp_wrap._runtime import refuse_unsharded, require_idle, units_in
 from fsdp_wrap._state import compression, handles_of
 
 _FEWEST = 1024
-"""Of shards with fewer elements, the saved bytes would not pay for the kernels."""
+"""The fewest elements of a shard for which the saved bytes pay for the kernels."""
 
 
 @compression.fill

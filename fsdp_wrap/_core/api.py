@@ -19,7 +19,7 @@ class ShardingStrategy(Enum):
     Attributes:
         FULL_SHARD: Parameters, gradients and optimizer state are sharded; a unit unshards for its
             forward and again for its backward.
-        SHARD_GRAD_OP: As FULL_SHARD, but parameters stay unsharded from forward to backward.
+        SHARD_GRAD_OP: Like FULL_SHARD, but parameters stay unsharded from forward to backward.
         NO_SHARD: Everything is replicated, gradients are averaged over the ranks.
         HYBRID_SHARD: FULL_SHARD within a host, replicated across hosts.
         _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a host, replicated across hosts.
@@ -52,10 +52,9 @@ class MixedPrecision:
     Optimizers, full parameters and state dicts always see the parameters' and buffers' own dtypes.
 
     Attributes:
-        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
-            the parameters' own.
-        reduce_dtype: Of gradients while they are reduced; None for `param_dtype`.
-        buffer_dtype: Of buffers from the first forward on; None for their own.
+        param_dtype: Dtype of parameters in forward, backward and gathers; None for the parameters' own.
+        reduce_dtype: Dtype of gradients while they are reduced; None for `param_dtype`.
+        buffer_dtype: Dtype of buffers from the first forward on; None for their own.
         keep_low_precision_grads: Leave the sharded gradients in `reduce_dtype`.
         cast_forward_inputs: Cast the unit's inputs to `param_dtype`.
         cast_root_forward_inputs: Cast them if the unit is the root.
@@ -140,12 +139,11 @@ class MixedPrecisionPolicy:
     """Dtypes of computation and communication of a `fully_shard`ed module.
 
     Attributes:
-        param_dtype: Of the parameters in forward and backward, and while they are gathered; None for
-            the parameters' own.
-        reduce_dtype: Of gradients while they are accumulated and reduced. None means the same as in the
-            installed torch: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
+        param_dtype: Dtype of parameters in forward, backward and gathers; None for the parameters' own.
+        reduce_dtype: Dtype of gradients while they are accumulated and reduced. None means the same as in
+            the installed torch: before 2.15 `param_dtype`, from 2.15 on the `grad_dtype` of each
             parameter, which is the parameter's own dtype if it was not set before `fully_shard`.
-        output_dtype: Of the outputs of forward; None leaves them as they are.
+        output_dtype: Dtype of the outputs of forward; None leaves them as they are.
         cast_forward_inputs: Cast the inputs to `param_dtype`.
         param_dtype_override_fn: Called once for each parameter of the unit. It returns the parameter's own
             dtype to leave it in that, or None (or `param_dtype`) for `param_dtype`; the same on all ranks.
@@ -204,7 +202,7 @@ class CPUOffloadPolicy(_Offload, OffloadPolicy):
     Attributes:
         pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
         offload_params: Whether parameters and gradients live there; not one of torch's fields.
-        offload_optimizer_state: As in `CPUOffload`; not one of torch's fields.
+        offload_optimizer_state: The field of `CPUOffload`; torch's policy has none.
 
     Raises:
         ValueError: If the parameters are offloaded and the state is not, or neither is.
@@ -265,8 +263,8 @@ class CPUOffload(_Offload):
     Attributes:
         offload_params: Keep parameters and gradients there, and so optimizer state: steps run on the host.
         offload_optimizer_state: Keep the state of torch's optimizers there between steps, which run on the
-            device, with all of an optimizer's state at once; the host waits at the end of each. What
-            `optimizer.load_state_dict` loads is on the device until the next step ends. None for the value of
+            device, with all of an optimizer's state at once; the host waits at the end of each. State
+            from `optimizer.load_state_dict` is on the device until the next step ends. None for the value of
             `offload_params`. Not one of torch's fields.
 
     Raises:
@@ -382,7 +380,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer state dict of the pieces that this rank holds.
 
     Attributes:
-        _use_dtensor: As in `ShardedStateDictConfig`.
+        _use_dtensor: The field of `ShardedStateDictConfig`.
     """
 
     _use_dtensor: bool = False

@@ -17,11 +17,11 @@ class DataParallelMeshInfo:
     """Dimensions of a mesh that shard parameters, and that replicate them.
 
     Attributes:
-        mesh: Of one dimension, or of two (replicate, shard).
+        mesh: One dimension, or two: (replicate, shard).
         shard_mesh_dim: Number of the dimension over which parameters are sharded; None for none.
         replicate_mesh_dim: Number of the dimension over which they are replicated; None for none.
-        dp_mesh_dims: As `fully_shard` takes it, for parameters that are `DTensor`s on `spmd_mesh`. These two
-            count then, in place of the others.
+        dp_mesh_dims: The argument of `fully_shard`, for parameters that are `DTensor`s on `spmd_mesh`. These
+            two count then, in place of the others.
         spmd_mesh: The whole mesh on which those lie.
 
     Raises:

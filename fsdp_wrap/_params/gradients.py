@@ -111,7 +111,7 @@ class Gradients:
     def take_in(self, buffer: Buffer, index: int) -> None:
         """Moves a leaf's gradient into the leaf's memory, in an unsharded buffer that nobody needs any more.
 
-        That becomes the reduce buffer, unless there is one already.
+        It becomes the reduce buffer, unless there is one already.
         """
         narrow = self._sums is self._own or not self.unreduced
         there = self.buffer is buffer

@@ -21,12 +21,12 @@ _COMPILED = "_compiled_call_impl"  # it calls the old module; copies of plain mo
 def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrapper:
     """Copies a wrapper with all units in it; the copies use the same process groups.
 
-    As with plain parameters, gradients are not copied.
+    Gradients are not copied, like those of plain parameters.
 
     Args:
         wrapper: The wrapper.
         unit: Its unit.
-        memo: Of `copy.deepcopy`.
+        memo: The memo of `copy.deepcopy`.
     """
     if id(unit) in memo:  # its unit is made by the copying of a wrapper that encloses or uses this one
         return _copy_module(wrapper, memo)

@@ -55,7 +55,7 @@ class FullValue:
 
     @property
     def full_shape(self) -> torch.Size:
-        """Of the full tensor, also where the ranks hold a part between them."""
+        """The shape of the full tensor, also where the ranks hold a part between them."""
         return self.shape if self.part is None else self.part.shape
 
     @property
@@ -139,7 +139,7 @@ def stream(
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Gathers tensors in order; collective.
 
-    As many as fit into the budget are on their way; one is in any case. A caller that closes the iterator
+    The budget bounds how many are on their way; one always is. A caller that closes the iterator
     early takes part in the remaining gathers nevertheless: the other ranks cannot know, and wait for it.
     Small tensors travel together.
 
@@ -277,7 +277,7 @@ def iter_full_params(
         module: Any module; all units at and below it take part, and parameters outside of units are copied.
         budget: The most bytes alive at any time of what is on its way, the tensor yielded last, and the one
             before it, which a loop's variable holds while the next one is fetched. One parameter is gathered
-            in any case. None for twice the largest unit. What the caller keeps is the caller's own.
+            in any case. None for twice the largest unit. The caller owns the values it keeps.
         rank0_only: Only the first rank gets them (see `summon_full_params`); the others yield the same names
             with tensors on the meta device.
         offload_to_cpu: Yield them in host memory.
@@ -471,7 +471,7 @@ class FirstRank:
         """Lets the first rank use tensors that all ranks gather; collective. Its error is raised on all.
 
         Returns:
-            What the first rank made of them, which must be small and picklable.
+            The first rank's result, which must be small and picklable.
         """
         own: list[Exception] = []
         failure: Exception | None = None
@@ -496,7 +496,7 @@ class FirstRank:
     def announced(self, values: Any) -> Any:
         """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
 
-        What the other ranks give does not count.
+        The values of the other ranks do not count.
         """
         own = pytree.tree_map_only(torch.Tensor, _announced, values) if self.is_here else None
         found = self.object(own)

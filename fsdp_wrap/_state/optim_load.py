@@ -48,8 +48,8 @@ def load_optim_state_dict(
             the caller adds what else it knows of them.
 
     Returns:
-        What `optim.load_state_dict` takes, in memory of its own; without `param_groups` where those are not
-        given.
+        The argument of `optim.load_state_dict`, in memory of its own; without `param_groups` where those are
+        not given.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()")
     small = None if optim is None else small_states_of(optim)
@@ -278,7 +278,7 @@ def as_saved(
         name_of: Returns the name of a parameter that the optimizer holds.
         optim: The optimizer.
         state_dict: The state dict that it will load.
-        dtypes: Of the saved parameters, by name.
+        dtypes: Dtypes of the saved parameters, by name.
     """
     inner, states = innermost(optim), state_dict["state"]
     groups = zip(inner.param_groups, state_dict["param_groups"])

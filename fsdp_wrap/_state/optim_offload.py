@@ -22,7 +22,7 @@ _Moved = tuple[nn.Parameter, dict[str, Any], str, torch.Tensor]
 """A parameter, its state, a key there, and what is to stand there."""
 
 _homes: MutableMapping[nn.Parameter, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
-"""Of a parameter whose state is on the device: by key, where it came from."""
+"""The host tensors of each parameter whose state is on the device, by key."""
 
 
 def offload_optimizer_state(params: Iterable[nn.Parameter], pin: bool = True) -> None:

@@ -59,7 +59,7 @@ def saved_options(
     """Returns the options with which the parameters of one group were saved.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         own: The group's options now, which stay where none of them was saved.
         groups: The saved groups.
     """
@@ -123,7 +123,7 @@ def groups_of(
     Args:
         names: The parameters of the model.
         optim: The optimizer.
-        state_dict: Of it; without `param_groups` its parameters go by the keys that the optimizer uses now.
+        state_dict: The optimizer's; without `param_groups` its parameters go by the keys that it uses now.
     """
     saved = state_dict if "param_groups" in state_dict else optim.state_dict()
     groups = []

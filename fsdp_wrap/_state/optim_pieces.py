@@ -51,7 +51,7 @@ def _together(
 
     Args:
         original: The parameter.
-        communicator: Of the ranks that hold it between them.
+        communicator: Its ranks hold the parameter between them.
         entries: Each rank's metadata of its state.
         own: This rank's pieces and values.
     """

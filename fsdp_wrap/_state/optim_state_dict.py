@@ -121,12 +121,12 @@ def iter_full_optim_state(
 ) -> Generator[tuple[str, str, Any]]:
     """Yields an optimizer's full state value by value, while the next ones are on their way; collective.
 
-    As `fsdp_wrap.iter_full_params`, also if it is closed early.
+    May be closed early, like `fsdp_wrap.iter_full_params`.
 
     Args:
         model: The wrapped module, or one that contains it.
         optim: Made from its parameters. Do not step it before the iterator is closed.
-        budget: As there; None for twice what the parameters of the largest unit take.
+        budget: Most bytes on their way; None for twice what the parameters of the largest unit take.
         rank0_only: Only the first rank gets tensors; the others yield the same names with tensors on the meta
             device.
         offload_to_cpu: Yield tensors in host memory.

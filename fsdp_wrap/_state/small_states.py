@@ -141,10 +141,10 @@ class SmallStates(ABC):
 
         Args:
             numel: Elements of the parameter.
-            start: Of this rank's interval of the parameter.
-            stop: Of that interval.
+            start: The first element of this rank's interval of the parameter.
+            stop: The element behind it.
             offset: Where the interval begins in the sharded parameter.
-            scale: Of the sharded parameter's blocks.
+            scale: The scale of the sharded parameter's blocks.
         """
         first, last = (ceil_div(end, self.block) for end in (start, stop))
         piece, ahead = scale.new_zeros(last - first), offset - start
@@ -191,7 +191,7 @@ class _Codes:
 
     Args:
         codes: One code for each element, or two in a byte.
-        scale: Of each block.
+        scale: The scale of each block.
         table: The ascending numbers that codes stand for; None where codes are floats.
         block: Elements of a block; the last may have less.
     """

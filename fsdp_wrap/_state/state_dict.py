@@ -346,9 +346,9 @@ def begin_load(
 
     Args:
         unit: The wrapper's unit.
-        kind: Of the state dict.
+        kind: The kind of the state dict.
         state_dict: By the unwrapped module's names.
-        prefix: Of the unit's names.
+        prefix: The prefix of the unit's names.
         errors: Gets a message for each flat shard that does not fit.
         in_full: Whether a full state dict needs full parameters in any case.
 

@@ -1,7 +1,7 @@
 """`manifest.json`: what a step folder must hold to be complete, with a CRC-32 of every byte.
 
 The manifest is all that is ours in a step folder. The rest is as `torch.distributed.checkpoint` (DCP) writes
-it. Of that, `.metadata` is read without running what it may bring: only what DCP writes there is unpickled.
+it. Reading `.metadata` runs no code that it may bring: only what DCP writes there is unpickled.
 """
 
 from __future__ import annotations

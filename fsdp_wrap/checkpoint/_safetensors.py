@@ -85,7 +85,7 @@ def export_safetensors(
         max_shard_bytes: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
             has a file of its own.
         dtype: Cast floating-point parameters to this; None for the master dtype.
-        budget: As in `iter_full_params`.
+        budget: The budget of `iter_full_params`.
 
     Returns:
         The names of the files with tensors, on every rank.

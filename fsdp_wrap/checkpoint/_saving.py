@@ -157,8 +157,8 @@ def save(
     are removed.
 
     Args:
-        dir: Of all steps; it may hold other files. All ranks must see the same folder there. Or a place in
-            the hosts' memory, `InMemory`.
+        dir: The folder of all steps; it may hold other files. All ranks must see the same folder there. Or a
+            place in the hosts' memory, `InMemory`.
         model: Wrapped or plain. Sharded parameters are written by the ranks that hold them, without
             communication beyond metadata.
         optim: One or several optimizers of the model's parameters.
@@ -208,14 +208,14 @@ def async_save(
     `destroy_process_group()`.
 
     Args:
-        dir: As in `save`, like all others.
-        model: As in `save`.
-        optim: As in `save`.
-        extra: As in `save`.
-        step: As in `save`.
-        keep_last: As in `save`.
-        progress: As in `save`.
-        process_group: As in `save`.
+        dir: See `save`, also for all others.
+        model: See `save`.
+        optim: See `save`.
+        extra: See `save`.
+        step: See `save`.
+        keep_last: See `save`.
+        progress: See `save`.
+        process_group: See `save`.
 
     Returns:
         A handle that tells whether the save is done, and its result or error.
@@ -246,13 +246,13 @@ class RegularSaves:
     Every rank makes one, and calls its methods.
 
     Args:
-        dir: As in `save`, like all others up to `extra`; mostly `InMemory`.
-        model: As in `save`.
-        optim: As in `save`.
-        extra: As in `save`.
+        dir: See `save`, also for all others up to `extra`; mostly `InMemory`.
+        model: See `save`.
+        optim: See `save`.
+        extra: See `save`.
         lose_at_most: How many steps may be taken again; with 1, every step waits for its save.
-        keep_last: As in `save`.
-        process_group: As in `save`.
+        keep_last: See `save`.
+        process_group: See `save`.
 
     Raises:
         ValueError: If `lose_at_most` is less than 1.

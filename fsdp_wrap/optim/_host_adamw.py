@@ -43,7 +43,7 @@ class HostAdamW(torch.optim.Optimizer):
     Args:
         params: Parameters or groups of them, plain or `DTensor`s, whose data lie on the CPU.
         lr: Learning rate.
-        betas: Of the moments' running averages.
+        betas: Decay of the moments' running averages.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled; a parameter loses lr x weight_decay of itself in each step.
         moments: The dtype of both moments of float32 parameters: float32 or bfloat16. Moments of other

@@ -105,11 +105,11 @@ class BackwardSteps:
     """How the units of a model are updated while backwards go on; made by `step_in_backward`.
 
     Args:
-        optimizer: It.
-        units: Of the model.
-        max_norm: As there, like the next two.
-        clip_value: See there.
-        scaler: See there.
+        optimizer: The optimizer.
+        units: The units of the model.
+        max_norm: See `step_in_backward`.
+        clip_value: See `step_in_backward`.
+        scaler: See `step_in_backward`.
         lane: Where the updates run; None for the thread of the backward.
 
     Attributes:

@@ -49,8 +49,8 @@ class Muon(torch.optim.Optimizer):
     Momentum is sharded as the parameters are. Each matrix goes to one rank, which orthogonalises its update,
     and the result comes back (see `owned_matrices`). Ranks share this work evenly, replicas too.
 
-    The first of `param_groups` has the matrices; the groups of the others follow. Of a model that is wrapped
-    without `use_orig_params` they hold a piece of the `FlatParameter` for each original parameter. All of
+    The first of `param_groups` has the matrices; the groups of the others follow. If a model is wrapped
+    without `use_orig_params`, they hold a piece of the `FlatParameter` for each original parameter. All of
     the state is in `state_dict()`, and, by names, in the state dicts of the wrapper and of
     `torch.distributed.checkpoint`; so it may be loaded at another number of ranks, and by a model that is
     sharded in another way.
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
             make it after wrapping.
         lr: Learning rate; a tensor of one element may be given.
         weight_decay: Decoupled; likewise for the default of `other`.
-        momentum: Of the average of gradients.
+        momentum: Momentum of the average of gradients.
         nesterov: Whether the update looks a step ahead.
         ns_coefficients: Of the Newton-Schulz iteration.
         eps: Least norm by which a matrix is divided before it.

@@ -20,7 +20,7 @@ def orthogonalized(
     Args:
         matrices: Number x rows x columns; they are overwritten.
         coefficients: a, b and c.
-        steps: Of the iteration.
+        steps: Number of iterations.
         eps: Least norm by which a matrix is divided at first.
     """
     if matrices.shape[0] == 1:  # as a single product, which has the bits of torch's

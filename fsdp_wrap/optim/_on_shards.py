@@ -49,8 +49,8 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Args:
         optimizer: Its update of each element depends on nothing but that element, its gradient and state, and
-            numbers that are the same for all. Of torch's own, all but LBFGS, Adafactor and Muon. Others of
-            its class take a few steps on small tensors to find out.
+            numbers that are the same for all. So do all of torch's own but LBFGS, Adafactor and Muon. Others
+            of its class take a few steps on small tensors to find out.
 
     Returns:
         The same optimizer.

@@ -146,10 +146,10 @@ class OwnedMatrices:
         """Does what `update` does, without its checks.
 
         Args:
-            values: As there.
+            values: The values given to `update`.
             active: The result of `agreed`.
             compute: Takes stacks of small matrices of one shape, or a stack of one; it must not raise.
-            dtype: As there.
+            dtype: The dtype given to `update`.
 
         Returns:
             This rank's part of each result.

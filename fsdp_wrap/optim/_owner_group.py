@@ -30,7 +30,7 @@ class Matrix:
         parameter: Name of the parameter.
         shape: Rows and columns.
         owner: The rank that computes with it, as the default group counts.
-        cost: Of the computation, in the unit in which ranks share it: rows x columns x the smaller of them.
+        cost: Cost of the computation, by which ranks share it: rows x columns x the smaller of them.
         block: Where it is in the parameter.
     """
 

@@ -69,7 +69,7 @@ def split(sizes: Sequence[int], dim: int = 0) -> View:
     """Returns the view of a fused projection: one matrix for each of the sizes.
 
     Args:
-        sizes: Of the parts, in order.
+        sizes: Sizes of the parts, in order.
         dim: The dimension that is cut: 0 the rows, 1 the columns.
     """
 

@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
     Attributes:
         name: The parameter's, in the unwrapped module.
-        index: Of the elements in the flattened parameter: int64, 1-D.
+        index: Indices of the elements in the flattened parameter: int64, 1-D.
         value: Their values now: 1-D, as long as `index`.
     """
 
@@ -45,7 +45,7 @@ class Changes:
     """The result of one `collect`.
     Attributes:
         of: The changes, one for each parameter with any, in the model's order.
-        checksums: Of each parameter as it is now, with all its elements, by name.
+        checksums: Checksum of each parameter as it is now, with all its elements, by name.
     """
 
     of: list[Change] = field(default_factory=list)

@@ -35,7 +35,7 @@ class WeightFolder:
     Updates are numbered. Needs the extra `safetensors` where it is read. It alone deletes versions.
 
     Args:
-        path: Of the folder, on the first rank; None on all others.
+        path: Path of the folder, on the first rank; None on all others.
         keep_last: How many whole versions stay, with the changes after them. Older ones are removed when a
             whole one has been written. None keeps all.
 
@@ -218,7 +218,7 @@ def stored(path: str | os.PathLike[str], after: int = 0, timeout: float | None =
     were read once, and are as they were written.
 
     Args:
-        path: Of the folder.
+        path: Path of the folder.
         after: The version that the reader has; what it needs begins with the last whole one after it.
         timeout: Seconds to wait for the next update; None to wait for ever.
 

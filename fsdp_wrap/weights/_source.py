@@ -56,8 +56,8 @@ def weight_source(
             of them is a component of a name. A pattern with a number, as `{"experts.w1": "experts.*.w1"}`, is
             stacked along a new first dimension. Rules apply one after the other, each to the results of those
             before.
-        dtype: Of floating-point tensors, save quantised ones; None for the master dtype. They are cast before
-            they travel, merged ones afterwards.
+        dtype: Dtype of floating-point tensors, save quantised ones; None for the master dtype. They are cast
+            before they travel, merged ones afterwards.
         budget: The most bytes alive on a rank of what is on its way and what is being made, of the tensor
             yielded last, and the one before, which a loop's variable still holds. A number or a text such as
             "500MB". The largest tensor is allowed in any case.

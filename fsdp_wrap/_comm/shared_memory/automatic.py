@@ -33,7 +33,7 @@ class AutomaticCommunicator(GroupCommunicator):
     """A communicator that is chosen at the first collective, by the hosts of the ranks.
 
     Ranks cannot compare hosts before, since they may wrap their modules in any order. All ranks on one host:
-    shared memory. As many ranks on each of several hosts, side by side: two levels. Otherwise, or where a
+    shared memory. Several hosts with equally many ranks, side by side: two levels. Otherwise, or where a
     host does not allow it: `between_any`.
     """
 

@@ -49,9 +49,9 @@ class Board:
     """The memory in which one rank posts, and the others acknowledge.
 
     The first word counts the posts, the second is the number of the last announcement, and one for each rank
-    of the group tells whether that has left. Of each of the last posts follow its record (the kind of the
-    collective, how many bytes lie where in the rank's memory), and for each rank, the owner included, the
-    number of the last post in this place that it needs no more. Room for small tensors follows.
+    of the group tells whether that has left. The last posts follow, each with its record (the kind of the
+    collective, how many bytes lie where in the rank's memory) and, for each rank and the owner, the number
+    of the last post in this place that it needs no more. Room for small tensors follows.
     """
 
     def __init__(self, memory: SharedMemory | PeerMemory, begin: int, ranks: int) -> None:

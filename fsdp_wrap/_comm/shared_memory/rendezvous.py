@@ -1,7 +1,7 @@
 """Ranks of a group find out which of them share a host, and open a channel: all, or none.
 
-Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. That
-takes no name that could be left behind, and is granted to processes of the same user only.
+Each offers its memory, by process id and descriptor, and reaches that of the others through `/proc`. This
+way takes no name that could be left behind, and is granted to processes of the same user only.
 """
 
 from __future__ import annotations

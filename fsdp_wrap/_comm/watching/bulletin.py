@@ -1,6 +1,6 @@
 """Positions that ranks on different hosts write to the store once one of them is stuck.
 
-As long as all goes well nobody reads or writes there.
+Nobody reads or writes there while all goes well.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _UNREDUCED = (
 class GradientNorms:
     """The norms of a wrapper's gradients.
 
-    Who holds these is found out anew only when modules or parameters have come or gone.
+    Their holders are looked up again only when modules or parameters have come or gone.
 
     Args:
         module: The wrapper.
@@ -100,7 +100,7 @@ class GradientNorms:
     def _clip_parts(
         known: HeldGradients, unreduced: list[ParamHandle], p: float, bound: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """As `clip`, where tensor parallelism has distributed parameters: ranks of two meshes hold them.
+        """Does the same as `clip` for parameters on two meshes, which tensor parallelism has distributed.
 
         One all-reduce of a number for each mesh, or dimension of one, over which parameters are cut.
         """

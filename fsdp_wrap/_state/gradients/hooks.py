@@ -91,14 +91,14 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """As `allreduce_hook`, or with an output `reduce_scatter_hook`, but float16 travels."""
+    """Reduces in float16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`."""
     _average(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """As `allreduce_hook`, or with an output `reduce_scatter_hook`, but bfloat16 travels."""
+    """Reduces in bfloat16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`."""
     _average(torch.bfloat16, state, grad, output)
 
 
@@ -263,11 +263,11 @@ def compress(module: nn.Module, *, gathers: str | None = None, reductions: str |
     Each may travel as "bf16", or as "int8" or "int4": whole numbers from -127 to 127 or from -7 to 7, of
     which 128 consecutive ones of a rank's part share a scale s, the largest absolute value / 127 or / 7. A
     number comes back with an error of at most s / 2, before it is rounded to its dtype; a block with a NaN or
-    an infinity comes back without a finite number. Of fp32's bytes these are 0.5, 0.258 and 0.133.
+    an infinity comes back without a finite number. They take 0.5, 0.258 and 0.133 of fp32's bytes.
 
     All ranks compute with the same rounded parameters, bit for bit; what optimizers update, and what
-    `summon_full_params` and state dicts show, is not rounded. What a rank sends of its gradients is rounded
-    once; the receiver adds it up in the reduce dtype, with its own in full.
+    `summon_full_params` and state dicts show, is not rounded. A rank rounds the gradients that it sends
+    once; the receiver adds them up in the reduce dtype, with its own in full.
 
     These travel as they are: integers and 8-bit floats, shards of less than 1,024 elements, what would not
     shrink, the sum over the replicas of hybrid strategies and of NO_SHARD, and parameters that fewer ranks
@@ -296,8 +296,8 @@ def compress(module: nn.Module, *, gathers: str | None = None, reductions: str |
 def set_gradients_in_place(module: nn.Module, enabled: bool = True) -> None:
     """Lets gradients take the place of their full parameters, which saves a unit's memory in backward.
 
-    As soon as a parameter has its gradient in a backward, its full value is overwritten. So nothing may need
-    the value later in that backward: no detached copy-free alias of the parameter with which the module
+    A parameter's full value is overwritten once it has its gradient in a backward. So nothing may need the
+    value later in that backward: no detached copy-free alias of the parameter with which the module
     computes (`weight.detach()`), and no second gradient of the same parameter by nested reentrant
     checkpoints, which is noticed and raises. Ordinary layers, shared ones as well, allow it.
 
@@ -305,7 +305,7 @@ def set_gradients_in_place(module: nn.Module, enabled: bool = True) -> None:
     `no_sync`), on units of the wrapper that are sharded and resharded after backward.
 
     Args:
-        module: Of which all units, itself included, are concerned: wrapped or sharded, or holding such.
+        module: Wrapped or sharded, or with such modules inside: all units at and below it are meant.
         enabled: Whether gradients may do so from the next backward on.
 
     Raises:

@@ -161,7 +161,7 @@ def reduced(values: torch.Tensor, p: float, all_reduce: _AllReduce) -> torch.Ten
 
     Args:
         values: The powers.
-        p: Of the norms.
+        p: The order of the norms.
         all_reduce: Changes a tensor in place to the ranks' sum, or what another operation makes of them.
     """
     if not math.isinf(p):

@@ -36,7 +36,7 @@ def clip_parameters(
     parameters are cut.
 
     Args:
-        parameters: Of `fully_shard`, or any whose gradients are `DTensor`s or the same on all ranks.
+        parameters: Sharded by `fully_shard`, or with gradients that are `DTensor`s or the same on all ranks.
         max_norm: Upper bound of the norm.
         norm_type: The p of the p-norm.
         error_if_nonfinite: Refuse a norm that is not finite; else all gradients are scaled by it.

@@ -23,8 +23,8 @@ class ShardedGradScaler(GradScaler):
     Call `unscale_` (or `step`) on all ranks, after a backward outside of `no_sync`.
 
     Args:
-        device: Type of the device that computes. As in torch, scaling is disabled, with a warning, where it
-            is "cuda" and there is none: pass "cpu" there.
+        device: Type of the device that computes. Scaling is disabled, with a warning, where it is "cuda" and
+            there is none, like torch's: pass "cpu" there.
         init_scale: Initial scale.
         backoff_factor: Factor of the scale after a step that was skipped.
         growth_factor: Factor of it after `growth_interval` steps in a row that were not.

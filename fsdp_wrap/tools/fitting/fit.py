@@ -45,8 +45,8 @@ class Choice:
         fits: Whether it fits, at that batch.
         peak_bytes: The most bytes that a rank's device holds, at that batch; at the smallest if none fits.
         bytes_per_sample: Bytes of one more sample; None where `setup` takes no batch.
-        predicted_seconds: Of a step; None without a machine.
-        samples_per_second: Of all ranks; None without a machine, or where `setup` takes no batch.
+        predicted_seconds: Seconds of a step; None without a machine.
+        samples_per_second: Samples of all ranks; None without a machine, or where `setup` takes no batch.
         refused: Why it cannot be planned; "" if it can.
         plan: The plan of the answer; None if it cannot be planned.
     """

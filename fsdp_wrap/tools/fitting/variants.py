@@ -147,8 +147,8 @@ def step_of(
     """Returns a training step: `accumulation` forwards and backwards, and one step of the optimizer.
 
     Args:
-        model: As `shard_as` returned it.
-        optimizer: Of its parameters.
+        model: The result of `shard_as`.
+        optimizer: The optimizer of its parameters.
         loss: Makes a batch and returns its loss, a scalar.
         accumulation: How many batches make a step.
         sync: Gradients are reduced in the "last" backward, and until then whole ones add up on each rank; or

@@ -90,7 +90,7 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
     """Measures gathers and sums of a communicator; collective.
 
     Args:
-        communicator: Of two ranks or more.
+        communicator: It must have two ranks or more.
         seconds: The longest time to repeat each of them.
     """
     timer = _DeviceTimer(communicator.device, seconds)

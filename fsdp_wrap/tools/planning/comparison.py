@@ -43,7 +43,7 @@ class Comparison:
     Attributes:
         steps: How many steps were measured; all figures are of one.
         units: By unit, in the plan's order.
-        planned_seconds: Of a step; None where no time was predicted.
+        planned_seconds: Seconds of a step; None where no time was predicted.
         measured_seconds: The same, measured.
     """
 

@@ -49,7 +49,7 @@ class Plan:
         host: Memory of the host.
         flops: Floating-point operations of a step, as torch counts them: matrices, convolutions, attention.
         machine: The machine of the prediction; None if none was given.
-        predicted_seconds: Of a step; None without a machine.
+        predicted_seconds: Seconds of a step; None without a machine.
         compute_seconds: Seconds in which the device computes; None without a machine.
         communication_seconds: Seconds in which collectives run; None without a machine.
         exposed_seconds: Seconds in which the computation waits for collectives and copies; None without a
@@ -94,7 +94,7 @@ class Plan:
         """Draws the step's memory by kind, and writes it to a file.
 
         Args:
-            path: Of the file; its ending tells the format, such as ".svg".
+            path: Path of the file; its ending tells the format, such as ".svg".
 
         Raises:
             ImportError: If matplotlib is not installed.

@@ -199,7 +199,7 @@ class Analysis:
     def slower_in(self, rank: int) -> tuple[str | None, float]:
         """Returns the unit (None: outside of all) in which a rank is slowest, and by how much.
 
-        That is in nanoseconds of a pass over the median of the other ranks.
+        The excess is in nanoseconds of a pass, over the median of the other ranks.
         """
         others = [computed for other, computed in self.computed.items() if other != rank]
 

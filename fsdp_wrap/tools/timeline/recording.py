@@ -86,7 +86,7 @@ class Timeline:
         """Writes a Chrome trace of all recorded ranks, which Perfetto opens.
 
         Args:
-            path: Of the file; compressed if it ends in ".gz".
+            path: Path of the file; compressed if it ends in ".gz".
 
         Raises:
             RuntimeError: If nothing is recorded yet.
@@ -103,8 +103,8 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     then lists the memory of the units (docs/timeline.md).
 
     Args:
-        models: Wrapped or sharded, or with such modules inside. Of several, names of units begin with their
-            names or numbers.
+        models: Wrapped or sharded, or with such modules inside. Names of units begin with the names or
+            numbers of several models.
         path: A folder, into which each rank writes its own trace, "rank-00000.json"; `merge` joins them.
             None to write none.
         gather: Whether every rank gets the records of all. With many ranks False is better: each rank then
@@ -170,7 +170,7 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Timeline:
     """Joins the traces of ranks into one, in the clock of rank 0, and writes it.
 
     Args:
-        paths: Of the traces of one recording; a folder stands for the files of ranks in it.
+        paths: Paths of the traces of one recording; a folder stands for the files of ranks in it.
         out: Where to write.
 
     Returns:
