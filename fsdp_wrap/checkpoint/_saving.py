@@ -221,7 +221,7 @@ def async_save(
         A handle that tells whether the save is done, and its result or error.
 
     Raises:
-        TypeError: As `save`.
+        TypeError: See `save`.
         ValueError: As `save`; what is found out later is raised by the result.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """

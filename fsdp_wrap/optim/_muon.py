@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Decoupled; likewise for the default of `other`.
         momentum: Momentum of the average of gradients.
         nesterov: Whether the update looks a step ahead.
-        ns_coefficients: Of the Newton-Schulz iteration.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration.
         eps: Least norm by which a matrix is divided before it.
         ns_steps: Iterations.
         adjust_lr_fn: How the learning rate depends on a matrix' shape: "original" (the default),
