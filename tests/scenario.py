@@ -114,7 +114,6 @@ def pairwise(
 def draw(
     space: Mapping[str, Sequence[Any]], generator: random.Random, fixed: Scenario | None = None
 ) -> Scenario:
-    """Draws a scenario, some options given."""
     return {name: generator.choice(values) for name, values in space.items()} | (fixed or {})
 
 
@@ -123,13 +122,10 @@ def _pairs(scenario: Scenario) -> set[frozenset[tuple[str, Any]]]:
 
 
 def name_of(scenario: Scenario) -> str:
-    """Returns a short test id."""
     return "-".join(str(value) for value in scenario.values())
 
 
 class Block(nn.Module):
-    """A residual block with an adapter, which may be checkpointed from inside."""
-
     def __init__(self, checkpointing: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -151,8 +147,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, three blocks, head; takes tokens and an additional input."""
-
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -307,19 +301,13 @@ def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> N
 
 @dataclass(frozen=True)
 class Reference:
-    """Training of a plain model that sees the batches of all ranks.
-
-    Attributes:
-        initial: The model before training.
-        losses: By the number of the batch and by rank.
-        final: Its state after training.
-        steps: For how many it trained: 2 at least, as some options begin in the second.
-    """
+    """Training of a plain model that sees the batches of all ranks: what came of it, by batch and by rank."""
 
     initial: Model
     losses: dict[int, list[torch.Tensor]]
     final: dict[str, torch.Tensor]
     steps: int
+    """At least two, as some options begin in the second."""
 
 
 def reference(
@@ -360,13 +348,7 @@ def check(
 ) -> nn.Module:
     """Trains as the scenario says, compares with the plain model, and returns the trained model.
 
-    Args:
-        scenario: The options.
-        rank: This process's.
-        world_size: How many there are.
-        expected: The plain model's training, if it is known.
-        aside: A context for the comparisons.
-        device: Where it is trained; the CPU by default.
+    Comparisons run in the context `aside`; the plain model's training is done here unless it is known.
     """
     expected = expected or reference(scenario, world_size, device)
     with aside():

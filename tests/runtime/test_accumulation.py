@@ -1,29 +1,58 @@
-"""Gradient accumulation, with and without `no_sync`, against DDP and a plain model."""
+"""Gradient accumulation: with and without `no_sync`, and with sums within each copy at once.
+
+Those over the replicas come with the last backward then. Against DDP and a plain model.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from bed.memory import live_bytes
 from bed.references import count_collectives
-from beside import large_batch_backward
-from fronts import accumulating, assert_same_grads, assert_same_values, full_grads, no_sync, twins
-from fsdp_wrap import EventKind, MixedPrecision, ShardingStrategy, record_events
+from bed.sampling import few_fast
+from beside import assert_close_grads, large_batch_backward, mean_backward
+from fronts import (
+    accumulating,
+    assert_same_grads,
+    assert_same_values,
+    clip,
+    no_sync,
+    shard,
+    twins,
+    within_copy,
+)
+from fsdp_wrap import (
+    EventKind,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    record_events,
+    set_gradients_in_place,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from models import WRAPPINGS, Transformer, loss_of, tokens, train, transformer_twins
+from fsdp_wrap._core import NotIdleError
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import WRAPPINGS, Block, Transformer, loss_of, tokens, train, transformer_twins
+from scenario import HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, check, name_of, pairwise
 
 each_front = pytest.mark.parametrize("front", ["orig", "composable"])
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def _accumulate(model, rank, letters):
-    """One backward per letter, within `no_sync` where it is T."""
-    for step, letter in enumerate(letters):
+def backwards(model: Any, rank: int, letters: str, first: int = 0) -> None:
+    """Runs one backward for each letter of `accumulating`."""
+    for step, letter in enumerate(letters, first):
         with accumulating(model, letter):
             loss_of(model, tokens(rank, step)).backward()
 
@@ -34,13 +63,13 @@ def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, front):
     plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
     ddp = DDP(plain)
     with count_collectives() as traffic:
-        _accumulate(wrapped, rank, "T")  # before the first forward
+        backwards(wrapped, rank, "T")  # before the first forward
     assert set(traffic) == {"all_gather_into_tensor"}
     with count_collectives() as traffic:
-        _accumulate(wrapped, rank, "F")
+        backwards(wrapped, rank, "F")
     assert traffic["reduce_scatter_tensor"].calls == 4  # three blocks and the root
-    _accumulate(ddp, rank, "T")
-    _accumulate(ddp, rank, "F")
+    backwards(ddp, rank, "T")
+    backwards(ddp, rank, "F")
     assert_same_grads(wrapped, ddp)
     for model in (ddp, wrapped):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,22 +89,21 @@ def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, front):
 @each_front
 @ranks(2)
 def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front):
-    """After it, every interleaving equals one large batch."""
+    """After it, every interleaving equals one large batch; without replicas, a sum within the copy is all."""
     plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
-    for letters, to_none in itertools.product(["TTFFTTF", "FFTTFF", "TF", "F"], [True, False]):
+    for letters, to_none in itertools.product(["TTFFTTF", "FFTTFF", "TF", "F", "CF", "C"], [True, False]):
         with no_sync(wrapped):
             loss_of(wrapped, tokens(rank, 7)).backward()
         wrapped.zero_grad(set_to_none=to_none)
         plain.zero_grad()
-        _accumulate(wrapped, rank, letters)
+        backwards(wrapped, rank, letters)
         large_batch_backward(plain, range(len(letters)))
-        assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
+        assert_same_grads(wrapped, plain, **EXACT)
 
 
 def _gathers(model, rank, letters):
-    """How often each unit was gathered."""
     with record_events() as events:
-        _accumulate(model, rank, letters)
+        backwards(model, rank, letters)
     return Counter(event.unit for event in events if event.kind is EventKind.UNSHARD)
 
 
@@ -83,9 +111,7 @@ def _gathers(model, rank, letters):
 def test_what_stays_for_backward_stays_under_no_sync(rank, world_size):
     blocks = ("blocks.0", "blocks.1", "blocks.2")
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
-        mesh = {}
-        if strategy.startswith("_HYBRID"):
-            mesh = {"device_mesh": torch.distributed.init_device_mesh("cpu", (2, 2))}
+        mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
         stays = strategy != "FULL_SHARD"
         plain, wrapped = transformer_twins(True, strategy, **mesh)
         for _ in range(2):
@@ -96,18 +122,13 @@ def test_what_stays_for_backward_stays_under_no_sync(rank, world_size):
                 "backward outside of no_sync frees"
             )
         large_batch_backward(plain, [0, 1, 2, 0, 0] * 2)
-        assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
+        assert_same_grads(wrapped, plain, **EXACT)
 
 
 def _written_to(model):
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
-
-
-def _replaced(model):
-    for param in model.parameters():
-        param.data = param.data * 0.5
 
 
 def _stepped(model):
@@ -117,18 +138,9 @@ def _stepped(model):
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
 
 
-def _loaded(model):
-    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-
-
-def _summoned(model):
-    with FSDP.summon_full_params(model):
-        _written_to(model)
-
-
 @ranks(2)
 def test_what_has_changed_is_not_taken_over_under_no_sync(rank, world_size):
-    for change in (_written_to, _replaced, _stepped, _loaded, _summoned):
+    for change in (_written_to, _stepped):
         plain, wrapped = transformer_twins(True, "SHARD_GRAD_OP")
         with wrapped.no_sync():
             for model in (plain, wrapped):
@@ -138,33 +150,249 @@ def test_what_has_changed_is_not_taken_over_under_no_sync(rank, world_size):
             expected = loss_of(plain, tokens(rank, 2))
             found = loss_of(wrapped, tokens(rank, 2))
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0, msg=change.__name__)
-    _, wrapped = transformer_twins(True, "SHARD_GRAD_OP")
-    with wrapped.no_sync():
-        loss_of(wrapped, tokens(rank, 0)).backward()
-        head = wrapped.module.head
-        head.weight = nn.Parameter(torch.ones(head.out_features, head.in_features))
-        with pytest.raises(ValueError, match="was replaced by a Parameter"):
-            loss_of(wrapped, tokens(rank, 1))
 
 
-@ranks(2)
-def test_parameters_that_stay_under_no_sync_are_of_the_param_dtype(rank, world_size):
-    """Evaluation in between leaves a model that goes on as one that gathers."""
-    results = []
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        _, wrapped = twins(
-            "orig",
-            Transformer,
-            auto_wrap_policy=WRAPPINGS["block"](),
-            sharding_strategy=strategy,
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
-        )
-        _accumulate(wrapped, rank, "T")
-        with wrapped.no_sync():
-            with torch.no_grad():
-                loss_of(wrapped, tokens(rank, 1))
-            loss_of(wrapped, tokens(rank, 1)).backward()
-        loss_of(wrapped, tokens(rank, 2)).backward()
-        results.append(full_grads(wrapped))
-    for name, grad in results[0].items():
-        assert torch.equal(grad, results[1][name]), name
+# over replicas
+
+ACCUMULATIONS = ["CF", "CCF", "TCF", "CTF", "FCF"]
+"""Backwards of a step: letters of `accumulating`."""
+
+WRAPPER_SPACE = {
+    **HYBRID_SPACE,
+    "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"],
+    "accumulation": ACCUMULATIONS,
+}
+COMPOSABLE_SPACE = {
+    **HYBRID_COMPOSABLE_SPACE,
+    "mesh": ["hybrid"],
+    "reshard": [None, True, False],
+    "accumulation": ACCUMULATIONS,
+}
+OTHER_SPACE: dict[str, Any] = {
+    "front": ["flat", "orig", "composable"],
+    "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+    "precision": [None, (torch.float32, torch.float64), (torch.float32, torch.float32)],
+    "together": [0, None],
+    "in_place": [False, True],
+    "clips": [False, True],
+    "frozen": [False, True],
+    "accumulation": ACCUMULATIONS,
+}
+
+
+SCENARIOS = few_fast(pairwise(WRAPPER_SPACE, seed=11), 20) + few_fast(pairwise(COMPOSABLE_SPACE, seed=12), 24)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
+@ranks(4)
+def test_every_pair_of_options_over_replicas(rank, world_size, scenario):
+    check(scenario, rank, world_size)
+
+
+def hybrid(
+    front: str,
+    net: nn.Module,
+    strategy: str = "HYBRID_SHARD",
+    precision: tuple[torch.dtype, torch.dtype] | None = None,
+    together: int | None = 0,
+    unit: type[nn.Module] = Block,
+) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
+    param, reduce = precision or (None, None)
+    options: dict[str, Any] = {"travel_together_bytes": together}
+    if front == "composable":
+        options |= {"mesh": mesh, "reshard_after_forward": strategy == "HYBRID_SHARD"}
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        for part in [*(each for each in net.modules() if isinstance(each, unit)), net]:
+            fully_shard(part, **options)
+        return net
+    options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    options["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
+    return shard(front, net, ModuleWrapPolicy({unit}), **options)
+
+
+def hybrid_twins(front: str, strategy: str = "HYBRID_SHARD") -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    plain = Transformer().double()
+    return plain, hybrid(front, copy.deepcopy(plain), strategy)
+
+
+@pytest.mark.parametrize("options", few_fast(pairwise(OTHER_SPACE, seed=13), 6), ids=name_of)
+@ranks(4)
+def test_precision_and_what_is_done_with_gradients(rank, world_size, options):
+    front, precision = options["front"], options["precision"]
+    torch.manual_seed(0)
+    plain = Transformer().double()
+    if options["frozen"]:
+        plain.blocks[1].requires_grad_(False)
+    model = hybrid(front, copy.deepcopy(plain), options["strategy"], precision, options["together"])
+    set_gradients_in_place(model, options["in_place"])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    rough = {} if precision is None else {"rtol": 1e-3, "atol": 1e-5}
+    letters = options["accumulation"]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backwards(model, rank, letters, 10 * step)
+        large_batch_backward(plain, range(10 * step, 10 * step + len(letters)))
+        if options["clips"]:
+            norms = clip(plain, 0.1), clip(model, 0.1)
+            torch.testing.assert_close(norms[1].double(), norms[0], **(rough or EXACT))
+        assert_close_grads(model, plain, **(rough or EXACT))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+UNITS = 4
+"""Three blocks and the root."""
+
+
+@pytest.mark.parametrize(
+    ("front", "strategy"), [("orig", "HYBRID_SHARD"), ("composable", "_HYBRID_SHARD_ZERO2")]
+)
+@ranks(4)
+def test_collectives_by_kind(rank, world_size, front, strategy):
+    _, model = hybrid_twins(front, strategy=strategy)
+    expected = {
+        "T": {},
+        "C": {"reduce_scatter_tensor": UNITS},
+        "F": {"reduce_scatter_tensor": UNITS, "all_reduce": UNITS},
+    }
+    for letter in "CCFTCFF":
+        with count_collectives() as traffic, record_events() as events:
+            backwards(model, rank, letter)
+        reduced = {name: each.calls for name, each in traffic.items() if name != "all_gather_into_tensor"}
+        assert reduced == expected[letter], letter
+        assert sum(each.kind is EventKind.REDUCE for each in events) == UNITS * (letter != "T")
+
+
+class Wide(nn.Module):
+    """Large layers, each of which is used in the backwards whose numbers it is told."""
+
+    SIDE = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(self.SIDE, self.SIDE) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: Any = range(4)) -> torch.Tensor:
+        for index in used:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+@ranks(4)
+def test_what_is_kept_is_a_shard(rank, world_size):
+    """Of `no_sync` it is all, and the zeros that tell of `zero_grad`."""
+    model = hybrid("orig", Wide(), unit=nn.Linear)
+    full = 4 * sum(param.numel() for param in Wide().parameters())
+    kept = {}
+    for letter in "FTFC":  # F ends what the one before has kept
+        before = live_bytes()
+        with accumulating(model, letter):
+            model(torch.ones(1, Wide.SIDE)).sum().backward()
+        kept[letter] = (live_bytes() - before) / full
+        model.zero_grad()
+    assert 1.45 < kept["T"] < 1.55
+    assert 0.45 < kept["C"] < 0.55
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@each_front
+@ranks(4)
+def test_zero_grad_forgets_partial_sums(rank, world_size, front):
+    plain, model = hybrid_twins(front)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for to_none in (True, False):
+        for first in (0, 10):
+            backwards(model, rank, "CTC", first)
+            optimizer.zero_grad(set_to_none=to_none)
+            backwards(model, rank, "CF", first + 5)
+            large_batch_backward(plain, range(first + 5, first + 7))
+            assert_same_grads(model, plain, **EXACT)
+            backwards(model, rank, "F" if first else "FC", first)
+            for each in (plain, model):
+                each.zero_grad(set_to_none=to_none)
+    backwards(model, rank, "C")
+    block = [each for each in model.modules() if isinstance(each, Block)][1]
+    hook = block.register_forward_hook(lambda module, args, result: result.register_hook(fail) and None)
+    with within_copy(model), pytest.raises(ArithmeticError):
+        loss_of(model, tokens(rank, 1)).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    plain.zero_grad()
+    backwards(model, rank, "CF", 5)
+    large_batch_backward(plain, range(5, 7))
+    assert_same_grads(model, plain, **EXACT)
+
+
+@each_front
+@ranks(4)
+def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
+    plain, model = hybrid_twins(front)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    backwards(model, rank, "C")
+    with pytest.raises(RuntimeError, match=rf"AdamW must not step now: gradients of .*rank {rank}"):
+        optimizer.step()
+    assert not optimizer.state
+    for name, value in model.state_dict().items():
+        assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (value, before[name])))
+    if front == "orig":
+        with pytest.warns(UserWarning, match="are not clipped"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match="which are not reduced yet"):
+            with FSDP.summon_full_params(model, with_grads=True):
+                pass
+        with pytest.raises(RuntimeError, match="cannot go from"):
+            model.float()
+        with pytest.raises(TypeError, match="reduce_within_copy"), model.no_sync(reduce_within_copy=1):
+            pass
+    backwards(model, rank, "F", 1)
+    large_batch_backward(plain, range(2))
+    assert_same_grads(model, plain, **EXACT)
+    optimizer.step()
+    backwards(model, rank, "C")
+    optimizer.zero_grad()
+    optimizer.step()  # as there is nothing left
+
+
+@ranks(4)
+def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_size):
+    """Copies may have used different units before: the other one sums now what it did then."""
+    torch.manual_seed(0)
+    plain = Wide().double()
+    model = hybrid("orig", copy.deepcopy(plain), unit=nn.Linear)
+    x = torch.randn(4, 3, Wide.SIDE, dtype=torch.float64)
+    uses = [(0, 1, 2, 3), (2, 1), (1, 2)]
+    with within_copy(model):
+        for used in uses[:2]:
+            model(x[rank], used).sum().backward()
+    with count_collectives() as traffic:
+        model(x[rank], uses[2]).sum().backward()
+    for used in uses:
+        mean_backward(lambda each: plain(x[each], used).sum())  # noqa: B023
+    assert_same_grads(model, plain, **EXACT)
+    assert traffic["all_reduce"].calls == 4
+
+
+@each_front
+@ranks(4)
+def test_switching_inside_a_backward_is_refused(rank, world_size, front):
+    _, model = hybrid_twins(front)
+    told = []
+    words = r"inside a backward of the root unit \((FSDP)?Transformer\) on rank"
+
+    def switch(grad: torch.Tensor) -> None:
+        with pytest.raises(NotIdleError, match=words), within_copy(model):
+            pass
+        told.append(True)
+
+    block = next(each for each in model.modules() if isinstance(each, Block))
+    hooked = block.register_forward_hook(lambda module, args, result: result.register_hook(switch) and None)
+    loss_of(model, tokens(rank, 0)).backward()
+    hooked.remove()
+    assert told

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
-from bed.references import count_collectives
+from bed.references import Traffic, count_collectives
 from beside import assert_close_grads, mean_backward
 from fronts import (
     FRONTS,
@@ -31,6 +31,7 @@ from fronts import (
     no_sync,
     shard,
     squares,
+    within_copy,
 )
 from fsdp_wrap import (
     BackwardPrefetch,
@@ -46,7 +47,6 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._params import BatchedGradients
 from fsdp_wrap._runtime import Unit, units_in
-from fsdp_wrap._state.gradients.held import HeldGradients
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, UNITS = 8, 6
@@ -55,8 +55,6 @@ WEIGHT = (WIDTH + 2) * WIDTH * 4
 
 
 class Layer(nn.Module):
-    """A unit, in which some parameters may be frozen."""
-
     def __init__(self, kind: str = "none") -> None:
         super().__init__()
         self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
@@ -112,7 +110,6 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def assert_idle(model: nn.Module) -> None:
-    """Nothing is gathered, or waits to be reduced."""
     for unit in units_of(model):
         assert unit.handle is not None and unit.handle.state.value == "sharded", unit.fqn
         assert unit.handle.reduction is None, unit.fqn
@@ -123,6 +120,10 @@ def assert_idle(model: nn.Module) -> None:
 def shared(events: Any, kind: EventKind) -> list[tuple[str, ...]]:
     """The units of each collective of a kind, in the order of their issue."""
     return list(dict.fromkeys(event.together or (event.unit,) for event in events if event.kind is kind))
+
+
+def calls(traffic: dict[str, Traffic]) -> dict[str, int]:
+    return {name: each.calls for name, each in traffic.items()}
 
 
 def steps(model: Any, rank: int, number: range, **optimizer: Any) -> None:
@@ -137,7 +138,6 @@ LAYERS = tuple(f"layers.{index}" for index in range(UNITS))
 
 
 def assert_equal_grads(models: list[nn.Module]) -> None:
-    """Two sharded models have the same gradients, to the bit."""
     found, expected = map(full_grads, models)
     for name, grad in expected.items():
         assert torch.equal(found[name], grad), name
@@ -156,16 +156,12 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
     ddp = DDP(plain)
     with count_collectives() as first:
         steps(model, rank, range(1))
-    assert first["all_gather_into_tensor"].calls == 2 * UNITS + 1
-    assert first["reduce_scatter_tensor"].calls == UNITS + 1
+    assert calls(first) == {"all_gather_into_tensor": 2 * UNITS + 1, "reduce_scatter_tensor": UNITS + 1}
     assert "gathered with" not in repr(model)
     for step in (1, 2):
         with count_collectives() as traffic, record_events() as events:
             steps(model, rank, range(step, step + 1))
-        assert {name: each.calls for name, each in traffic.items()} == {
-            "all_gather_into_tensor": 2,
-            "reduce_scatter_tensor": 1,
-        }
+        assert calls(traffic) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}
         assert shared(events, EventKind.UNSHARD) == [("", *LAYERS), LAYERS[::-1]]
         assert [sorted(units) for units in shared(events, EventKind.REDUCE)] == [["", *LAYERS]]
         assert_idle(model)
@@ -179,20 +175,16 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
 @ranks(2)
 def test_the_budget_cuts_what_travels_together(rank, world_size):
     # Each unit has fewer than WEIGHT bytes in float32, and half of the budget holds two of them.
-    model = build("orig", torch.float32, travel_together_bytes=2 * 2 * WEIGHT)
-    for step in range(2):
+    model, half = build("orig", torch.float32, travel_together_bytes=2 * 2 * WEIGHT), 2
+    for step, nbytes in enumerate((half, half, 0, None)):
+        if nbytes != half:
+            set_travel_together_bytes(model, nbytes)
         with record_events() as events:
             model(batch(rank, step, torch.float32)).sum().backward()
-    for kind in (EventKind.UNSHARD, EventKind.REDUCE):
-        sizes = [len(units) for units in shared(events, kind)]
-        assert max(sizes) == 2 and len(sizes) < sum(sizes), sizes
-    set_travel_together_bytes(model, 0)
-    with record_events() as events:
-        model(batch(rank, 2, torch.float32)).sum().backward()
-    assert not any(event.together for event in events)
-    set_travel_together_bytes(model, None)
-    with record_events() as events:
-        model(batch(rank, 3, torch.float32)).sum().backward()
+        for kind in (EventKind.UNSHARD, EventKind.REDUCE) if step == 1 else ():
+            sizes = [len(units) for units in shared(events, kind)]
+            assert max(sizes) == 2 and len(sizes) < sum(sizes), sizes
+        assert nbytes != 0 or not any(event.together for event in events)
     assert len(shared(events, EventKind.UNSHARD)) == 2
 
 
@@ -217,7 +209,6 @@ def drawn(number: int) -> dict[str, Any]:
 
 
 def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
-    """Trains in many ways; returns what came out of the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = []
     orders = [None, None, None, [3, 2, 1, 0], [1, 1, 4], None, [0, 2, 4, 5], [0, 2, 4, 5], None]
@@ -269,22 +260,19 @@ def test_numbers_are_those_of_units_alone(rank, world_size, number):
 
 @ranks(2)
 def test_units_of_several_dtypes_are_gathered_as_bytes(rank, world_size):
-    def make(nbytes: int | None) -> Any:
+    models = []
+    for nbytes in (None, 0):
         torch.manual_seed(0)
         net = Net()
         for number, layer in enumerate(net.layers):
             casts = MixedPrecision((torch.bfloat16, torch.float16, None)[number % 3], torch.float32)
             net.layers[number] = FSDP(layer, use_orig_params=True, mixed_precision=casts)
-        return shard("orig", net, travel_together_bytes=nbytes)
-
-    models = [make(nbytes) for nbytes in (None, 0)]
+        models.append(shard("orig", net, travel_together_bytes=nbytes))
     for step in range(4):
         with record_events() as events:
-            losses = []
-            for model in models:
-                loss = model(batch(rank, step, torch.float32)).square().sum()
+            losses = [model(batch(rank, step, torch.float32)).square().sum() for model in models]
+            for loss in losses:
                 loss.backward()
-                losses.append(loss.detach())
         assert torch.equal(*losses)
     assert max(len(units) for units in shared(events, EventKind.UNSHARD)) == UNITS + 1
     assert_equal_grads(models)
@@ -300,19 +288,14 @@ def test_hybrid(rank, world_size):
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
     for step in range(3):
-        model.set_requires_all_reduce(False)
-        model(batch(rank, 70 + step)).square().sum().backward()
-        model.set_requires_all_reduce(True)
+        with within_copy(model):
+            model(batch(rank, 70 + step)).square().sum().backward()
         with count_collectives() as traffic:
             model(batch(rank, step)).square().sum().backward()
         with ddp.no_sync():
             ddp(batch(rank, 70 + step)).square().sum().backward()
         ddp(batch(rank, step)).square().sum().backward()
-    assert {name: each.calls for name, each in traffic.items()} == {
-        "all_gather_into_tensor": 2,
-        "reduce_scatter_tensor": 1,
-        "all_reduce": 1,
-    }
+    assert calls(traffic) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1, "all_reduce": 1}
     assert_same_grads(model, ddp, rtol=1e-12, atol=1e-12)
 
 
@@ -401,25 +384,6 @@ def test_memory_grows_by_the_budget_at_most(rank, world_size):
 
 
 @ranks(2)
-def test_a_dropped_model_is_freed_at_once(rank, world_size):
-    """Though the schedule knows which units travel together."""
-    gc.collect()
-    with only_new_objects():
-        for front in ("orig", "composable"):
-            model = squares(front, per_unit=1, units=4)
-            for _ in range(3):
-                model(torch.ones(1, SIDE)).sum().backward()
-            model.zero_grad()
-            shards = live_bytes()
-            gc.disable()
-            del model
-            left = live_bytes()
-            gc.enable()
-            gc.collect()
-            assert left < shards / 4, (front, left, shards)
-
-
-@ranks(2)
 def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size):
     in_place, hooked = build("orig"), build("orig")
     set_gradients_in_place(in_place.layers[2])
@@ -479,14 +443,11 @@ def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
 
 @ranks(2)
 def test_gradients_are_known_as_those_of_units_alone(rank, world_size):
-    """How many clipping sees; and one that is zero says nothing of another, zeroed in an accumulation."""
+    """One that is zero says nothing of another, zeroed in an accumulation."""
     for front in FRONTS:
         models = [build(front, travel_together_bytes=nbytes) for nbytes in (None, 0)]
-        counts = []
         for model in models:
             steps(model, rank, range(2))
-            known = HeldGradients(model)
-            counts.append([len(known.held(share)) for share in known.shares])
             model.zero_grad()
             layers = inner(model).layers
             hook = layers[1].register_forward_hook(lambda _, args, output: args[0] + 0 * (output - args[0]))
@@ -498,7 +459,6 @@ def test_gradients_are_known_as_those_of_units_alone(rank, world_size):
                 if param.grad is not None:
                     param.grad.zero_()
             model(batch(rank, 4)).square().sum().backward()
-        assert counts[0] == counts[1], front
         assert_equal_grads(models)
 
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import tp_nets
 from bed import ranks
@@ -68,10 +67,6 @@ class Net(nn.Module):
         return self.head(self.last(torch.tanh(x)))
 
 
-def whole(front: str, net: nn.Module, **options: Any) -> Any:
-    return shard(front, net, **options)
-
-
 def per_block(front: str, net: nn.Module, **options: Any) -> Any:
     return shard(front, net, ModuleWrapPolicy({Block}), **options)
 
@@ -103,7 +98,6 @@ def make_pair(wrap: Callable[..., Any], front: str, **options: Any) -> tuple[Any
 
 
 def train(modules: Iterable[nn.Module], seed: int, lr: float = 0.1) -> None:
-    """Two steps of each; wrapped ones see this rank's batch, plain ones those of all ranks."""
     for module in modules:
         wrapped = bool(units_in(module))
         optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
@@ -126,17 +120,28 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+def assert_apart(model: nn.Module, plain: nn.Module, lr: float = 0.1) -> None:
+    """A copy trains by itself, and so does the original after it."""
+    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
+    train((second, twin), seed=2, lr=lr)
+    assert_same(second, twin)
+    assert_same(model, plain)
+    train((model, plain), seed=3, lr=lr)
+    assert_same(model, plain)
+    assert_same(second, twin)
+
+
 @pytest.mark.parametrize(
     ("wrap", "front", "strategy"),
     [
-        (whole, "flat", "SHARD_GRAD_OP"),
+        (shard, "flat", "SHARD_GRAD_OP"),
         (by_hand, "flat", "FULL_SHARD"),
         (per_block, "flat", "NO_SHARD"),
         (per_block, "flat", "offloaded"),
         (by_hand, "orig", "FULL_SHARD"),
         (per_block, "orig", "SHARD_GRAD_OP"),
         (by_hand, "orig", "NO_SHARD"),
-        (whole, "orig", "offloaded"),
+        (shard, "orig", "offloaded"),
         (by_hand, "composable", "FULL_SHARD"),
         (per_block, "composable", "offloaded"),
     ],
@@ -152,7 +157,6 @@ def test_copy_and_original_train_on_their_own(rank, world_size, wrap, front, str
     with count_collectives() as counts:
         second = copy.deepcopy(model)
     assert counts == {}
-    twin = copy.deepcopy(plain)
     trainable = [param.requires_grad for param in model.parameters()]
     assert [param.requires_grad for param in second.parameters()] == trainable
     assert all(param.grad is None for param in second.parameters())
@@ -163,13 +167,8 @@ def test_copy_and_original_train_on_their_own(rank, world_size, wrap, front, str
             assert second.embed.weight is second.head.weight
             assert second.first.weight is second.last.weight
             assert not any(param is other for param in second.parameters() for other in model.parameters())
-    assert_same(second, twin)
-    train((second, twin), seed=2)
-    assert_same(second, twin)
-    assert_same(model, plain)
-    train((model, plain), seed=3)
-    assert_same(model, plain)
-    assert_same(second, twin)
+    assert_same(second, plain)
+    assert_apart(model, plain)
 
 
 @ranks(4)
@@ -178,11 +177,7 @@ def test_copies_on_meshes_of_two_dims(rank, world_size):
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
     model, plain = make_pair(per_block, "orig", **options)
     train((model, plain), seed=1)
-    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
-    train((second, twin, model), seed=2)
-    train((plain,), seed=2)
-    assert_same(second, twin)
-    assert_same(model, plain)
+    assert_apart(model, plain)
     expected = tp_nets.net(seed=0).state_dict()
     _, data, tensor = tp_nets.mesh_of("flat")
     for use_orig_params in (False, True):
@@ -204,8 +199,6 @@ def test_copies_on_meshes_of_two_dims(rank, world_size):
 @pytest.mark.parametrize("parts", [(0, 1), (1, 0)], ids=["lender first", "borrower first"])
 @ranks(2)
 def test_plain_parent_of_wrappers(rank, world_size, front, parts):
-    """Two roots that share a weight, under a module that is not wrapped."""
-
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
@@ -218,13 +211,7 @@ def test_plain_parent_of_wrappers(rank, world_size, front, parts):
     plain = nn.Sequential(plain[0], *(plain[1 + part] for part in parts))
     model[0] = shard(front, model[0])
     train((model, plain), seed=1, lr=0.01)
-    second, twin = copy.deepcopy(model), copy.deepcopy(plain)
-    train((second, twin), seed=2, lr=0.01)
-    assert_same(second, twin)
-    assert_same(model, plain)
-    train((model, plain), seed=3, lr=0.01)
-    assert_same(model, plain)
-    assert_same(second, twin)
+    assert_apart(model, plain, lr=0.01)
 
 
 @ranks(2)
@@ -248,32 +235,10 @@ def test_a_part_that_is_copied_is_a_root_and_can_be_wrapped_into_a_whole(rank, w
     unwrapped = copy.deepcopy(parent)
     parent[1] = shard("orig", parent[1])
     second = copy.deepcopy(parent)
-    with pytest.raises(ValueError, match="already wrapped"):
-        FSDP(second[1].module)
     model = shard("orig", second)
     train((model, unwrapped), seed=1)
     assert_same(model, unwrapped)
     assert second[1].check_is_root() is False
-
-
-@ranks(2)
-def test_copies_of_what_is_of_fully_shard_alone(rank, world_size):
-    model, _ = make_pair(per_block, "composable")
-    kept = copy.deepcopy(model.state_dict())
-    before = {name: value.to_local().clone() for name, value in kept.items() if isinstance(value, DTensor)}
-    assert len(before) == len({*model.parameters()}) + 2, "two are tied"
-    for param in model.parameters():
-        param.data.add_(1)
-    for name, value in before.items():
-        assert torch.equal(kept[name].to_local(), value)
-        assert torch.equal(model.state_dict()[name].to_local(), value + 1), "of the model's own memory"
-    model.load_state_dict(kept)
-    assert all(torch.equal(model.state_dict()[name].to_local(), value) for name, value in before.items())
-    one = shard("composable", nn.Linear(WIDTH, 3, bias=False))
-    one.set_gradient_divide_factor(5.0)
-    for each in (one, copy.deepcopy(one)):
-        each(torch.ones(1, WIDTH)).sum().backward()
-        assert torch.all(each.weight.grad.full_tensor() == 2 / 5), "a factor is copied"
 
 
 @ranks(2)
@@ -289,6 +254,11 @@ def test_copy_keeps_what_users_set(rank, world_size):
     assert not second.training and repr(second) == repr(model)
     assert [name for name, _ in second.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert parametrize.is_parametrized(second.blocks[0].normed)
+    one = shard("composable", nn.Linear(WIDTH, 3, bias=False))
+    one.set_gradient_divide_factor(5.0)
+    for each in (one, copy.deepcopy(one)):
+        each(torch.ones(1, WIDTH)).sum().backward()
+        assert torch.all(each.weight.grad.full_tensor() == 2 / 5)
     with FSDP.summon_full_params(model):
         assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
         with pytest.raises(RuntimeError, match="parametrised tensor"):
@@ -389,24 +359,6 @@ def test_average_of_parameters(rank, world_size, front, strategy, how):
     resumed = AveragedModel(model, **AVERAGES[how])
     resumed.load_state_dict(averages[0].state_dict())
     assert_same(resumed, averages[1])
-
-
-@each_end
-@ranks(2)
-def test_statistics_of_an_average(rank, world_size, front):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)).double()
-    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.BatchNorm1d}))
-    averages = [AveragedModel(module, use_buffers=True) for module in (model, plain)]
-    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).double()  # same on all ranks
-    for _ in range(2):
-        for module, average in zip((model, plain), averages):
-            module(batch)
-            average.update_parameters(module)
-    assert_same(*averages)
-    for average in averages:
-        update_bn([batch, batch + 0], average)
-    assert_same(*averages)
 
 
 @each_end

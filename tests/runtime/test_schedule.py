@@ -19,8 +19,8 @@ import fronts
 import models
 from bed import ranks
 from bed.references import count_collectives
-from beside import assert_close_grads, mean_backward
-from fronts import assert_same_grads, assert_same_values
+from beside import assert_close_grads
+from fronts import FULL, KEPT, assert_same_grads
 from fsdp_wrap import (
     BackwardPrefetch,
     Event,
@@ -38,7 +38,6 @@ from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import WIDTH, WRAPPINGS, Block, Transformer, loss_of, tokens
 
 CHECKPOINTS = ["reentrant", "early_stop", "no_early_stop"]
-PER_LINEAR = ModuleWrapPolicy({nn.Linear})
 B0, B1, B2 = "blocks.0", "blocks.1", "blocks.2"
 
 
@@ -65,7 +64,6 @@ def _checkpointed_transformer(kind: str) -> nn.Module:
 
 
 def twins(make: Any, dtype: torch.dtype = torch.float32, policy: Any = None, **options: Any) -> Any:
-    """A plain model and a wrapped one of the form whose parameters stay."""
     return models.twins(make, dtype, auto_wrap_policy=policy, use_orig_params=True, **options)
 
 
@@ -103,15 +101,9 @@ def test_order_and_collectives_of_a_step(rank, world_size, kind):
                 assert _trace(events, EventKind.UNSHARD) == [("unshard", name) for name in ("", B0, B1, B2)]
                 with record_events() as events:
                     loss.backward()
-            assert _trace(events, EventKind.UNSHARD, EventKind.POST_BACKWARD) == [
-                ("unshard", B2),
-                ("unshard", B1),
-                ("post_backward", B2),
-                ("unshard", B0),
-                ("post_backward", B1),
-                ("post_backward", B0),
-                ("post_backward", ""),
-            ]
+            kinds = ["unshard", "unshard", "post_backward", "unshard", *["post_backward"] * 3]
+            order = list(zip(kinds, [B2, B1, B2, B0, B1, B0, ""]))
+            assert _trace(events, EventKind.UNSHARD, EventKind.POST_BACKWARD) == order
             assert all(event.phase is Phase.BACKWARD for event in events)
             assert _calls(traffic) == {"all_gather_into_tensor": 4 + 3, "reduce_scatter_tensor": 4}
             _run(ddp, rank, step)
@@ -160,16 +152,9 @@ def test_prefetching_as_asked(rank, world_size):
     _run(model, rank)
     with record_events() as events, torch.no_grad():
         model(tokens(rank, 1))
-    assert _trace(events, EventKind.UNSHARD, EventKind.RESHARD) == [
-        ("unshard", ""),
-        ("unshard", B0),
-        ("unshard", B1),
-        ("reshard", B0),
-        ("unshard", B2),
-        ("reshard", B1),
-        ("reshard", B2),
-        ("reshard", ""),
-    ]
+    order = [("unshard", ""), ("unshard", B0), ("unshard", B1), ("reshard", B0)]
+    order += [("unshard", B2), *(("reshard", name) for name in (B1, B2, ""))]
+    assert _trace(events, EventKind.UNSHARD, EventKind.RESHARD) == order
     for prefetch in (BackwardPrefetch.BACKWARD_POST, None):
         _, model = transformers(backward_prefetch=prefetch)
         with record_events() as events:
@@ -184,8 +169,6 @@ def test_prefetching_as_asked(rank, world_size):
 
 
 class _Order(nn.Module):
-    """Runs its layers in the order that it is told, any of them several times or not at all."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
@@ -199,19 +182,10 @@ class _Order(nn.Module):
 @ranks(2)
 def test_prefetch_when_the_order_changes(rank, world_size):
     """A mistaken prefetch costs time, never correctness, and no memory for good."""
-    for strategy, prefetch in (
-        ("FULL_SHARD", "BACKWARD_PRE"),
-        ("FULL_SHARD", "BACKWARD_POST"),
-        ("SHARD_GRAD_OP", "BACKWARD_PRE"),
-    ):
-        plain, model = twins(
-            _Order,
-            torch.float64,
-            PER_LINEAR,
-            forward_prefetch=True,
-            sharding_strategy=ShardingStrategy[strategy],
-            backward_prefetch=BackwardPrefetch[prefetch],
-        )
+    pre, post = BackwardPrefetch
+    for strategy, prefetch in ((FULL, pre), (FULL, post), (KEPT, pre)):
+        options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, "forward_prefetch": True}
+        plain, model = twins(_Order, torch.float64, ModuleWrapPolicy({nn.Linear}), **options)
         x = torch.randn(3, 8, dtype=torch.float64)
         for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 1], [2], [0, 3, 0, 2], [0, 1, 2, 3]):
             with torch.no_grad():
@@ -258,8 +232,6 @@ def _unpacked(value: _Registered) -> torch.Tensor:
 
 
 class _Structured(nn.Module):
-    """Takes and returns the hidden state in containers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -298,24 +270,20 @@ def _trains_in_part():
 def test_frozen_parameters_of_a_unit(rank, world_size, front):
     """Of a unit that trains in part, only that is reduced, inside of autograd; what trains may change."""
     plain, model = fronts.twins(front, _trains_in_part, auto_wrap_policy=WRAPPINGS["block"]())
-    ours = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
     trainable = sum(param.nbytes for param in plain.parameters() if param.requires_grad)
-    for step, frozen in enumerate([None, "blocks.1", "mlp", "none", "embed"]):
-        for name, param in [*plain.named_parameters(), *ours.items()] if frozen is not None else ():
-            param.requires_grad_(frozen not in name)
+    with count_collectives() as traffic, record_events() as events:
+        _run(model, rank)
+    reduced = [event for event in events if event.kind is EventKind.REDUCE]
+    assert [event.phase for event in reduced] == [Phase.BACKWARD] * 4
+    assert trainable <= sum(event.nbytes for event in reduced) < 1.04 * trainable
+    padding = 4 * 64 if front == "orig" else 0.04 * trainable
+    assert traffic["reduce_scatter_tensor"].bytes <= trainable + padding
+    for step, frozen in enumerate(["blocks.1", "mlp", "none", "embed"]):
+        for name, param in [*plain.named_parameters(), *model.named_parameters()]:
+            param.requires_grad_(frozen not in name.replace("_fsdp_wrapped_module.", ""))
             param.grad = None
         _run(DDP(plain), rank, step)
-        if step == 3:
-            with torch.no_grad():
-                model(tokens(rank, step))
-        with count_collectives() as traffic, record_events() as events:
-            _run(model, rank, step)
-        if frozen is None:
-            reduced = [event for event in events if event.kind is EventKind.REDUCE]
-            assert [event.phase for event in reduced] == [Phase.BACKWARD] * 4
-            assert trainable <= sum(event.nbytes for event in reduced) < 1.04 * trainable
-            padding = 4 * 64 if front == "orig" else 0.04 * trainable
-            assert traffic["reduce_scatter_tensor"].bytes <= trainable + padding
+        _run(model, rank, step)
         assert_close_grads(model, plain, rtol=0, atol=0)
 
 
@@ -359,8 +327,6 @@ def test_several_uses_heads_forwards_and_backwards(rank, world_size):
 
 
 class _Telling(nn.Module):
-    """Notes when its backward begins to compute."""
-
     def __init__(self, layers: int, told: list[str]) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
@@ -421,49 +387,11 @@ def test_a_leaf_whose_gradient_comes_after_those_of_the_inputs(rank, world_size)
 
 
 @ranks(2)
-def test_ranks_use_different_parameters(rank, world_size):
-    """What any rank used is updated everywhere; what none used is passed over by the optimizer."""
-    for accumulate in (False, True):
-        plain, model = twins(_Order, torch.float64)
-        x = torch.randn(3, 8, dtype=torch.float64)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (plain, model)]
-        for _ in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            if accumulate:
-                with model.no_sync():
-                    model(x, [rank]).sum().backward()
-                mean_backward(lambda which: plain(x, [which]).sum())  # noqa: B023
-            model(x, [rank]).square().sum().backward()
-            mean_backward(lambda which: plain(x, [which]).square().sum())  # noqa: B023
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
-        assert all(param.grad is None for param in model.layers[2].parameters())
-
-
-@ranks(2)
-def test_events_have_observers_and_names(rank, world_size):
-    """They cost nothing when nobody listens; names follow the outermost root."""
-    inner = FSDP(nn.Linear(8, 8))
-    inner(torch.ones(2, 8)).sum().backward()  # its own root for now
-    outer = FSDP(nn.Sequential(inner, nn.Linear(8, 8)))
-    with record_events() as events:
-        outer(torch.ones(2, 8)).sum().backward()
-    assert {event.unit for event in events} == {"", "0"}
-    assert outer.check_is_root() and not inner.check_is_root()
-    seen = len(events)
-    outer(torch.ones(2, 8)).sum().backward()
-    assert len(events) == seen
-    assert core_events.observers == []
-
-
-@ranks(2)
 def test_a_step_after_a_forward_without_backward(rank, world_size):
     """What a forward kept for its backward is not used after the optimizer has stepped."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    for strategy in (FULL, KEPT, ShardingStrategy.NO_SHARD):
         losses = []
-        for module in transformers(sharding_strategy=ShardingStrategy[strategy]):
+        for module in transformers(sharding_strategy=strategy):
             optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
             _run(module, rank)
             loss_of(module, tokens(rank, 1))
@@ -473,23 +401,31 @@ def test_a_step_after_a_forward_without_backward(rank, world_size):
 
 
 @ranks(2)
-def test_the_root_keeps_its_parameters_unless_asked_otherwise(rank, world_size):
+def test_the_root_keeps_its_parameters_unless_asked_otherwise_and_gives_its_units_their_names(
+    rank, world_size
+):
     ddp, model = transformers()
+    part = model.blocks[1]
+    part(torch.ones(1, 2, WIDTH)).sum().backward()  # its own root for now
+    part.zero_grad()
+    assert part.check_is_root()
     model.set_reshard_after_forward(True)
-    model.blocks[1].set_reshard_after_forward(False)
+    part.set_reshard_after_forward(False)
     _run(ddp, rank)
     with record_events() as events:
         loss = loss_of(model, tokens(rank, 0))
+    assert not part.check_is_root()
     assert _trace(events, EventKind.RESHARD) == [("reshard", name) for name in (B0, B2, "")]
-    with record_events() as events:
+    with record_events() as of_backward:
         loss.backward()
-    assert _trace(events, EventKind.UNSHARD) == [("unshard", name) for name in ("", B2, B0)]
+    assert _trace(of_backward, EventKind.UNSHARD) == [("unshard", name) for name in ("", B2, B0)]
     assert_same_grads(model, ddp)
+    seen = len(events), len(of_backward)
+    _run(model, rank)
+    assert (len(events), len(of_backward)) == seen and core_events.observers == [], "nobody listens"
 
 
 class _Standing:
-    """Stands for a unit that shows a parameter in a module."""
-
     def __init__(self, module: nn.Module) -> None:
         segment = SimpleNamespace(layout=SimpleNamespace(places=[[(module, "weight")]], sources=[]))
         self.handle: Any = SimpleNamespace(segments=[segment])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import random
 from collections import Counter
 from typing import Any
@@ -187,26 +186,18 @@ def test_only_containers_without_a_forward_are_left_out():
         def forward(self, x):
             return x
 
-    containers = {"layers", "heads", "extra"}
     expected = unit_names(torch_rewrite(Model(), torch_wrap.always_wrap_policy))
-    assert containers < expected
-    assert unit_names(rewrite(Model(), our_wrap.always_wrap_policy)) == expected - containers
+    assert unit_names(rewrite(Model(), our_wrap.always_wrap_policy)) == expected - {
+        "layers",
+        "heads",
+        "extra",
+    }
     root = Uses(stack=Stack([nn.Linear(1, 1)]), plain=nn.ModuleList([nn.Linear(1, 1)]))
     assert unit_names(rewrite(root, our_wrap.always_wrap_policy)) == {"stack", "stack.0", "plain.0"}
     named = Model()
     with pytest.warns(UserWarning, match=r"'layers' \(ModuleList\) has no forward"):
         rewrite(named, ModuleWrapPolicy({nn.ModuleList, SpecialBlock}))
     assert unit_names(named) == {"layers.2"}
-
-
-def test_ignored_params_do_not_count():
-    model, reference = Model(), Model()
-    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=40)
-    torch_rewrite(reference, policy, ignored_params={reference.embed.weight})
-    rewrite(model, policy, ignored_params=[model.embed.weight])
-    assert unit_names(model) == unit_names(reference)
-    assert "embed" not in unit_names(model)
-    assert "embed" in unit_names(rewrite(Model(), policy))
 
 
 def test_policies_of_torch_are_accepted_and_torch_accepts_ours():
@@ -226,27 +217,6 @@ def test_policies_of_torch_are_accepted_and_torch_accepts_ours():
         assert isinstance(model.heads["a"], nn.Linear), policy
 
 
-def test_signatures_equal_those_of_torch():
-    def shape(fn):
-        return [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()]
-
-    for name in (*torch_wrap.__all__, "_or_policy", "_module_wrap_policy"):
-        assert shape(getattr(our_wrap, name)) == shape(getattr(torch_wrap, name)), name
-
-
-def test_children_are_wrapped_before_their_parents_and_the_root_never():
-    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))))
-    names = {module: name for name, module in model.named_modules()}
-    made = []
-
-    def make(module, kwargs, left_to_ancestor):
-        made.append(names[module])
-        return Unit(module)
-
-    plan_wrapping(model, ModuleWrapPolicy({nn.Linear, nn.Sequential}), Unit).apply(make)
-    assert made == ["0.0", "0.1.0", "0.1", "0"]
-
-
 def test_shared_module_is_asked_about_once_and_becomes_one_unit_in_every_place():
     asked = []
 
@@ -260,15 +230,13 @@ def test_shared_module_is_asked_about_once_and_becomes_one_unit_in_every_place()
         rewrite(root, policy)
         places = root.named_modules(remove_duplicate=False)
         units = [module for name, module in places if name.split(".")[-1] in ("x", "y", "c")]
-        assert len(units) == 4
-        assert all(unit is units[0] for unit in units)
-        assert isinstance(units[0], Unit)
-        assert units[0]._fsdp_wrapped_module is shared
+        assert len(units) == 4 and {*units} == {root.c}
+        assert isinstance(root.c, Unit) and root.c._fsdp_wrapped_module is shared
         if policy is spy:
             assert sorted(recurse for module, recurse in asked if module is shared) == [False, True]
 
 
-def test_size_policy_defaults_follow_the_attributes_of_the_function(monkeypatch):
+def test_sizes_count_what_is_left_and_their_defaults_are_attributes_of_the_function(monkeypatch):
     policy = our_wrap.size_based_auto_wrap_policy
     assert policy.FORCE_LEAF_MODULES == torch_wrap.size_based_auto_wrap_policy.FORCE_LEAF_MODULES
     assert policy.EXCLUDE_WRAP_MODULES == torch_wrap.size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
@@ -279,19 +247,27 @@ def test_size_policy_defaults_follow_the_attributes_of_the_function(monkeypatch)
     assert not policy(Block(), False, int(1e8))
     assert policy(Block(), True, int(1e8))
     assert not policy(nn.Linear(1, 1), True, int(1e8))
+    monkeypatch.undo()
 
-
-def test_tied_parameter_counts_only_where_all_its_uses_are():
+    model, reference = Model(), Model()
+    of_forty = functools.partial(policy, min_num_params=40)
+    torch_rewrite(reference, of_forty, ignored_params={reference.embed.weight})
+    rewrite(model, of_forty, ignored_params=[model.embed.weight])
+    assert unit_names(model) == unit_names(reference) == unit_names(rewrite(Model(), of_forty)) - {"embed"}
     embed, head = nn.Embedding(10, 5), nn.Linear(5, 10, bias=False)
     head.weight = embed.weight
     root = nn.Sequential(nn.Sequential(embed, nn.Linear(5, 5, bias=False), head), nn.Linear(60, 1))
-    policy = functools.partial(our_wrap.size_based_auto_wrap_policy, min_num_params=50)
-    plan = plan_wrapping(root, policy, Unit)
-    assert list(plan.targets) == [root[0], root[1]]
+    plan = plan_wrapping(root, functools.partial(policy, min_num_params=50), Unit)
+    assert list(plan.targets) == [root[0], root[1]], "a tied one counts only where all its uses are"
     assert plan.owners == {}
 
 
-def test_custom_policy_overrides_arguments_unit_by_unit():
+class Identical(our_wrap._Policy):
+    def _run_policy(self, root_module, ignored_modules, root_kwargs):
+        return dict.fromkeys(root_module.modules(), root_kwargs)
+
+
+def test_each_unit_has_arguments_of_its_own_which_policies_may_override():
     answers: dict[str, Any] = {"up": {"tag": "up"}, "down": True, "other": False, "empty": {}}
     root = Uses(**{name: nn.Linear(1, 1) for name in answers})
     by_module = {root.get_submodule(name): answer for name, answer in answers.items()}
@@ -301,20 +277,9 @@ def test_custom_policy_overrides_arguments_unit_by_unit():
     assert (root.up.tag, root.up.size) == ("up", 3)
     assert (root.down.tag, root.down.size) == ("default", 3)
     assert defaults == {"tag": "default", "size": 3}
-
-
-class Identical(our_wrap._Policy):
-    """Returns one dict for all modules, as a careless policy may."""
-
-    def _run_policy(self, root_module, ignored_modules, root_kwargs):
-        return dict.fromkeys(root_module.modules(), root_kwargs)
-
-
-def test_units_do_not_share_a_dict_of_arguments():
     for policy in (our_wrap.always_wrap_policy, ModuleWrapPolicy({nn.Linear}), Identical()):
         first, second = plan_wrapping(Block(), policy, Unit, wrapper_kwargs={"tag": "t"}).targets.values()
-        assert first == second == {"tag": "t"}
-        assert first is not second
+        assert first == second == {"tag": "t"} and first is not second
 
 
 def test_ignored_modules_are_not_wrapped_though_the_policy_names_them():
@@ -338,7 +303,8 @@ def raises_midway(module, recurse, nonwrapped_numel):
     return True
 
 
-def test_bad_policy_changes_nothing():
+def test_bad_policies_and_what_is_wrapped_already_are_refused_and_nothing_changes():
+    asked: list[Any] = []
     policies: list[tuple[Any, type[Exception], str]] = [
         (CustomPolicy(lambda m: type(m) is not SpecialBlock or 1), ValueError, r"1 for 'layers.2' \(Special"),  # type: ignore[arg-type, return-value]
         (CustomPolicy(lambda m: None), ValueError, r"None for the root module \(Model\)"),  # type: ignore[arg-type, return-value]
@@ -347,22 +313,17 @@ def test_bad_policy_changes_nothing():
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
         ({Block}, TypeError, "use ModuleWrapPolicy"),
         (None, TypeError, "must be a function or a policy object"),
+        (lambda **given: asked.append(given), ValueError, r"'layers.1' \(Unit\) is one"),
     ]
     model = Model()
-    before = snapshot(model)
     for policy, error, message in policies:
+        if "Unit" in message:
+            model.layers[1] = Unit(model.layers[1])
+        before = snapshot(model)
         with pytest.raises(error, match=message):
             rewrite(model, policy)
         assert snapshot(model) == before, message
-
-
-def test_module_that_is_wrapped_already_is_refused_before_the_policy_is_asked():
-    model = Model()
-    model.layers[1] = Unit(model.layers[1])
-    before, asked = snapshot(model), []
-    with pytest.raises(ValueError, match=r"'layers.1' \(Unit\) is one"):
-        rewrite(model, lambda **kwargs: asked.append(kwargs))
-    assert (snapshot(model), asked) == (before, [])
+    assert asked == []
     with pytest.raises(ValueError, match=r"the root module \(Unit\) is one"):
         rewrite(Unit(Block()), our_wrap.always_wrap_policy)
 
@@ -401,10 +362,7 @@ def test_name_that_matches_nothing_is_answered_with_what_there_is():
     with pytest.warns(UserWarning, match=r"named 'Blokc' \(did you mean 'Block'\?\)"):
         rewrite(model, NameWrapPolicy(("Blokc", "Embedding")))
     assert unit_names(model) == {"embed"}, "one name of several is enough"
-
-
-def test_name_matches_the_root_and_ignored_modules_without_wrapping_them():
-    assert not plan_wrapping(Block(), NameWrapPolicy("Block"), Unit).targets
+    assert not plan_wrapping(Block(), NameWrapPolicy("Block"), Unit).targets, "the root is never wrapped"
     model = Model()
     assert not plan_wrapping(model, NameWrapPolicy("Embedding"), Unit, ignored_modules=[model.embed]).targets
     plan_wrapping(model, NameWrapPolicy("Embedding"), lambda module: Unit(module)).apply(make_unit)
@@ -424,6 +382,12 @@ def test_policies_hold_and_show_names_or_classes():
     assert repr(NameWrapPolicy("Block")) == "NameWrapPolicy(['Block'])"
 
 
+class Layered(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = wrap(Layered(depth - 1) if depth else nn.Linear(1, 1))
+
+
 def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
     with enable_wrap(wrapper_cls=Unit, tag="outer", size=1):
         with pytest.raises(RuntimeError, match="inside"), enable_wrap(wrapper_cls=Unit, tag="inner"):
@@ -435,24 +399,12 @@ def test_inner_enable_wrap_alone_holds_and_the_outer_returns_after_an_error():
     assert (own.tag, own.size) == ("own", 1)
     module = Block()
     assert wrap(module, tag="ignored") is module, "outside of enable_wrap"
-    for wrapper_cls in (None, "Unit"):
-        with pytest.raises(TypeError, match="wrapper_cls"), enable_wrap(wrapper_cls=wrapper_cls):
-            pass
-
-
-def test_modules_that_wrap_their_own_children_nest():
-    class Layered(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.inner = wrap(Layered(depth - 1) if depth else nn.Linear(1, 1))
-
     with enable_wrap(wrapper_cls=Unit):
         assert unit_names(wrap(Layered(2))) == {"", "inner", "inner.inner", "inner.inner.inner"}
     assert unit_names(Layered(2)) == set()
-
-
-def weight() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(2))
+    for wrapper_cls in (None, "Unit"):
+        with pytest.raises(TypeError, match="wrapper_cls"), enable_wrap(wrapper_cls=wrapper_cls):
+            pass
 
 
 class Cell(Uses):
@@ -464,7 +416,7 @@ def planned(root: nn.Module, **options) -> our_wrap.WrapPlan:
 
 
 def test_only_what_is_tied_by_identity_and_not_ignored_has_an_owner():
-    data, tied = torch.zeros(2), weight()
+    data, tied = torch.zeros(2), nn.Parameter(torch.zeros(2))
     root = Uses(a=Cell(w=nn.Parameter(data)), b=Cell(w=nn.Parameter(data)))
     assert planned(root).owners == {}, "of one storage"
     root = Uses(a=Cell(w=tied), b=Cell(w=tied), c=Uses(w=tied))
@@ -475,7 +427,7 @@ def test_only_what_is_tied_by_identity_and_not_ignored_has_an_owner():
 
 def random_graph(rng: random.Random) -> nn.Module:
     """Modules and parameters that are used in many places; about half of the modules are to be wrapped."""
-    params = [weight() for _ in range(5)]
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(5)]
     modules: list[nn.Module] = []
     for _ in range(rng.randint(3, 9)):
         held: dict[str, Any] = {f"m{i}": rng.choice(modules) for i in range(rng.randint(0, 2)) if modules}
@@ -533,7 +485,8 @@ def test_random_graphs_give_each_parameter_to_the_lowest_unit_on_all_paths_and_e
 
 
 def test_owners_are_in_the_order_of_the_tree_and_make_unit_receives_what_is_left_to_them():
-    params, own, received = [weight() for _ in range(8)], weight(), {}
+    own, *params = (nn.Parameter(torch.zeros(2)) for _ in range(9))
+    received = {}
     cells = {f"{side}{i}": Cell(w=param) for side in "ab" for i, param in enumerate(params)}
     plan = planned(Uses(**cells, c=Cell(w=own)))
 
