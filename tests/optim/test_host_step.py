@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ from bed.accelerator import run_simulated
 from bed.patience import until
 from fronts import full_state, shard
 from fsdp_wrap import CPUOffload
-from fsdp_wrap._comm import HostLane
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import HostAdamW, _host_adamw, backward_steps, step_in_backward
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -127,31 +124,6 @@ def test_mistakes_are_named():
     elsewhere.grad = torch.ones(2, device="meta")
     with pytest.raises(RuntimeError, match="is on meta: offload it"):
         optimizer.step()
-
-
-def test_a_lane_of_the_host_keeps_the_order_and_tells_of_faults():
-    lane = HostLane()
-    done: list[Any] = []
-    for number in range(3):
-        lane.issue(partial(done.append, (number, threading.get_ident())))
-    lane.issue(lambda: done.append(threading.get_ident()))
-    lane.finish()
-    assert [number for number, _ in done[:3]] == [0, 1, 2] and done[3] != threading.get_ident()
-
-    def fail() -> None:
-        raise ArithmeticError("on purpose")
-
-    lane.issue(fail)
-    lane.issue(partial(done.append, 4))
-    with pytest.raises(ArithmeticError):
-        lane.finish()
-    assert done[-1] == 4
-    lane.issue(fail)
-    lane.issue(lambda: time.sleep(0.05))
-    lane.issue(partial(done.append, 5))
-    lane.abandon()
-    assert done[-1] == 5
-    lane.finish()  # which knows nothing of it
 
 
 class Counts(nn.Linear):
