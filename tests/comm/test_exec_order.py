@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bed import ranks, run_isolated
+from bed import ranks
 from bed.references import count_collectives
+from forks import run_forks
 from fronts import assert_same_values, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events
@@ -40,16 +41,11 @@ CHANGED = "Forward order differs from that of the first iteration"
 MIXED_UP = "^ranks communicate for different units"
 
 
-class Skips(nn.Module):
-    """A layer that does not use its parameters for some inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.skips = False
+class Skips(nn.Linear):
+    skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if self.skips else self.linear(x)
+        return x * 2 if self.skips else super().forward(x)
 
 
 @pytest.mark.parametrize(("front", "shared"), [("orig", "0"), ("composable", "1")])
@@ -57,7 +53,7 @@ class Skips(nn.Module):
 def test_a_unit_that_has_no_gradient_on_one_rank_is_told(rank, world_size, front, shared, monkeypatch):
     """The rank that has none reduces nothing there; it is the last reduction of the backward."""
     monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
-    layer = Skips()
+    layer = Skips(4, 4)
     model = shard(front, nn.Sequential(layer, nn.Linear(4, 4)), ModuleWrapPolicy({Skips}))
     x = torch.ones(2, 4, requires_grad=True)
     model(x).sum().backward()
@@ -116,7 +112,6 @@ def detail():
 
 
 def comparisons():
-    """Counts the units of which ranks tell each other that they run them."""
     return mock.patch.object(order, "_compare_across_ranks", wraps=order._compare_across_ranks)
 
 
@@ -134,9 +129,6 @@ def silence():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Forward order|ranks cannot|a collective")
         yield
-
-
-# Debug level DETAIL.
 
 
 @ranks(4)
@@ -176,11 +168,11 @@ def test_detail_warns_once_of_a_later_change(rank, world_size):
 
 
 @ranks(2)
-def test_detail_is_silent_in_eval_and_without_gradients(rank, world_size):
-    model = wrapped()
+def test_what_detail_does_not_compare(rank, world_size):
+    """Evaluations, recomputations, failed forwards; at other levels nothing."""
     x = torch.ones(2, 8)
 
-    def look(order):
+    def look(model, order):
         model.eval()
         model.module.order = order
         model(x)
@@ -189,23 +181,11 @@ def test_detail_is_silent_in_eval_and_without_gradients(rank, world_size):
             model.train()
             model(x)
 
-    with detail(), silence():
-        look("ba")
-        with comparisons() as compare:
-            look("ca")
-        compare.assert_not_called()
-        for _ in range(3):
-            step(model, "abc")
-            look("cab")
-
-
-@ranks(2)
-def test_recomputations_failed_forwards_and_other_levels_are_not_compared(rank, world_size):
-    for kind in ("reentrant", "not"):
+    for kind in ("reentrant", "not", "none"):
         model = wrapped(kind=kind)
         with detail(), silence():
             with pytest.raises(TypeError):
-                model(torch.ones(2, 8), "too many")
+                model(x, "too many")
             hook = model.module.b.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 step(model)
@@ -213,7 +193,8 @@ def test_recomputations_failed_forwards_and_other_levels_are_not_compared(rank, 
             counts = []
             for _ in range(3):
                 with comparisons() as compare:
-                    step(model)
+                    look(model, "cab")
+                    step(model, "abc")
                 counts.append(compare.call_count)
         assert counts == [3, 0, 0]
     model = wrapped(travel_together_bytes=0)
@@ -258,9 +239,6 @@ def _loss(output):
     return sum(each.square().sum() for each in (output if isinstance(output, tuple) else (output,)))
 
 
-# Mix-ups, by default.
-
-
 @pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
 @ranks(2)
 def test_mix_up_in_forward(rank, world_size, widths):
@@ -268,10 +246,8 @@ def test_mix_up_in_forward(rank, world_size, widths):
     step(model, "abc")
     with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
         step(model, "abc" if rank == 0 else "acb")
-    assert (
-        "rank 0 gathers unit 'b' (forward of iteration 2) while "
-        "rank 1 gathers unit 'c' (forward of iteration 2)"
-    ) in str(caught.value)
+    when = "(forward of iteration 2)"
+    assert f"rank 0 gathers unit 'b' {when} while rank 1 gathers unit 'c' {when}" in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -295,10 +271,9 @@ def mix_up_replicas(rank: int, world_size: int) -> str:
 
 def test_mix_up_between_replicas():
     """In processes of its own, since a group whose collective is stuck goes with its time limit only."""
-    for rank, outcome in enumerate(run_isolated(mix_up_replicas, world_size=4)):
-        assert outcome.kind == "passed", outcome
-        assert f"rank {rank % 2} reduces unit 'b'" in outcome.value
-        assert f"rank {rank % 2 + 2} reduces unit 'c'" in outcome.value
+    for rank, end in enumerate(run_forks(mix_up_replicas, [()], world_size=4)[0]):
+        assert f"rank {rank % 2} reduces unit 'b'" in end.value
+        assert f"rank {rank % 2 + 2} reduces unit 'c'" in end.value
 
 
 @ranks(2)
@@ -359,23 +334,6 @@ def test_right_runs_are_silent(rank, world_size, strategy, kind):
     assert "not begun" not in table
 
 
-@ranks(4)
-def test_right_runs_in_subgroups_are_silent(rank, world_size):
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mesh = dist.init_device_mesh("cpu", (2, 2))
-    steps = 2 + rank % 2  # the pairs do not know of each other
-    with silence():
-        model = wrapped(process_group=pairs[rank % 2])
-        for _ in range(steps):
-            step(model, "abc" if rank % 2 else "cab")
-        for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-            train_variously(lambda s=strategy: wrapped(device_mesh=mesh, sharding_strategy=s))
-    assert f"rank {(rank + 1) % 4} (alive)" in _positions.positions_of(pairs[rank % 2]).table()
-
-
-# The files.
-
-
 @ranks(2)
 def test_groups_made_anew_and_forks_leave_the_positions_alone(rank, world_size, tmp_path):
     """Each group in the same store as the one before it."""
@@ -387,7 +345,7 @@ def test_groups_made_anew_and_forks_leave_the_positions_alone(rank, world_size, 
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
     model = wrapped()
     step(model)
-    child = multiprocessing.get_context("fork").Process(target=nothing)
+    child = multiprocessing.get_context("fork").Process(target=int)
     child.start()
     child.join()
     if os.fork() == 0:
@@ -399,10 +357,6 @@ def test_groups_made_anew_and_forks_leave_the_positions_alone(rank, world_size, 
     dist.barrier()
     with pytest.raises(RuntimeError, match=MIXED_UP):
         step(model, "abc" if rank == 0 else "bac")
-
-
-def nothing() -> None:
-    pass
 
 
 @pytest.mark.parametrize("lacking", ["place", "room"])
@@ -433,64 +387,48 @@ def test_ranks_agree_on_a_word(rank, world_size):
     assert words[0] == words[1] and len(set(words[0])) == 3
 
 
-def hold_a_file(how: str, folder: str, store: str, link) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
-    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
-        _positions.positions_of(dist.group.WORLD)
-    link.send("held")
-    if how == "killed":
+def hold_files(rank: int, world_size: int, folder: Path) -> None:
+    """The first rank looks for files of the others, of which one is killed and one lives on."""
+    if rank > 0:
+        with mock.patch.object(_positions, "_directory", lambda: folder):
+            _positions.positions_of(dist.group.WORLD)
+    dist.barrier()
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    link.recv()
+    if rank == 0:
+        _positions._remove_left_overs(folder)
+        assert len(os.listdir(folder)) == 2, "somebody may still want it"
+        for file in folder.iterdir():
+            os.utime(file, (0, 0))
+        while len(os.listdir(folder)) > 1:  # until the killed one's lock has gone
+            _positions._remove_left_overs(folder)
+            time.sleep(0.01)
 
 
-@ranks(1, backend=None)
-def test_files_go_with_their_process(rank, world_size, tmp_path):
-    """Files of killed ranks are removed by a later job."""
-    folder = tmp_path / "positions"
-    folder.mkdir()
-    context = multiprocessing.get_context("fork")
-    links, children = {}, {}
-    for how in ("killed", "living"):
-        links[how], far_end = context.Pipe()
-        arguments = (how, str(folder), str(tmp_path / how), far_end)
-        children[how] = context.Process(target=hold_a_file, args=arguments)
-        children[how].start()
-        assert links[how].recv() == "held"
-    children["killed"].join()
-    _positions._remove_left_overs(folder)
-    assert len(os.listdir(folder)) == 2, "somebody may still want it"
-    for file in folder.iterdir():
-        os.utime(file, (0, 0))
-    _positions._remove_left_overs(folder)
-    assert len(os.listdir(folder)) == 1
-    links["living"].send("end")
-    children["living"].join()
-    assert os.listdir(folder) == []
+def test_files_of_killed_ranks_are_removed_by_a_later_job(tmp_path):
+    run_forks(hold_files, [(tmp_path,)], world_size=3)
+    assert os.listdir(tmp_path) == [], "those of others go with them"
 
 
-def end_one_by_one(rank: int, world_size: int, folder: str, how: str) -> None:
-    """The last rank is killed, or ends as processes do; later the others do."""
-    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
+def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
+    with mock.patch.object(_positions, "_directory", lambda: folder):
         step(wrapped())
         step(wrapped(process_group=dist.new_group([0, 1, 2])))
     dist.barrier()
     if rank == 2 and how == "killed":
-        kill()
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(2 - rank)
     multiprocessing.util._exit_function()
-    left = len(os.listdir(folder))
-    os._exit(left)
+    os._exit(len(os.listdir(folder)))
 
 
-@pytest.mark.parametrize("how", ["killed", "ended"])
-def test_files_stay_until_all_ranks_have_ended(how, tmp_path):
+def test_files_stay_until_all_ranks_have_ended(tmp_path):
     """So the others find that of a dead rank, which goes when they end."""
-    outcomes = run_isolated(end_one_by_one, str(tmp_path), how, world_size=3)
-    assert [outcome.exitcode for outcome in outcomes] == [0, 2, -signal.SIGKILL if how == "killed" else 2]
+    ways = {"killed": -signal.SIGKILL, "ended": 2}
+    cases = [(tmp_path, how) for how in ways]
+    for last, ends in zip(ways.values(), run_forks(end_one_by_one, cases, world_size=3)):
+        assert [end.exitcode for end in ends] == [0, 2, last]
     assert os.listdir(tmp_path) == []
-
-
-# Waits.
 
 
 class Clock:
@@ -514,19 +452,14 @@ class Clock:
         raise RuntimeError("Operation timed out!")
 
 
-def nobody(limit: float) -> Any:
-    """A group, and its positions, of which nothing is known but the time limit."""
-    made = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))
-    made._get_backend.return_value, made.dead_before.return_value = made, []
-    made.table.return_value = "the table"
-    return made
-
-
 @pytest.mark.parametrize(
     ("limit", "warns_at", "ends_at"), [(0.2, 0.25, 0.25), (10, 2.5, 8), (61.7, 16, 49.36), (1800, 301, 1770)]
 )
 def test_looks_during_a_wait(limit, warns_at, ends_at):
-    clock, group = Clock(), nobody(limit)
+    clock = Clock()
+    group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
+    group._get_backend.return_value, group.dead_before.return_value = group, []
+    group.table.return_value = "the table"
     with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
         pending = _watch.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
@@ -537,10 +470,6 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     if ends_at > warns_at:
         (text,) = texts
         assert abs(float(text.split()[3]) - warns_at) <= 1
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Words:
@@ -570,9 +499,6 @@ def test_a_word_is_written_once_its_entry_is_complete(rank, world_size):
         assert noted == entry.number == number and entry.text == notes[number % 2].text
 
 
-# Waiting.
-
-
 class Late:
     """A work that ends between the end of a limited wait for it and the question whether it has."""
 
@@ -590,7 +516,6 @@ class Late:
 
 
 def works(*pending: Any) -> _watch.Works:
-    """Waits for works in the default group."""
     positions = _positions.positions_of(dist.group.WORLD)
     return _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
 

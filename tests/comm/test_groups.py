@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing.util
 import os
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bed import ranks, run_isolated
+from bed import ranks
 from bed.accelerator import Simulation, simulations
-from fronts import full_state, shard
+from bed.patience import NEVER
+from forks import run_forks
+from fronts import assert_same_values, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._comm import select as _communicators
@@ -39,7 +42,6 @@ DESTROYED = "^the process group of this wrapped module was destroyed; wrap it an
 
 
 def open_things() -> dict[str, int]:
-    """Descriptors, maps that have to do with this library, and threads of this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -59,77 +61,46 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 3))
 
 
-# Groups that come and go.
-
-
-def start(rank: int, world_size: int, port: int, seconds: float = 30) -> None:
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=seconds)),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=seconds),
-    )
-
-
 @either_front
 @ranks(2)
-def test_default_groups_that_come_and_go_leave_nothing(rank, world_size, front):
-    """The port is free for the next one; torch's caches of what happened to `DTensor`s stay."""
-    port, beside = a_free_port(rank), store_beside(rank)
+def test_groups_that_come_and_go_leave_nothing(rank, world_size, front, tmp_path):
+    """Nor default groups, each of which has its store at the same port; torch's caches of meshes stay."""
+    told = [dist.TCPStore("127.0.0.1", 0, 1, True).port if rank == 0 else 0]
+    dist.broadcast_object_list(told)
+    beside = dist.FileStore(str(tmp_path / "store"), world_size)
     dist.destroy_process_group()
-    found = []
+    found, within = [], []
     for turn in range(4):
         beside.set(f"{turn}/{rank}", "")  # the former store is gone on all ranks: nobody meets it on the port
         beside.wait([f"{turn}/{other}" for other in range(world_size)])
-        start(rank, world_size, port)
+        store = dist.TCPStore("127.0.0.1", told[0], world_size, rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         model = shard(front, net())
         step(model, torch.optim.AdamW(model.parameters(), foreach=True))
+        for _ in range(8 if turn == 3 else 0):
+            group = dist.new_group()
+            step(on_group(front, group))
+            dist.barrier()
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            within.append(open_things())
         dist.barrier()
         dist.destroy_process_group()
-        del model
+        del model, store
         gc.collect()
         found.append(open_things())
     # A connection may close a moment after what it belonged to: there may be fewer.
     assert all(found[-1][what] <= found[1][what] for what in found[1]), found
+    assert within[-1] == within[2]
 
 
-def a_free_port(rank: int) -> int:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True) if rank == 0 else None
-    told = [store.port if store is not None else 0]
-    dist.broadcast_object_list(told)
-    del store
-    return int(told[0])
-
-
-def store_beside(rank: int) -> dist.TCPStore:
-    """A store of the test's own."""
-    server = dist.TCPStore("127.0.0.1", 0, 1, True) if rank == 0 else None
-    told = [server.port if server is not None else 0]
-    dist.broadcast_object_list(told)
-    return server or dist.TCPStore("127.0.0.1", told[0], None, False)
-
-
-@either_front
-@ranks(2)
-def test_groups_that_come_and_go_leave_nothing(rank, world_size, front):
-    found = []
-    for _ in range(12):
-        group = dist.new_group()
-        model = on_group(front, group)
-        step(model)
-        dist.barrier()
-        dist.destroy_process_group(group)
-        del model, group
-        gc.collect()
-        found.append(open_things())
-    assert found[-1] == found[2]
-
-
-def on_group(front: str, group: dist.ProcessGroup) -> nn.Module:
+def on_group(
+    front: str, group: dist.ProcessGroup, module: nn.Module | None = None, **options: Any
+) -> nn.Module:
     if front == "orig":
-        return FSDP(net(), process_group=group, use_orig_params=True)
-    return fully_shard(net(), mesh=dist.DeviceMesh.from_group(group, "cpu"))
+        return FSDP(module or net(), process_group=group, use_orig_params=True, **options)
+    return fully_shard(module or net(), mesh=dist.DeviceMesh.from_group(group, "cpu"), **options)
 
 
 def hybrid(front: str, module: nn.Module) -> nn.Module:
@@ -177,16 +148,10 @@ def test_a_model_of_a_destroyed_group_is_refused(rank, world_size, front, mesh):
             step(model)
 
 
-# Ranks that end early.
-
-LIMIT = 600.0
-"""Seconds, by which nothing ends: a rank that has ended is noticed long before."""
-
-
 def end_early(rank: int, world_size: int, front: str, shared: str, when: str) -> str:
     """The last rank ends, as by an exception, while others have not begun their first forward."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
-    group = dist.new_group(timeout=timedelta(seconds=LIMIT))
+    group = dist.new_group(timeout=timedelta(seconds=NEVER))
     model = None if when == "before wrapping" and rank == world_size - 1 else on_group(front, group)
     dist.barrier()
     if rank == world_size - 1:
@@ -199,26 +164,22 @@ def end_early(rank: int, world_size: int, front: str, shared: str, when: str) ->
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("front", "shared", "when"),
-    [
+def test_a_rank_that_ends_before_the_first_forward_is_named_at_once():
+    cases = [
         ("orig", "0", "before wrapping"),
         ("orig", "1", "after wrapping"),
         ("composable", "1", "before wrapping"),
-        pytest.param("composable", "0", "after wrapping", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_ends_before_the_first_forward_is_named_at_once(front, shared, when):
-    outcomes = run_isolated(end_early, front, shared, when, world_size=3)
-    for rank, outcome in enumerate(outcomes[:2]):
-        assert outcome.kind == "passed", outcome
-        headline, _, table = outcome.value.partition("Where the ranks stand:")
-        assert "rank 2 has ended" in headline or "cannot complete without rank 2" in headline
-        assert f"rank {rank}" not in headline
-        assert "rank 2 (dead): in no unit yet" in table or when == "before wrapping"
+        ("composable", "0", "after wrapping"),
+    ]
+    for case, ends in zip(cases, run_forks(end_early, cases, world_size=3)):
+        for rank, end in enumerate(ends[:2]):
+            headline, _, table = end.value.partition("Where the ranks stand:")
+            assert "rank 2 has ended" in headline or "cannot complete without rank 2" in headline, case
+            assert f"rank {rank}" not in headline, case
+            assert "rank 2 (dead): in no unit yet" in table or "before wrapping" in case, case
 
 
-def end_in_hybrid(rank: int, world_size: int, folder: str, front: str, shared: str) -> None:
+def end_in_hybrid(rank: int, world_size: int, folder: Path, front: str, shared: str) -> None:
     """The last rank is killed in its second step."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
     model = hybrid(front, net())
@@ -228,21 +189,18 @@ def end_in_hybrid(rank: int, world_size: int, folder: str, front: str, shared: s
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
         step(model)
-    (Path(folder) / f"{rank}").write_text(str(caught.value))
+    (folder / f"{front}{rank}").write_text(str(caught.value))
     time.sleep(1 if rank else 0)  # so that others have nobody else to tell of
     os._exit(0)
 
 
-@pytest.mark.parametrize(("front", "shared"), [("orig", "0"), ("composable", "1")])
-def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(front, shared, tmp_path):
+def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(tmp_path):
     """Rank 3 is the second of both its groups."""
-    run_isolated(end_in_hybrid, str(tmp_path), front, shared, world_size=4)
-    headline = (tmp_path / "2").read_text().partition("Where the ranks stand:")[0]
-    assert "rank 3 has ended" in headline or "cannot complete without rank 3" in headline
-    assert "rank 1" not in headline
-
-
-# What ranks must have alike.
+    run_forks(end_in_hybrid, [(tmp_path, "orig", "0"), (tmp_path, "composable", "1")], world_size=4)
+    for front in ("orig", "composable"):
+        headline = (tmp_path / f"{front}2").read_text().partition("Where the ranks stand:")[0]
+        assert "rank 3 has ended" in headline or "cannot complete without rank 3" in headline
+        assert "rank 1" not in headline
 
 
 def differ(rank: int, world_size: int, front: str, shared: str, how: str) -> str:
@@ -259,12 +217,8 @@ def differ(rank: int, world_size: int, front: str, shared: str, how: str) -> str
         dtype = torch.float16 if how == "dtype" and rank else torch.bfloat16 if how == "dtype" else None
         module = nn.Sequential(nn.Linear(8, rows, bias=False, dtype=dtype), nn.Flatten())
         options: dict[str, Any] = {"shared_memory": bool(rank)} if how.startswith("shared_memory") else {}
-        group = dist.new_group(timeout=timedelta(seconds=LIMIT))
-        if front == "composable":
-            mesh = dist.DeviceMesh.from_group(group, "cpu")
-            model: nn.Module = fully_shard(module, mesh=mesh, **options)
-        else:
-            model = FSDP(module, process_group=group, use_orig_params=True, **options)
+        group = dist.new_group(timeout=timedelta(seconds=NEVER))
+        model = on_group(front, group, module, **options)
         if how == "shared_memory in a state dict":
             full_state(model)
         for _ in range(3):
@@ -284,19 +238,14 @@ CULPRITS = {
 }
 
 
-DIFFERENCES = [
-    *(("composable" if number % 2 else "orig", "1", how) for number, how in enumerate(CULPRITS)),
-    *(("orig", "0", how) for how in ("shape", "torch")),
-]
-
-
-@pytest.mark.parametrize(("front", "shared", "how"), DIFFERENCES)
-def test_what_differs_between_ranks_is_named_on_all(front, shared, how):
-    for outcome in run_isolated(differ, front, shared, how, world_size=2):
-        assert outcome.kind == "passed", outcome
-        assert outcome.value.startswith("ranks differ in ")
-        for other, culprit in enumerate(CULPRITS[how]):
-            assert f"rank {other} has {culprit}" in outcome.value
+def test_what_differs_between_ranks_is_named_on_all():
+    cases = [("composable" if number % 2 else "orig", "1", how) for number, how in enumerate(CULPRITS)]
+    cases += [("orig", "0", how) for how in ("shape", "torch")]
+    for case, ends in zip(cases, run_forks(differ, cases, world_size=2)):
+        for end in ends:
+            assert end.value.startswith("ranks differ in "), case
+            for other, culprit in enumerate(CULPRITS[case[2]]):
+                assert f"rank {other} has {culprit}" in end.value
 
 
 @either_front
@@ -311,9 +260,6 @@ def test_ranks_may_call_the_parameters_of_a_unit_otherwise(rank, world_size, fro
     names = ["first", "second"] if rank == 0 else ["one", "two"]
     model = shard(front, nn.Sequential(OrderedDict(zip(names, layers))))
     torch.testing.assert_close(model(torch.ones(1, 4)), expected)
-
-
-# Initial values.
 
 
 def unlike() -> nn.Module:
@@ -349,8 +295,6 @@ def begun(front: str, how: str, rank: int) -> nn.Module:
 
 DIFFERENT = {"seeds": "1", "not sharded": "2", "hybrid": "1"}
 """Differences that are reported, with the module whose parameter is named."""
-
-
 WAYS_TO_BEGIN = {
     "flat": ["seeds"],
     "orig": ["seeds", "hybrid", "same seed", "loaded", "not sharded", "synced", "edited"],
@@ -378,3 +322,79 @@ def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, fron
                 )
                 assert re.search(culprit, text)
                 assert "same seed" in text and "sync_module_states=True" in text
+
+
+# Stand-ins for a process group, with a rank and a size: a module is wrapped as that rank would wrap it.
+
+
+class Place:
+    """One rank among some that are not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)))
+
+
+def test_each_rank_alone_holds_the_part_that_it_would_hold_among_others():
+    assert not dist.is_initialized()
+    plain, places = three_layers(), [Place(rank, 3) for rank in range(3)]
+    policy = ModuleWrapPolicy({nn.Linear})
+    ranks = [
+        FSDP(copy.deepcopy(plain), place, use_orig_params=True, auto_wrap_policy=policy)  # type: ignore[arg-type]
+        for place in places
+    ]
+    for rank, wrapped in enumerate(ranks):
+        assert (wrapped.rank, wrapped.world_size) == (rank, 3) and wrapped.process_group is places[rank]
+        assert [type(each) for each in (wrapped[0], wrapped[2][0], wrapped[2][1])] == [FSDP] * 3
+    for name in ("0", "2.0", "2.1"):
+        layer, units = plain.get_submodule(name), [each.module.get_submodule(name) for each in ranks]
+        for kind, whole in layer.named_parameters():
+            pieces = [unit.get_parameter(f"_fsdp_wrapped_module.{kind}") for unit in units]
+            assert torch.equal(torch.cat(pieces), whole.flatten()), (name, kind)  # type: ignore[arg-type]
+        held = [sum(param.numel() for param in unit.parameters()) for unit in units]
+        assert max(held) <= sum(map(torch.numel, layer.parameters())) / 3 + 4
+
+
+def test_what_needs_the_others_is_refused_by_name():
+    wrapped = FSDP(three_layers(), Place(1, 2))  # type: ignore[arg-type]
+    for needs_them in (
+        lambda: wrapped(torch.ones(1, 5)),
+        lambda: wrapped.clip_grad_norm_(1.0),
+        lambda: FSDP.summon_full_params(wrapped).__enter__(),
+        wrapped.state_dict,
+    ):
+        with pytest.raises(RuntimeError, match="rank 1 of 2 with a Place as process_group"):
+            needs_them()
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_one_of_one_trains_as_a_plain_module(strategy):
+    plain = three_layers().double()
+    wrapped = FSDP(copy.deepcopy(plain), Place(0, 1), strategy, use_orig_params=True)  # type: ignore[arg-type]
+    for model in (plain, wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(4, 5, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+    assert wrapped.state_dict().keys() == plain.state_dict().keys()
+    assert_same_values(wrapped, plain)
+
+
+def test_what_is_neither_a_group_nor_a_place_is_refused():
+    for other in (3, object(), "gloo"):
+        with pytest.raises(TypeError, match="rank.. and size"):
+            FSDP(nn.Linear(2, 2), other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a process group"):
+        FSDP(nn.Linear(2, 2))

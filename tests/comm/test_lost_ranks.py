@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -11,19 +10,17 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store as store
 
-from bed import run_isolated
-from bed.patience import NEVER, until
+from bed.patience import NEVER
+from forks import run_forks
 from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, StateDictType, checkpoint, iter_full_params
@@ -44,20 +41,11 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def patient_group():
-    """A group whose own limit ends nothing."""
-    return dist.new_group(timeout=timedelta(seconds=NEVER))
-
-
-# In a forward or backward.
-
 TIME_LIMIT = 3.0
 """Seconds after which a rank that stopped is given up, by this package: gloo's limit comes long after."""
 
 
 class Chain(nn.Module):
-    """Units a, b and c."""
-
     def __init__(self, width):
         super().__init__()
         for name in "abc":
@@ -67,25 +55,23 @@ class Chain(nn.Module):
         return self.c(self.b(self.a(x)))
 
 
-def wrapped(width, group, **options):
+def wrapped(width, **options):
     torch.manual_seed(0)
     policy = ModuleWrapPolicy({nn.Sequential})
-    return FSDP(Chain(width), process_group=group, auto_wrap_policy=policy, use_orig_params=True, **options)
+    return FSDP(Chain(width), auto_wrap_policy=policy, use_orig_params=True, **options)
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """How a rank ends, killed or stopped, in a unit's forward or backward of an iteration."""
 
     act: Callable[[], None]
     victim: int
     phase: str
     unit: str
-    iteration: int = 2
+    iteration: int
 
 
 def act_in(model, end):
-    """Ends a rank as planned."""
     calls: list[None] = []
 
     def hook(*_):
@@ -100,92 +86,87 @@ def act_in(model, end):
         inner[0].register_full_backward_hook(hook)
 
 
-def stop(told):
-    until(told.exists)
+def stop():
+    """Stays where it is until the other one has been told, and ends then."""
+    store().wait(["told"], timedelta(seconds=NEVER))
     os._exit(0)
 
 
-def run_until(rank, world_size, folder, end, strategy, way, width):
-    """Trains until a rank is killed or stops; the others leave a report and end, as failing ranks do."""
+def run_until(rank, world_size, end, strategy, way, width):
+    """Trains until a rank is killed or stops; returns what another one is told."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1" if way == "shared" else "0"
     if way in ("plain", "exchange"):  # small tensors go at once by themselves
         os.environ["FSDP_WRAP_GLOO"] = way
     if end.act is not kill:
         _watch.time_limit = lambda *_: timedelta(seconds=TIME_LIMIT)
-    model = wrapped(width, patient_group(), sharding_strategy=ShardingStrategy[strategy])
+    model = wrapped(width, sharding_strategy=ShardingStrategy[strategy])
     if rank == end.victim:
         act_in(model, end)
     with warnings.catch_warnings(record=True) as told, pytest.raises(RuntimeError) as caught:
         warnings.simplefilter("always")
         for _ in range(end.iteration + 1):
             model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
-    texts = [str(each.message) for each in told]
-    report = {"error": str(caught.value), "cause": str(caught.value.__cause__), "warned": texts}
-    (Path(folder) / f"{rank}").write_text(json.dumps(report))
-    os._exit(0)
+    store().set("told", "")
+    return str(caught.value), str(caught.value.__cause__), [str(each.message) for each in told]
 
 
-def reports_of(folder, world_size, end, strategy="FULL_SHARD", way="plain", width=8):
-    """The reports of the ranks that neither were killed nor stopped."""
-    outcomes = run_isolated(run_until, str(folder), end, strategy, way, width, world_size=world_size)
-    for rank, outcome in enumerate(outcomes):
-        expected = -signal.SIGKILL if end.act is kill and rank == end.victim else 0
-        assert (outcome.kind, outcome.exitcode) == ("died", expected), outcome
-    survivors = [rank for rank in range(world_size) if rank != end.victim]
-    return {rank: json.loads((folder / f"{rank}").read_text()) for rank in survivors}
+def survivors(world_size, *cases):
+    """What the ranks were told that neither were killed nor stopped, by case."""
+    found = []
+    for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size)):
+        expected = -signal.SIGKILL if end.act is kill else 0
+        assert [each.exitcode for each in ends] == [expected * (r == end.victim) for r in range(world_size)]
+        found.append([each.value for number, each in enumerate(ends) if number != end.victim])
+    return found
 
 
-@pytest.mark.parametrize(
-    ("way", "phase", "unit", "iteration"),
-    [
-        ("plain", "forward", "a", 1),  # before its peers have looked
-        ("plain", "forward", "b", 2),
-        ("exchange", "backward", "c", 2),
-        ("at once", "backward", "a", 2),
-        ("shared", "forward", "b", 2),
-        ("shared", "backward", "c", 2),
-    ],
-)
-def test_killed_rank(phase, unit, iteration, way, tmp_path):
-    report = reports_of(tmp_path, 2, End(kill, 1, phase, unit, iteration), way=way)[0]
-    assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration {iteration})" in report["error"]
-    assert "rank 0 (this one): in or after unit" in report["error"]
-    if report["error"].startswith("a collective failed: "):
-        assert report["cause"] in report["error"]
-    else:
-        assert report["error"].startswith("a collective cannot complete without rank 1\n")
+KILLS = [
+    ("plain", "forward", "a", 1),  # before its peers have looked
+    ("plain", "forward", "b", 2),
+    ("exchange", "backward", "c", 2),
+    ("at once", "backward", "a", 2),
+    ("shared", "forward", "b", 2),
+    ("shared", "backward", "c", 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("way", "phase"),
-    [("plain", "forward"), ("exchange", "backward"), ("at once", "forward"), ("shared", "backward")],
-)
-def test_stopped_rank(phase, way, tmp_path):
-    act = partial(stop, tmp_path / "0")
-    report = reports_of(tmp_path, 2, End(act, 1, phase, "b"), way=way)[0]
-    for text in (report["error"], report["warned"][0]):
-        assert f"the group's time limit is {TIME_LIMIT} s" in text
-        assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
-    assert len(report["warned"]) == 1
+def test_killed_rank():
+    cases = [(End(kill, 1, *where[1:]), "FULL_SHARD", where[0], 8) for where in KILLS]
+    for (_, phase, unit, iteration), ((error, cause, _),) in zip(KILLS, survivors(2, *cases)):
+        assert f"rank 1 (dead): in or after unit '{unit}' ({phase} of iteration {iteration})" in error
+        assert "rank 0 (this one): in or after unit" in error
+        if error.startswith("a collective failed: "):
+            assert cause in error
+        else:
+            assert error.startswith("a collective cannot complete without rank 1\n")
+
+
+def test_stopped_rank():
+    ways = [("plain", "forward"), ("exchange", "backward"), ("at once", "forward"), ("shared", "backward")]
+    cases = [(End(stop, 1, phase, "b", 2), "FULL_SHARD", way, 8) for way, phase in ways]
+    for (_, phase), ((error, _, warned),) in zip(ways, survivors(2, *cases)):
+        for text in (error, *warned):
+            assert f"the group's time limit is {TIME_LIMIT} s" in text
+            assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
+        assert len(warned) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
-def test_random_kills(seed, tmp_path):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_kills(world_size):
     """Half of them amid large messages."""
-    draw = random.Random(seed)
-    world_size = draw.choice([2, 3, 4])
-    victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
-    unit, iteration = draw.choice("abc"), draw.choice([1, 2, 9])
-    strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    way = draw.choice(["plain", "exchange", "at once", "shared"])
-    end, width = End(kill, victim, phase, unit, iteration), 100_000 if seed % 2 else 8
-    for report in reports_of(tmp_path, world_size, end, strategy, way, width).values():
-        expected = f"rank {victim} (dead): in or after unit '{unit}' ({phase} of iteration {iteration})"
-        assert expected in report["error"]
+    cases = []
+    for seed in range(6):
+        draw = random.Random(10 * world_size + seed)
+        victim, phase = draw.randrange(world_size), draw.choice(["forward", "backward"])
+        end = End(kill, victim, phase, draw.choice("abc"), draw.choice([1, 2, 9]))
+        strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+        way = draw.choice(["plain", "exchange", "at once", "shared"])
+        cases.append((end, strategy, way, 100_000 if seed % 2 else 8))
+    for (end, *_), reports in zip(cases, survivors(world_size, *cases)):
+        where = f"unit '{end.unit}' ({end.phase} of iteration {end.iteration})"
+        assert all(f"rank {end.victim} (dead): in or after {where}" in error for error, *_ in reports), end
 
-
-# Within what shared memory does.
 
 PHASES = {name: getattr(Channel, name) for name in ("post", "arrived", "read", "release")}
 COLLECTIVES = ("COMMON_GATHER", "REDUCE_SCATTER", "ALL_REDUCE")
@@ -196,36 +177,34 @@ FIRST = [(rank, phase) for rank in range(3) for phase in (*COLLECTIVES, "between
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", [range(first, first + 24) for first in (0, 24, 48)], ids=str)
+@pytest.mark.parametrize("trials", [range(24), range(24, 48)], ids=str)
 def test_a_killed_rank_is_noticed_and_no_file_or_process_is_left(tmp_path, trials):
     """Each rank in each phase of a step, and any at any time; without a kill all train on."""
-    for trial in trials:
-        folder = tmp_path / str(trial)
+    plans = {trial: plan_of(trial) for trial in trials}
+    for trial in plans:
         for name in ("positions", "temporary"):
-            (folder / name).mkdir(parents=True)
-        run(trial, folder)
+            (tmp_path / str(trial) / name).mkdir(parents=True)
+    cases = [(*plan, tmp_path / str(trial)) for trial, plan in plans.items()]
+    for (trial, (victims, plan)), ends in zip(plans.items(), run_forks(survive, cases, world_size=3)):
+        told = (trial, plan, victims, ends)
+        if plan[0] in PHASES:  # ranks call as often or not: of two, either may notice first
+            victims = [victim for victim in victims if ends[victim].exitcode == -signal.SIGKILL] or victims
+        for rank, end in enumerate(ends):
+            assert end.exitcode == (-signal.SIGKILL if rank in victims else 0), told
+            assert rank in victims or ("rank" in end.value) == bool(victims), told
+            with pytest.raises(ProcessLookupError):  # neither it nor what it has started
+                os.killpg(end.pid, 0)
+        names = sorted(path.name for path in (tmp_path / str(trial) / "temporary").iterdir())
+        assert not [name for name in names if not name.startswith("torchinductor_")], (names, told)
 
 
-def run(trial: int, folder: Path) -> None:
-    """One trial: of every few, one is without a kill."""
+def plan_of(trial: int) -> tuple[list[int], tuple[str, int]]:
+    """Who dies in a trial, where, and when: of every few trials, one is without a kill."""
+    if trial < len(FIRST):
+        return [FIRST[trial][0]], (FIRST[trial][1], 4)
     draw = random.Random(trial)
     victims = draw.sample(range(3), draw.choice([1, 1, 1, 2])) if trial % 6 else []
-    plan = draw.choice([*PHASES, "between steps", "at any time"]), draw.randrange(1, 60)
-    if trial < len(FIRST):
-        victims, plan = [FIRST[trial][0]], (FIRST[trial][1], 4)
-    outcomes = run_isolated(survive, victims, plan, folder, world_size=3)
-    told = (trial, plan, victims, outcomes)
-    if plan[0] in PHASES:  # ranks call as often or not: of two, either may notice first
-        victims = [victim for victim in victims if outcomes[victim].exitcode == -signal.SIGKILL] or victims
-    for rank, outcome in enumerate(outcomes):
-        if rank in victims:
-            assert outcome.exitcode == -signal.SIGKILL, told
-        else:
-            assert outcome.kind == "passed" and ("rank" in outcome.value) == bool(victims), told
-        with pytest.raises(ProcessLookupError):  # neither it nor what it has started
-            os.killpg(outcome.pid, 0)
-    names = sorted(path.name for path in (folder / "temporary").iterdir())
-    assert not [name for name in names if not name.startswith("torchinductor_")], (names, told)
+    return victims, (draw.choice([*PHASES, "between steps", "at any time"]), draw.randrange(1, 60))
 
 
 def survive(rank: int, world_size: int, victims: list[int], plan: tuple[str, int], folder: Path) -> str:
@@ -275,7 +254,7 @@ def die_in(phase: str, calls: int, kind: Kind | None = None) -> None:
 
 def train(steps: int, plan: tuple[str, int]) -> None:
     """Trains, and dies between steps or at any time if that is the plan."""
-    model = wrapped(1024, patient_group())
+    model = wrapped(1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
@@ -291,8 +270,6 @@ def train(steps: int, plan: tuple[str, int]) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
 
-
-# Before a state dict or a checkpoint.
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -320,15 +297,16 @@ CALLS: dict[str, Callable[..., object]] = {
 }
 
 
-def die_before(rank: int, world_size: int, front: str, call: str, path: Path) -> str:
+def die_before(rank: int, world_size: int, front: str, shared: str, call: str, path: Path) -> str:
     """The last rank is killed before the call; returns what another one is told."""
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
     model = shard(front, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optim.step()
-    state: Any = path
+    state: Any = path / front
     if call == "load":
-        checkpoint.save(path, model, optim)
+        checkpoint.save(state, model, optim)
     elif call == "set_model":
         state = get_model_state_dict(model, options=FULL)
     elif call == "set_optimizer":
@@ -340,24 +318,24 @@ def die_before(rank: int, world_size: int, front: str, call: str, path: Path) ->
     return str(failed.value)
 
 
-CASES = [
-    *(("orig", "0", call) for call in ("load", "get_optimizer", "set_model")),
-    *(pytest.param("flat", "1", call, marks=pytest.mark.slow) for call in CALLS),
-    *(
-        pytest.param("composable", "1", call, marks=pytest.mark.slow)
-        for call in ("save", "load", "get_model")
-    ),
-]
+CASES = {
+    "orig": ("0", ["load", "get_optimizer", "set_model"]),
+    "flat": ("1", [*CALLS]),
+    "composable": ("1", ["save", "load", "get_model"]),
+}
 
 
-@pytest.mark.parametrize(("front", "shared", "call"), CASES)
-def test_a_rank_that_died_is_named(tmp_path, monkeypatch, front, shared, call):
-    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
-    survivor, killed = run_isolated(die_before, front, call, tmp_path, world_size=2)
-    assert killed.kind == "died" and survivor.kind == "passed", survivor
-    told = survivor.value.splitlines()
-    assert "a collective failed: " in told[0]
-    if call in ("save", "async_save", "load"):
-        assert told[0].startswith(f"checkpoint.{call} failed, since rank 1 died: ")
-    assert told[1] == "Where the ranks stand:"
-    assert told[3].startswith("  rank 1 (dead): in or after the root unit ("), told
+@pytest.mark.parametrize(
+    "front", ["orig", *(pytest.param(front, marks=pytest.mark.slow) for front in ("flat", "composable"))]
+)
+def test_a_rank_that_died_is_named(tmp_path, front):
+    shared, calls = CASES[front]
+    cases = [(front, shared, call, tmp_path / call) for call in calls]
+    for call, (survivor, killed) in zip(calls, run_forks(die_before, cases, world_size=2)):
+        assert (survivor.exitcode, killed.exitcode) == (0, -signal.SIGKILL), call
+        told = survivor.value.splitlines()
+        assert "a collective failed: " in told[0], call
+        if call in ("save", "async_save", "load"):
+            assert told[0].startswith(f"checkpoint.{call} failed, since rank 1 died: ")
+        assert told[1] == "Where the ranks stand:"
+        assert told[3].startswith("  rank 1 (dead): in or after the root unit ("), told

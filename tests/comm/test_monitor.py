@@ -32,11 +32,7 @@ LIMIT = 1.0  # seconds
 
 
 class Clock:
-    """The clock of monitors. It stands until a test lets time pass, so slow machines miss no stage.
-
-    Attributes:
-        now: Seconds.
-    """
+    """The clock of monitors. It stands until a test lets time pass, so slow machines miss no stage."""
 
     now = 1000.0
 
@@ -47,17 +43,14 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(monitor, "time", made)
     monkeypatch.setattr(watch, "time_limit", lambda *_: timedelta(seconds=LIMIT))
-    monkeypatch.setattr(monitor, "_PACE", 0.01)
-    monkeypatch.setattr(monitor, "_REST", 0.02)
-    monkeypatch.setattr(monitor, "_ASK_PACE", 0.02)
+    for name, value in {"time": made, "_PACE": 0.01, "_REST": 0.02, "_ASK_PACE": 0.02}.items():
+        monkeypatch.setattr(monitor, name, value)
     return made
 
 
 @pytest.fixture
 def hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank can read what another one has noted."""
     alone = lambda job, group, rank, ranks: positions._Sheet.unseen(rank, ranks)  # noqa: E731
     monkeypatch.setattr(positions._Job, "sheet", alone)
 
@@ -78,32 +71,30 @@ def here() -> positions.GroupPositions:
     return positions.positions_of(dist.group.WORLD)
 
 
-def run_two(program: Callable[[int, Simulation, Callable[[], object]], None]) -> list[str]:
-    """Runs a program on two ranks; returns what was warned of.
+def run_two(program: Callable[[int, Simulation, Callable[[], object]], Any]) -> tuple[list[str], list[Any]]:
+    """Runs a program on two ranks; returns what was warned of, and what the program returned on each.
 
-    Args:
-        program: Gets the rank, its accelerator, and what waits for the other rank.
+    It gets the rank, its accelerator, and what waits for the other rank.
     """
-    together = threading.Barrier(2, timeout=NEVER)
+    together, returned = threading.Barrier(2, timeout=NEVER), [None, None]
 
     def body(rank: int, device: Simulation) -> None:
-        program(rank, device, lambda: str(together.wait()))
+        returned[rank] = program(rank, device, together.wait)
+        together.wait()
         device.runs_ahead = False
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_simulated(2, body)
-    return [str(each.message) for each in caught if "time limit" in str(each.message)]
+    return [str(each.message) for each in caught if "time limit" in str(each.message)], returned
 
 
 def wait_until_late(clock: Clock, device: Simulation) -> None:
-    """Lets time pass until a warning comes, but no more."""
     clock.now += 0.5 * LIMIT
     until(lambda: device.monitor._reported)
 
 
 def refused(model: nn.Module, rank: int) -> str:
-    """Returns why a rank may not communicate any more."""
     until(lambda: here().verdict)
     with pytest.raises(RuntimeError) as failed:
         model(batch(rank, 9))
@@ -113,7 +104,6 @@ def refused(model: nn.Module, rank: int) -> str:
 @pytest.mark.parametrize("front", ["orig", "composable"])
 def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
     """First in a warning, in which it may still come; then in the log, and by the next collective."""
-    told = {}
 
     def program(rank, device, meet):
         model = warmed_up(rank, device, front)
@@ -122,23 +112,20 @@ def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
             wait_until_late(clock, device)
             assert here().verdict is None
             clock.now += LIMIT
-            told[0] = refused(model, rank)
-        meet()
+            return refused(model, rank)
 
-    late = run_two(program)
+    late, (told, _) = run_two(program)
     assert len(late) == 1, late
-    for text in (late[0], told[0], caplog.text):
+    for text in (late[0], told, caplog.text):
         assert "has not completed (on the gather lane; number " in text
         assert "gathers unit '0' (forward of iteration 3)" in text or "gathers the root unit" in text
         assert "the group's time limit is 1.0 s\nWhere the ranks stand:" in text
         assert "rank 0 (this one): in or after" in text and "rank 1 (alive): in or after" in text
-    first = [line for line in told[0].splitlines() if line.startswith("  rank 1")]
+    first = [line for line in told.splitlines() if line.startswith("  rank 1")]
     assert "(forward of iteration 3)" not in first[0]
 
 
 def test_a_rank_that_comes_after_all(caplog, clock):
-    """A rank that was late raises nothing."""
-
     def program(rank, device, meet):
         model = warmed_up(rank, device)
         if rank == 0:
@@ -152,32 +139,26 @@ def test_a_rank_that_comes_after_all(caplog, clock):
             model(batch(rank, 2))
         until(lambda: here().verdict is None)
         meet()
-        meet()
 
-    assert run_two(program) and "time limit" in caplog.text
+    assert run_two(program)[0] and "time limit" in caplog.text
 
 
 def test_ranks_that_run_different_units(clock):
     """The second rank raises at once. The first has gone on, and raises as well."""
-    told = {}
 
     def program(rank, device, meet):
         model = warmed_up(rank, device, "composable")
         if rank == 0:
             model[0](batch(rank, 2))
         meet()
-        if rank == 1:
-            with pytest.raises(RuntimeError) as failed:
-                model[1](batch(rank, 2))
-            told[1] = str(failed.value)
-        else:
+        if rank == 0:
             clock.now += 0.1 * LIMIT
-            told[0] = refused(model[2], rank)
-        meet()
+            return refused(model[2], rank)
+        with pytest.raises(RuntimeError) as failed:
+            model[1](batch(rank, 2))
+        return str(failed.value)
 
-    run_two(program)
-    assert len(told) == 2
-    for text in told.values():
+    for text in run_two(program)[1]:
         assert "rank 0 gathers unit '0'" in text and "rank 1 gathers unit '1'" in text
         assert "must run the same units in the same order" in text
 
@@ -185,7 +166,6 @@ def test_ranks_that_run_different_units(clock):
 @pytest.mark.usefixtures("hosts_apart")
 def test_ranks_of_other_hosts_that_run_different_units(clock):
     """Their gathers differ in size, so neither ends, and each looks for what the other did."""
-    told = {}
 
     def program(rank, device, meet):
         model = warmed_up(rank, device, "composable")
@@ -193,22 +173,16 @@ def test_ranks_of_other_hosts_that_run_different_units(clock):
         meet()
         if rank == 0:
             clock.now += 0.2 * LIMIT
-        told[rank] = refused(model[1], rank)
-        meet()
+        return refused(model[1], rank)
 
-    run_two(program)
-    assert len(told) == 2
-    for rank, text in told.items():
-        did = ["rank 0 gathers unit '0'", "rank 1 gathers the root unit"]
-        here, there = did[rank], did[1 - rank]
+    did = ["rank 0 gathers unit '0'", "rank 1 gathers the root unit"]
+    for rank, text in enumerate(run_two(program)[1]):
         assert "ranks communicate for different units: " in text and "as collective number " in text
-        assert text.index(here) < text.index(there), text
+        assert text.index(did[rank]) < text.index(did[1 - rank]), text
 
 
 @pytest.mark.usefixtures("hosts_apart")
 def test_a_rank_of_another_host_that_waits_for_nothing_answers(clock):
-    told = {}
-
     def program(rank, device, meet):
         model = warmed_up(rank, device)
         if rank == 0:
@@ -217,17 +191,14 @@ def test_a_rank_of_another_host_that_waits_for_nothing_answers(clock):
             board = bulletin.Bulletin(here())
             until(lambda: "waits for nothing" in board.look([1]))
             clock.now += LIMIT
-            told[0] = refused(model, rank)
-        meet()
+            return refused(model, rank)
 
-    assert run_two(program)
-    answer = "rank 1 (another host): waits for nothing; last collective, number "
-    assert answer in told[0], told
+    warned, (told, _) = run_two(program)
+    assert warned and "rank 1 (another host): waits for nothing; last collective, number " in told
 
 
 def test_training_goes_unnoticed(caplog, clock):
     """No warning, no report, no thread that outlives the groups, and no model is kept by one that sleeps."""
-    gone = []
 
     def program(rank, device, meet):
         model = warmed_up(rank, device)
@@ -241,21 +212,15 @@ def test_training_goes_unnoticed(caplog, clock):
         meet()
         del model
         gc.collect()
-        gone.append(reference() is None)
-        meet()
+        return reference() is None
 
     before = {each.ident for each in threading.enumerate()}
-    assert not run_two(program) and not caplog.text and gone == [True, True]
+    assert run_two(program) == ([], [True, True]) and not caplog.text
     gc.collect()
     until(lambda: {each.ident for each in threading.enumerate()} <= before)
 
 
-# The monitor alone
-
-
 class Event:
-    """Counts how often it is asked."""
-
     error: Exception | None = None
 
     def __init__(self, done: bool = False) -> None:
@@ -269,7 +234,6 @@ class Event:
 
 
 def somewhere() -> Any:
-    """Stands for a group, its positions and its watch."""
     made = mock.Mock(verdict=None, elsewhere=(), lives=True)
     made.positions = made
     made.latest.return_value = positions._ENTRY.pack(7, b"gathers unit 'a'", 2, 0)
@@ -281,7 +245,6 @@ def somewhere() -> Any:
 
 @pytest.fixture
 def one() -> Iterator[tuple[monitor.Monitor, Any, Any]]:
-    """A monitor, a group, and an accelerator that has nothing else."""
     accelerator, group = mock.Mock(monitor=None), somewhere()
     made = monitor.monitor_of(accelerator)
     yield made, group, accelerator
@@ -293,7 +256,6 @@ def one() -> Iterator[tuple[monitor.Monitor, Any, Any]]:
 
 
 def test_few_events_are_asked(one):
-    """Events of a lane complete in order."""
     made, group, _ = one
     events = [Event(done=number < 700) for number in range(1000)]
     lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, b"") for each in events)
@@ -358,7 +320,6 @@ def test_what_is_noted_while_a_thread_ends_is_seen_to(one):
 
 
 def test_a_fault_of_the_monitor_does_not_end_it(one, caplog, clock):
-    """But that the group has gone does, whatever is pending for it."""
     made, group, _ = one
     group.limit.side_effect = ZeroDivisionError
     event = Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
+from collectives import FLOATS, check_gathers_and_sums, check_others
 from fronts import assert_same_values, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy
@@ -37,8 +39,6 @@ from models import Block, Transformer, gather_objects, loss_of, tokens
 SETTING = "FSDP_WRAP_GLOO"
 CPU = torch.device("cpu")
 BLOCKS = ModuleWrapPolicy({Block})
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OTHERS = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int16]
 
 
 @pytest.fixture(autouse=True)
@@ -57,16 +57,9 @@ def choose(monkeypatch, way):
         monkeypatch.setenv(SETTING, way)
 
 
-def communicator(group=None):
-    group = group or dist.group.WORLD
-    return make_communicator(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), CPU)
-
-
 def over_gloo():
-    """The default communicator of a group whose ranks do not share memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_communicators._SHARED_MEMORY, "0")
-        return communicator()
+    with mock.patch.dict(os.environ, {_communicators._SHARED_MEMORY: "0"}):
+        return make_communicator(Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size()), CPU)
 
 
 def train(model, rank, steps=3):
@@ -109,58 +102,30 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front, dtype):
     assert at_once == {"plain": 0, "by size": 3, "exchange": 0}
 
 
-@ranks(3)
-def test_sums_are_the_same_every_time_and_close(rank, world_size):
-    with pytest.MonkeyPatch.context() as patch:
-        choose(patch, "exchange")
-        runs = [trained(rank), trained(rank)]
-        choose(patch, "plain")
-        losses, _ = trained(rank, torch.float64)
-    assert runs[0][0] == runs[1][0] == pytest.approx(losses, rel=1e-4)
-    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
-
-
-def trained(rank, dtype=torch.float32, **options):
-    """The losses and the parameters of a training."""
+def trained(rank, **options):
     torch.manual_seed(0)
-    model = FSDP(Transformer().to(dtype), auto_wrap_policy=BLOCKS, use_orig_params=True, **options)
+    model = FSDP(Transformer(), auto_wrap_policy=BLOCKS, use_orig_params=True, **options)
     return train(model, rank), full_state(model)
 
 
 @ranks(2, 3)
 def test_all_dtypes_and_several_at_once(rank, world_size):
-    """They are issued together, waited for in another order, and small ones go with large ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_communicators, "_LEAST_EXCHANGED", 4000)
-        patch.setenv(_communicators._SHARED_MEMORY, "0")
-        ours = communicator()
-    pending, checks = [], []
-    for numel in (0, 1, 77, 5000):  # a rank
-        for dtype in FLOATS + OTHERS if numel else FLOATS:
-            full = ours.empty(numel * world_size, dtype)
-            own = torch.randint(0, 2, (numel,)).to(dtype)
-            fill = lambda full=full, own=own: ours.own_part(full).copy_(own)  # noqa: E731
-            pending.append(ours.all_gather([full, full.clone()], fill))
-            checks.append((full, own))
-    sums = []
+    """Small ones at once, and large ones by messages; sums of two are rounded once."""
+    with mock.patch.object(_communicators, "_LEAST_EXCHANGED", 4000):
+        ours = over_gloo()
+    check_gathers_and_sums(ours)
+    if world_size == 3:
+        check_others(ours)
     for numel in (1, 77, 5000):
-        for dtype in (*FLOATS, torch.int64, torch.int32):
-            value = (100 * torch.randn(numel * world_size)).to(dtype)
-            spoiled, result = value.clone(), ours.empty(numel, dtype)
-            pending.append(ours.reduce_scatter([result], [spoiled]))
-            sums.append((result, value))
-    for each in reversed(pending):
-        each.wait()
-    for full, own in checks:
-        wanted = torch.cat(gather_objects(own.view(torch.uint8)))
-        assert torch.equal(full.view(torch.uint8), wanted)
-    for result, value in sums:
-        of_all = torch.stack([ours.own_part(each) for each in gather_objects(value)]).double()
-        wanted = of_all.sum(0)
-        if world_size == 2:  # one rounding
-            assert torch.equal(result, wanted.to(result.dtype))
-        bound = 0 if not value.is_floating_point() else torch.finfo(value.dtype).eps * of_all.abs().sum(0)
-        assert torch.all((result.double() - wanted).abs() <= 2 * bound)
+        for dtype in FLOATS:
+            value, result = (100 * torch.randn(numel * world_size)).to(dtype), ours.empty(numel, dtype)
+            of_all = torch.stack([ours.own_part(each) for each in gather_objects(value)]).double()
+            ours.reduce_scatter([result], [value]).wait()
+            wanted = of_all.sum(0)
+            if world_size == 2:
+                assert torch.equal(result, wanted.to(dtype))
+            bound = torch.finfo(dtype).eps * of_all.abs().sum(0)
+            assert torch.all((result.double() - wanted).abs() <= 2 * bound)
 
 
 @ranks(3)
@@ -227,17 +192,19 @@ def test_who_has_issued_need_not_wait_for_others(rank, world_size):
 
 
 @ranks(4)
-def test_subgroups(rank, world_size):
+def test_subgroups_and_sums_that_are_the_same_every_time(rank, world_size):
     """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
-    found = []
+    found, again = [], []
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, way)
             found.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
-    for losses, state in found[1:]:
-        assert losses == found[0][0]
-        assert all(torch.equal(value, state[name]) for name, value in found[0][1].items())
+            again += [trained(rank) for _ in range(2 * (way == "exchange"))]
+    assert again[0][0] == pytest.approx(found[0][0], rel=1e-4)
+    for one, other in (found[:2], found[::2], again):
+        assert one[0] == other[0]
+        assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
 @ranks(2)
@@ -245,7 +212,7 @@ def test_messages_of_the_user_are_not_taken(rank, world_size):
     """Their own, on the same group, are issued in between, in another order on each rank."""
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, "exchange")
-        ours = communicator()
+        ours = over_gloo()
     full, shard, sent, received = torch.full((8,), rank + 1.0), torch.empty(4), torch.ones(4), torch.empty(4)
     spoiled = torch.arange(8.0)
 
@@ -319,16 +286,16 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
         messages.wait()
 
 
-class Branches(nn.Module):
-    """Two units, which run on all ranks, and of which the loss takes what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+class Branches(nn.ModuleList):
+    """Units which run on all ranks, and of which the loss takes what it is told."""
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        outputs = [branch(x).square().sum() for branch in self.branches]
+        outputs = [branch(x).square().sum() for branch in self]
         return sum(outputs[index] for index in used)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ValueError("on purpose")
 
 
 @pytest.mark.parametrize(("way", "failing"), [("plain", True), ("exchange", False)])
@@ -336,7 +303,7 @@ class Branches(nn.Module):
 def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_size, way, failing):
     """Gradients travel narrow if nothing is accumulated: not what a rank, but what all ranks did decides."""
     torch.manual_seed(0)
-    plain = Branches()
+    plain = Branches(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
         model = FSDP(
@@ -361,7 +328,3 @@ def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_siz
     found = full_grads(model)
     for name, param in expected.named_parameters():
         torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
-
-
-def fail(gradient: torch.Tensor) -> None:
-    raise ValueError("on purpose")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -18,11 +16,10 @@ from bed.accelerator import run_simulated
 from bed.patience import until
 from fronts import full_state, shard
 from fsdp_wrap import CPUOffload
-from fsdp_wrap._comm import HostLane
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import HostAdamW, _host_adamw, backward_steps, step_in_backward
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from stream_programs import OFFLOAD, STATE, Layer, batch, net, wrapped
+from stream_programs import OFFLOAD, STATE, Layer, batch, net, products_beside, wrapped
 
 NUMBERS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -40,8 +37,6 @@ def give_gradients(given: list[nn.Parameter], at: int, but: int = -1) -> None:
 
 
 def test_the_bits_of_torchs_fused_adamw():
-    """Also where a closure computes gradients first."""
-
     def closure(given: list[nn.Parameter]) -> float:
         loss = torch.stack([each.square().sum() for each in given]).sum()
         loss.backward()
@@ -131,45 +126,11 @@ def test_mistakes_are_named():
         optimizer.step()
 
 
-# the lane
-
-
-def test_a_lane_of_the_host_keeps_the_order_and_tells_of_faults():
-    lane = HostLane()
-    done: list[Any] = []
-    for number in range(3):
-        lane.issue(partial(done.append, (number, threading.get_ident())))
-    lane.issue(lambda: done.append(threading.get_ident()))
-    lane.finish()
-    assert [number for number, _ in done[:3]] == [0, 1, 2] and done[3] != threading.get_ident()
-
-    def fail() -> None:
-        raise ArithmeticError("on purpose")
-
-    lane.issue(fail)
-    lane.issue(partial(done.append, 4))
-    with pytest.raises(ArithmeticError):
-        lane.finish()
-    assert done[-1] == 4
-    lane.issue(fail)
-    lane.issue(lambda: time.sleep(0.05))
-    lane.issue(partial(done.append, 5))
-    lane.abandon()
-    assert done[-1] == 5
-    lane.finish()  # which knows nothing of it
-
-
-class Counts(nn.Module):
-    """A layer that counts the layers whose backward has begun."""
-
+class Counts(nn.Linear):
     begun = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+        y = super().forward(x)
         y.register_hook(self._count)
         return y
 
@@ -196,8 +157,7 @@ class Awaits(torch.optim.SGD):
 
 @ranks(2)
 def test_updates_run_beside_the_backward(rank, world_size):
-    """One after the other would wait without an end."""
-    net = nn.Sequential(*(Counts() for _ in range(LAYERS)))
+    net = nn.Sequential(*(Counts(4, 4) for _ in range(LAYERS)))
     model = shard("orig", net, ModuleWrapPolicy({Counts}), travel_together_bytes=0)
     optimizer = step_in_backward(model, Awaits, in_thread=True)
     x = torch.rand(2, 4)
@@ -254,12 +214,9 @@ def test_half_moments_of_sharded_parameters(rank, world_size, front):
             assert torch.equal(again["state"][name][key].bfloat16(), entry[key])
 
 
-# beside an accelerator, which is simulated
-
-
 def _offloaded(
-    rank: int, device: Any, front: str, in_backward: bool, states: dict[int, Any], **options: Any
-) -> object:
+    rank: int, device: Any, front: str, in_backward: bool, states: Any = None, **options: Any
+) -> Any:
     model = wrapped(front, **options)
     make = partial(torch.optim.SGD, lr=0.001, momentum=0.9, foreach=False)
     optimizer = step_in_backward(model, make) if in_backward else make(model.parameters())
@@ -268,8 +225,9 @@ def _offloaded(
         model(batch(rank, step)).square().sum().backward()
         if not in_backward:
             optimizer.step()
-    with device.aside():
-        states[rank] = {name: value.clone() for name, value in full_state(model).items()}
+    if states is not None:
+        with device.aside():
+            states[rank] = {name: value.clone() for name, value in full_state(model).items()}
     return model, optimizer
 
 
@@ -295,15 +253,10 @@ def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
 @pytest.mark.parametrize("front", ["orig", "composable"])
 def test_the_host_steps_beside_products_of_the_device(front):
     """All units' but the last two, beside whose gradients' way to the host nothing is left to run."""
-    states: dict[int, Any] = {}
-    run = partial(_offloaded, front=front, in_backward=True, cpu_offload=OFFLOAD, states=states)
+    run = partial(_offloaded, front=front, in_backward=True, cpu_offload=OFFLOAD)
     (device, _) = run_simulated(2, run)
-    products = [each for each in device.actions if each.what in ("aten::mm", "aten::addmm")]
     steps = [each for each in device.actions if each.queue == "host lane" and each.what == "aten::add_"]
-    beside = [
-        sum(one.tick > each.clock.get("compute", 0) and not one.follows(each) for one in products)
-        for each in steps
-    ]
+    beside = products_beside(device.actions, steps)
     assert steps and sum(map(bool, beside)) >= len(steps) // 2, beside
 
 

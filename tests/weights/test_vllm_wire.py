@@ -66,8 +66,6 @@ class Worker:
 
 
 class Server(ThreadingHTTPServer):
-    """Routes, workers, and what was asked."""
-
     def __init__(self) -> None:
         super().__init__(("localhost", 0), Handler)
         self.asked: list[str] = []

@@ -21,7 +21,6 @@ from sent_weights import POLICY, WIDTH, net, step
 
 
 def add_to_some(model: nn.Module) -> None:
-    """Changes one element of each shard."""
     with torch.no_grad():
         for param in model.parameters():
             local = param.to_local() if isinstance(param, DTensor) else param
@@ -29,7 +28,6 @@ def add_to_some(model: nn.Module) -> None:
 
 
 def whole(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Full values of now, in memory of their own."""
     return {name: value.to(dtype or value.dtype, copy=True) for name, value in full_state(model).items()}
 
 
@@ -63,14 +61,10 @@ def test_a_receiver_follows(rank, world_size, front, dtype, policy):
 
 
 @ranks(4)
-def test_replicas_tell_once(rank, world_size):
+def test_replicas_tell_once_and_tensor_parallelism_is_undone(rank, world_size):
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD):
         mesh = init_device_mesh("cpu", (2, 2)) if strategy is ShardingStrategy.HYBRID_SHARD else None
         follows(shard("orig", net(), POLICY, sharding_strategy=strategy, device_mesh=mesh))
-
-
-@ranks(4)
-def test_over_tensor_parallelism(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = net(hidden=8)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -114,13 +108,10 @@ def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, wor
     """They are kept up to date by what changed, also in rounds in which nobody wants them."""
     model = shard("orig", net(), POLICY)
     changes = weight_changes(model, torch.bfloat16)
-    for few, wanted in ((False, True), (True, True), (True, False), (False, False), (True, True)):
-        if few:
-            add_to_some(model)
-        else:
-            step(model)
-        found = changes.collect(checksums=wanted)
-        now = whole(model, torch.bfloat16)
+    rounds = [(step, True), (add_to_some, True), (add_to_some, False), (step, False), (add_to_some, True)]
+    for change_it, wanted in rounds:
+        change_it(model)
+        found, now = changes.collect(checksums=wanted), whole(model, torch.bfloat16)
         if rank == 0 and wanted:
             assert found.checksums == {name: checksum(value) for name, value in now.items()}
 
@@ -164,9 +155,6 @@ def test_buffers_go_along(rank, world_size, front):
         for name, value in receiver.state_dict().items():
             assert torch.equal(value, expected[name].to(value.dtype)), name
         assert not [change.name for change in few if "running" in change.name]
-
-
-# The receiver.
 
 
 def change(value: float = 1.0, index: int = 1, dtype: torch.dtype = torch.float32) -> Change:
@@ -215,19 +203,18 @@ def test_checksums_tell_places_and_bits():
 
 @ranks(2)
 def test_what_is_refused(rank, world_size):
-    model = shard("orig", net(), POLICY)
-    with pytest.raises(TypeError, match="must be a torch.dtype"):
-        weight_changes(model, "bf16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="floating-point"):
-        weight_changes(model, torch.int8)
+    model, meta = shard("orig", net(), POLICY), nn.Linear(2, 2, device="meta")
+    for given, dtype, error, words in (
+        (model, "bf16", TypeError, "must be a torch.dtype"),
+        (model, torch.int8, ValueError, "floating-point"),
+        (meta, None, RuntimeError, "'weight' is on the meta device"),
+    ):
+        with pytest.raises(error, match=words):
+            weight_changes(given, dtype)  # type: ignore[arg-type]
     changes = weight_changes(model)
     model.extra = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'extra.weight' is not what it was"):
         changes.collect()
-    with torch.device("meta"):
-        meta = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
-        weight_changes(meta)
 
 
 def test_a_copy_of_a_model_has_its_own_snapshots():

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import full_state, shard
+from fronts import ONE, SIDE, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
 from fsdp_wrap._state.full_values import FullValue
@@ -23,25 +23,21 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 WIDTH = 6
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-        self.v_proj, self.o_proj = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.o_proj(self.q_proj(x) * self.k_proj(x).sum(-1, True) + self.v_proj(x).sum(-1, True))
+ROWS = {"q_proj": WIDTH, "k_proj": 2, "v_proj": 2, "o_proj": WIDTH}
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = Attention()
+        layers = {name: nn.Linear(WIDTH, rows, bias=name != "o_proj") for name, rows in ROWS.items()}
+        self.attn = nn.ModuleDict(layers)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, 5, bias=False) for _ in range(3))
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x):
-        return self.norm(x + self.attn(x) + sum(expert(x).sum(-1, True) for expert in self.experts))
+        q, k, v = (self.attn[name](x) for name in ("q_proj", "k_proj", "v_proj"))
+        x = x + self.attn["o_proj"](q * k.sum(-1, True) + v.sum(-1, True))
+        return self.norm(x + sum(expert(x).sum(-1, True) for expert in self.experts))
 
 
 class Net(nn.Module):
@@ -133,16 +129,9 @@ def test_joined_tensors(rank, world_size, front, dtype):
         expected[f"blocks.{index}.w1.weight"] = torch.stack([each.weight for each in block.experts])
         expected |= {f"blocks.{index}.norm.{name}": value for name, value in block.norm.named_parameters()}
     same(found, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
-
-
-@ranks(2)
-def test_all_that_is_floating_comes_in_the_dtype_that_is_asked_for(rank, world_size):
-    """As `module.to(dtype)` casts it: buffers too."""
-    model, plain = trained("orig")
+    found = dict(weight_source(model, dtype=torch.bfloat16, adapters="apart"))
     plain = plain.to(torch.bfloat16)
-    for adapters in ("merge", "apart"):
-        found = dict(weight_source(model, dtype=torch.bfloat16, adapters=adapters))
-        same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
+    same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})  # buffers too
 
 
 @ranks(2)
@@ -158,19 +147,13 @@ def test_what_is_joined_may_be_stacked(rank, world_size):
     assert torch.equal(found["experts.w13.weight"], torch.stack(pairs))
 
 
-@ranks(2)
-def test_replicas(rank, world_size):
+@ranks(4)
+def test_replicas_and_tensor_parallelism(rank, world_size):
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD):
-        mesh = init_device_mesh("cpu", (2, 1)) if strategy is ShardingStrategy.HYBRID_SHARD else None
+        mesh = init_device_mesh("cpu", (2, 2)) if strategy is ShardingStrategy.HYBRID_SHARD else None
         model, plain = trained("orig", sharding_strategy=strategy, device_mesh=mesh)
         same(dict(weight_source(model, buffers=False)), dict(plain.named_parameters()))
-
-
-@ranks(4)
-def test_over_tensor_parallelism(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    plain = Net()
     model = copy.deepcopy(plain)
     for block in model.blocks:
         parallelize_module(block.attn.q_proj, mesh["tp"], ColwiseParallel())
@@ -179,10 +162,6 @@ def test_over_tensor_parallelism(rank, world_size):
     found = dict(weight_source(model, fuse=QKV))
     parts = [plain.blocks[1].attn.q_proj, plain.blocks[1].attn.k_proj, plain.blocks[1].attn.v_proj]
     assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
-
-
-SIDE = 512
-SQUARE = SIDE * SIDE * 4
 
 
 @each_kind
@@ -194,13 +173,10 @@ def test_memory_stays_within_the_budget(rank, world_size, front):
     own = {*net.children()}
     model = shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)
     at_rest, most = live_bytes(), 0
-    for _, value in weight_source(model, fuse={"ab": ("a", "b")}, budget=7 * SQUARE):
+    for _, value in weight_source(model, fuse={"ab": ("a", "b")}, budget=7 * ONE):
         most = max(most, live_bytes() - at_rest)
         assert value.shape == (2 * SIDE, SIDE)
-    assert 2 * SQUARE <= most <= 7 * SQUARE
-
-
-# What is refused.
+    assert 2 * ONE <= most <= 7 * ONE
 
 
 @ranks(2)

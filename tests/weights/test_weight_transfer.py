@@ -29,7 +29,6 @@ from sent_weights import POLICY, net, step
 
 
 def follow(updates: Iterator[Update]) -> list[dict[str, torch.Tensor]]:
-    """Returns what a receiver has after each update."""
     state: dict[str, torch.Tensor] = {}
     found = []
     for update in updates:
@@ -69,6 +68,8 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, front):
 
 
 def test_what_is_not_wanted_is_passed_over(tmp_path):
+    with pytest.raises(RuntimeError, match="no version 1 has appeared"):
+        next(stored(tmp_path, timeout=0.1))
     model, folder = net(), WeightFolder(tmp_path)
     names = [name for name, _ in model.named_parameters()]
     for _ in range(3):
@@ -80,11 +81,6 @@ def test_what_is_not_wanted_is_passed_over(tmp_path):
         for update in stored(tmp_path, timeout=NEVER)
     ]
     assert found[-2:] == [(3, names[:3]), (4, [])]
-
-
-def test_nothing_appears(tmp_path):
-    with pytest.raises(RuntimeError, match="no version 1 has appeared"):
-        next(stored(tmp_path, timeout=0.1))
 
 
 def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
@@ -100,7 +96,6 @@ def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
 
 
 def corrupt(path: Path, place: int) -> None:
-    """Flips one bit of a file; once more makes it good."""
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(bytes(data))

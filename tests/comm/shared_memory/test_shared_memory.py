@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import fronts
-from bed import ranks, run_isolated
+from bed import ranks
+from collectives import DTYPES, check_gathers_and_sums, check_others, values
+from forks import run_forks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm import select as _communicators
@@ -43,12 +46,6 @@ lends = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="with torch 2.11 ranks lend nothing and copy"
 )
 ALLOWED = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="1")  # also where all other tests run over gloo
-DTYPES = [
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
-    *(torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool),
-]
-SIZES = [0, 1, 37, 3000, 70_001]
-"""Elements a rank: none, within the message, across pages."""
 
 
 def sharing(group: dist.ProcessGroup | None = None) -> HostCommunicator:
@@ -59,86 +56,19 @@ def sharing(group: dist.ProcessGroup | None = None) -> HostCommunicator:
     return best
 
 
-def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(numel * 100 + rank)
-    return torch.randint(0, 5, (numel,), generator=generator).to(dtype)
-
-
 @ranks(3)
-def test_every_dtype_and_size(rank, world_size):
+def test_all_collectives(rank, world_size):
     communicator = sharing()
-    for dtype in DTYPES:
-        every = [[values(numel, dtype, each) for numel in SIZES] for each in range(world_size)]
-        full = [torch.empty(numel * world_size, dtype=dtype) for numel in SIZES]
-
-        def fill(full=full, own=every[rank]):
-            for target, source in zip(full, own):
-                communicator.own_part(target).copy_(source)
-
-        communicator.all_gather(full, fill).wait()
-        for index, gathered in enumerate(full):
-            assert torch.equal(gathered.float(), torch.cat([each[index] for each in every]).float()), dtype
-        if not dtype.is_complex:
-            check_reductions(communicator, full)
-    # Of what is narrower than the shards, all parts are widened before they are summed, in rank order.
-    for narrow in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        for numel in (37, 5000):
-            generator = torch.Generator().manual_seed(numel)
-            parts = torch.randn(world_size, world_size * numel, generator=generator).to(narrow)
-            shard = torch.empty(numel)
-            communicator.reduce_scatter([shard], [parts[rank].clone()]).wait()
-            total = sum(part.float() for part in parts)
-            assert torch.equal(shard, communicator.own_part(total))
-
-
-def check_reductions(communicator, full):
-    """Every rank has the same tensors, and adds its number to them."""
-    own = [(tensor.float() + communicator.rank).to(tensor.dtype) for tensor in full]
-    size = communicator.size
-    each = [[(tensor.float() + rank).to(tensor.dtype) for tensor in full] for rank in range(size)]
-    shards = [torch.empty(tensor.numel() // size, dtype=tensor.dtype) for tensor in full]
-    communicator.reduce_scatter(shards, [tensor.clone() for tensor in own]).wait()
-    for index, shard in enumerate(shards):
-        total = sum(tensors[index].float() for tensors in each).to(shard.dtype)
-        assert torch.equal(shard.float(), communicator.own_part(total).float()), shard.dtype
-    if own[0].element_size() > 1 or not own[0].is_floating_point():
-        communicator.all_reduce(own, dist.ReduceOp.MAX).wait()
-        assert all(torch.equal(a, b) for a, b in zip(own, each[-1]))
-
-
-@ranks(3)
-def test_other_collectives(rank, world_size):
-    communicator = sharing()
-    for numel in (5, 5000):
-        mine = values(numel, torch.float32, rank).view(-1, 5)
-        first = values(numel, torch.float32, 0).view(-1, 5)
-        communicator.broadcast(mine)
-        assert torch.equal(mine, first)
-
-        own = values(numel, torch.int32, rank)
-        expected = torch.cat([values(numel, torch.int32, each) for each in range(world_size)])
-        full = torch.empty(numel * world_size, dtype=torch.int32) if rank == 0 else None
-        communicator.gather(own, full)
-        assert rank != 0 or torch.equal(full, expected)  # type: ignore[arg-type]
-        back = torch.empty_like(own)
-        communicator.scatter(back, full)
-        assert torch.equal(back, own)
-
-        lengths = [numel, 0, 2 * numel]  # of parts
-        full = torch.full((sum(lengths),), -1.0)
-        communicator.all_gather_parts(full, lengths, lambda part: part.fill_(rank)).wait()
-        assert full.tolist() == [0.0] * numel + [2.0] * 2 * numel
-
-        sent = torch.arange(world_size).repeat_interleave(numel).add(10 * rank).to(torch.uint8)
-        received = torch.zeros_like(sent)
-        with mock.patch.object(dist, "all_to_all_single", forbidden):
-            communicator.all_to_all(received, sent).wait()
-        wanted = torch.arange(world_size).repeat_interleave(numel).mul(10).add(rank)
-        assert torch.equal(received, wanted.to(torch.uint8))
-
-        value = {"rank": rank, "text": "x" * numel}
-        assert [each["rank"] for each in communicator.all_gather_object(value)] == [0, 1, 2]
-        assert communicator.broadcast_object(value) == {**value, "rank": 0}
+    summed = [dtype for dtype in DTYPES if not dtype.is_complex]
+    check_gathers_and_sums(communicator, summed, in_order=True)
+    for dtype in summed:
+        every = [values(77, dtype, each) for each in range(world_size)]
+        found, most = every[rank].clone(), torch.stack([each.double() for each in every]).amax(0)
+        if dtype.itemsize > 1 or not dtype.is_floating_point:
+            communicator.all_reduce([found], dist.ReduceOp.MAX).wait()
+            assert torch.equal(found.double(), most), dtype
+    with mock.patch.object(dist, "all_to_all_single", forbidden):
+        check_others(communicator)
 
 
 @ranks(2)
@@ -196,22 +126,14 @@ def own(full: torch.Tensor) -> torch.Tensor:
     return full.chunk(2)[dist.get_rank()]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
-        self.head = nn.Linear(40, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x)) + x
-        return self.head(x)
+def net() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(40, 3))
 
 
 def trained(wrap, steps: int = 4) -> list[torch.Tensor]:
-    """The losses of a training, wrapped somehow."""
     torch.manual_seed(3)
-    model = wrap(Net())
+    model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
@@ -225,7 +147,7 @@ def trained(wrap, steps: int = 4) -> list[torch.Tensor]:
 
 
 def wrapped(**options):
-    def wrap(net: Net) -> FSDP:
+    def wrap(net: nn.Module) -> FSDP:
         with ALLOWED:
             return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
 
@@ -274,37 +196,37 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
     assert torch.equal(shard, communicator.own_part(torch.cat([total, torch.zeros(3)])))
 
 
-@ranks(2)
-def test_where_the_host_does_not_allow_it_one_rank_warns_and_gloo_is_used(rank, world_size):
-    refused = mock.patch.object(os, "memfd_create", side_effect=OSError("no such call"))
-    fresh = mock.patch.dict(_shared_memory._own, clear=True)
+@contextlib.contextmanager
+def refused_on_the_second(rank: int, patched: object, name: str) -> Iterator[list[str]]:
+    """There something of the host's fails; gives what is warned of shared memory."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as told:
-        for patch in (fresh, refused) if rank == 1 else ():
-            stack.enter_context(patch)
+        if rank == 1:
+            stack.enter_context(mock.patch.dict(_shared_memory._own, clear=True))
+            stack.enter_context(mock.patch.object(patched, name, side_effect=OSError("no such call")))
         warnings.simplefilter("always")
-        model = wrapped()(Net())
-        assert "float32, through shared memory where ranks share a host\n" in repr(model)
-        losses = trained(wrapped())
-    assert "shared memory" not in repr(model)
-    texts = [str(each.message) for each in told if "share memory" in str(each.message)]
-    assert len(texts) == (1 if rank == 0 else 0)
-    assert all("rank 1: OSError: no such call" in each for each in texts)
-    assert type(_automatic._chosen[dist.group.WORLD]) is ExchangeCommunicator
-    assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
+        texts: list[str] = []
+        yield texts
+    texts += [str(each.message) for each in told if "share memory" in str(each.message)]
 
 
 @ranks(2)
-def test_without_private_maps_each_rank_has_a_copy(rank, world_size):
-    """If one rank cannot map memory privately, all still share it without that."""
-    refused = mock.patch.object(_shared_memory, "PrivateMap", side_effect=OSError("no such map"))
-    fresh = mock.patch.dict(_shared_memory._own, clear=True)
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        for patch in (fresh, refused) if rank == 1 else ():
-            stack.enter_context(patch)
-        warnings.simplefilter("error")
+def test_where_one_rank_may_not_share_memory_one_warns_and_gloo_is_used(rank, world_size):
+    """If it only cannot map memory privately, all still share it, without that."""
+    with refused_on_the_second(rank, _shared_memory, "PrivateMap") as texts:
         assert not sharing()._lending.possible
         losses = trained(wrapped())
-    assert torch.equal(torch.stack(losses), torch.stack(trained(DistributedDataParallel)))
+    assert not texts
+    group = dist.new_group()
+    with refused_on_the_second(rank, os, "memfd_create") as texts:
+        model = wrapped(process_group=group)(net())
+        assert "float32, through shared memory where ranks share a host\n" in repr(model)
+        by_gloo = trained(wrapped(process_group=group))
+    assert "shared memory" not in repr(model)
+    assert len(texts) == (1 if rank == 0 else 0)
+    assert all("rank 1: OSError: no such call" in each for each in texts)
+    assert type(_automatic._chosen[group]) is ExchangeCommunicator
+    for found in (losses, by_gloo):
+        assert torch.equal(torch.stack(found), torch.stack(trained(DistributedDataParallel)))
 
 
 @lends
@@ -359,7 +281,7 @@ def test_who_uses_it_says_so(rank, world_size):
     for shared in (True, False):
         for front in ("flat", "composable"):
             with ALLOWED:
-                model = fronts.shard(front, Net(), ModuleWrapPolicy({nn.Linear}), shared_memory=shared)
+                model = fronts.shard(front, net(), ModuleWrapPolicy({nn.Linear}), shared_memory=shared)
             with record_events() as events, CommDebugMode() as counter:
                 model(torch.randn(6, 40)).sum().backward()
             travelled = [event for event in events if event.kind in (EventKind.UNSHARD, EventKind.REDUCE)]
@@ -369,7 +291,7 @@ def test_who_uses_it_says_so(rank, world_size):
             assert counter.comm_counts[torch.ops.c10d._allgather_base_] >= 5
             assert counter.comm_counts[torch.ops.c10d._reduce_scatter_base_] == 5
             if front == "flat":
-                assert repr(model).count("float32, through shared memory\n") == (2 if shared else 0)
+                assert repr(model).count("float32, through shared memory\n") == (5 if shared else 0)
 
 
 @lends
@@ -547,40 +469,6 @@ def traces() -> int:
     )
 
 
-def open_and_close(rank, world_size):
-    used_and_left(1)  # from now on this rank has memory of its own
-    before = traces()
-    # The peer's memory and its life, with a descriptor each; the first one's is mapped twice.
-    assert used_and_left(8) == before + (3 if rank == 0 else 4)
-    assert traces() <= before
-
-
-def used_and_left(count: int) -> int:
-    """Uses some groups, which are gone afterwards; returns what there was meanwhile."""
-    groups = [dist.new_group([0, 1]) for _ in range(count)]
-    for group in groups:
-        with ALLOWED:
-            for _ in range(2):
-                assert sharing(group).all_gather_object(dist.get_rank()) == [0, 1]
-    meanwhile = traces()
-    while groups:
-        dist.destroy_process_group(groups.pop())
-    dist.barrier()
-    del group
-    gc.collect()
-    dist.barrier()  # all have left them
-    for _ in range(2):
-        gc.collect()
-        own_memory()._collect()
-    gc.collect()
-    return meanwhile
-
-
-def test_many_groups_map_a_peer_once_and_leave_nothing_of_it_open():
-    for outcome in run_isolated(open_and_close, world_size=2):  # where no other group has mapped the peer
-        assert outcome.kind == "passed", outcome
-
-
 def test_what_lies_in_memory_stays_there_when_it_grows():
     """In this process as in another one, which finds what is new when it looks there."""
     memory = SharedMemory()
@@ -602,7 +490,7 @@ def test_what_lies_in_memory_stays_there_when_it_grows():
 
 
 def address_space() -> int:
-    """Bytes of it that this process takes, and how many of them belong to memory of this library."""
+    """Bytes that maps of this library's memory take."""
     taken = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fsdp_wrap" in line:
@@ -621,39 +509,23 @@ def take_as_needed(rank, world_size):
     model(torch.ones(1, 2000)).sum().backward()
     grown = address_space()
     found = []
-    for _ in range(40):
-        group = dist.new_group()
-        with ALLOWED:
-            model = FSDP(nn.Linear(200, 200), process_group=group)
-        model(torch.ones(1, 200)).sum().backward()
+    for count in (1, 1, 8, *[1] * 30):
+        groups = [dist.new_group() for _ in range(count)]
+        before = traces()
+        for group in groups:
+            with ALLOWED:
+                model = FSDP(nn.Linear(200, 200), process_group=group)
+            model(torch.ones(1, 200)).sum().backward()
+        assert count == 1 or traces() == before, "groups share descriptors and maps"
         dist.barrier()
-        dist.destroy_process_group(group)
+        while groups:
+            dist.destroy_process_group(groups.pop())
         del model, group
         gc.collect()
         dist.barrier()  # all have left it
         own_memory()._collect()
         found.append((address_space(), traces(), live_bytes()))
     return small, grown, found
-
-
-@lends
-def test_address_space_is_taken_as_it_is_needed():
-    for outcome in run_isolated(take_as_needed, world_size=2):
-        assert outcome.kind == "passed", outcome
-        small, grown, found = outcome.value
-        assert small <= 4 * _shared_memory._LEAST  # each rank's file, and privately what the first one lends
-        assert small + (16 << 20) <= grown <= small + (4 * 4 * 16 << 20)  # three units of 16 MB at most
-        assert found[-1] == found[2], "of other groups nothing stays, and in their place lie later ones"
-
-
-@pytest.mark.parametrize("spare", [16 << 30, -(1 << 30)], ids=["more than", "less than"])
-def test_address_space_is_left_for_others(spare):
-    for rank, outcome in enumerate(run_isolated(train_with_limit, spare, world_size=2)):
-        assert outcome.kind == "passed", outcome
-        losses, told = outcome.value
-        assert losses[-1] < losses[0]
-        assert len(told) == (1 if rank == 0 and spare < 0 else 0)
-        assert all("less is left than" in each for each in told)
 
 
 def train_with_limit(rank, world_size, spare):
@@ -689,6 +561,21 @@ def lack_address_space(rank, world_size):
     assert communicator.all_gather_object(rank) == [0, 1]
 
 
-def test_too_little_address_space_is_told_as_such():
-    for outcome in run_isolated(lack_address_space, world_size=2):
-        assert outcome.kind == "passed", outcome
+@lends
+def test_address_space_is_taken_as_it_is_needed():
+    for end in run_forks(take_as_needed, [()], world_size=2)[0]:
+        small, grown, found = end.value
+        assert small <= 4 * _shared_memory._LEAST  # each rank's file, and privately what the first one lends
+        assert small + (16 << 20) <= grown <= small + (4 * 4 * 16 << 20)  # three units of 16 MB at most
+        assert found[-1] == found[2], "of other groups nothing stays, and in their place lie later ones"
+
+
+def test_address_space_is_left_for_others_and_too_little_is_told_as_such():
+    spares = [16 << 30, -(1 << 30)]
+    for spare, ends in zip(spares, run_forks(train_with_limit, [(each,) for each in spares], world_size=2)):
+        for rank, end in enumerate(ends):
+            losses, told = end.value
+            assert losses[-1] < losses[0]
+            assert len(told) == (1 if rank == 0 and spare < 0 else 0)
+            assert all("less is left than" in each for each in told)
+    run_forks(lack_address_space, [()], world_size=2)
