@@ -57,7 +57,6 @@ ADD_ONS = {
             *("optim/test_muon.py", "optim/test_step_in_backward.py", "weights/test_weight_transfer.py"),
             *("parallel/test_checkpoints_across_meshes.py", "parallel/test_distributed_parameters.py"),
             *("parallel/test_mesh_per_parameter.py", "parallel/test_replicate.py"),
-            "parallel/test_tensor_parallel_checkpoints.py",
         ],
         "import fsdp_wrap.checkpoint",
         "ModuleNotFoundError: No module named 'fsdp_wrap.checkpoint'",

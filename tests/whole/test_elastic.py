@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,33 +18,21 @@ import torch.distributed as dist
 
 from bed.paths import ROOT
 from bed.patience import NEVER, until
-from bed.scripts import python
+from warm import warm
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import receiver_kills
-from benchmarks.kills import KINDS, drawn
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 from lm.data import Corpus, Share
 
 from benchmarks.host_kills import ALL_HOSTS, HOST, RANK, Run, disturbed, launcher, run_on
-from benchmarks.victims import Event, Host, cores_of, table
+from benchmarks.victims import Host, cores_of
 
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4"
 LONG = f"{TINY} --steps 80 --checkpoint-every 5 --global-batch 8"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"{number} little words that one can learn by heart, " * 20)
-    return folder
-
-
-# which data a rank sees
 
 
 def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
@@ -67,24 +53,11 @@ def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
         assert weights == pytest.approx(1)
 
 
-def test_the_table_of_kills_counts_rightly():
-    ranks = [Event("rank", 12, 10, 3.0, 4), Event("rank", 19, 15, 5.0, 4)]
-    events = [*ranks, Event("group", 30, 30, 0.0, 2, 7.0)]
-    assert table(events, {"group": 0, "rank": 5, "agent": 5})[2:] == [
-        "| group | 1 | 0, 0 | 0 | 0.0, 0.0 | 7.0, 7.0 |",
-        "| rank | 2 | 3, 4 | 5 | 4.0, 5.0 |  |",
-    ]
-
-
-# what is killed
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
     """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
     script = [str(ROOT / "examples" / "train_lm.py"), *LONG.split(), "--data", str(text)]
-    alone = python(*script, first=lambda: os.sched_setaffinity(0, cores_of(0, 2)))  # as a host below
-    undisturbed = json.loads(alone.out.splitlines()[-1])
+    undisturbed = json.loads(warm(1, *script).out.splitlines()[-1])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     saved, log = tmp_path / "checkpoints", tmp_path / "run.log"
@@ -118,33 +91,28 @@ def wait_for(saved: Path, step: int) -> int:
 @pytest.mark.slow
 def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path):
     """Of one host: all comes from the memory of the other. Of both: from the disk. The end is the same."""
+    flags = ("--memory", tmp_path / "quiet", "--steps", 50, "--width", 32, "--data", text)
+    quiet = warm(2, ROOT / "examples" / "elastic.py", *flags)
+    undisturbed = json.loads(quiet.out.splitlines()[-1])
+    assert undisturbed["step"] == 50
     options = argparse.Namespace(
-        hosts=2, ranks=1, lose_at_most=5, steps=80, disk_every=10, width=32, data=text, seed=0
+        hosts=2, ranks=1, lose_at_most=5, steps=50, disk_every=10, width=32, data=text, seed=0
     )
-    with run_on(options, tmp_path / "quiet", tmp_path / "quiet.disk", keeps=False) as run:
-        events, undisturbed = disturbed(run, 80, (), random.Random(0))
-    assert events == []
     with run_on(options, tmp_path / "memory", tmp_path / "disk") as run:
-        events, loss = disturbed(run, 80, (HOST, ALL_HOSTS), random.Random(1))
+        events, loss = disturbed(run, options.steps, (HOST, ALL_HOSTS), random.Random(1))
         ways = [(0, "the beginning"), (events[0].resumed, "memory"), (events[1].resumed, "disk")]
         assert resumptions(run) == ways
     assert [event.kind for event in events] == [HOST, ALL_HOSTS]
     assert events[0].resumed >= 3 and events[0].ranks == 2
     assert 0 <= events[0].lost <= options.lose_at_most
     assert 0 <= events[1].lost <= options.disk_every
-    assert loss == undisturbed
+    assert loss == undisturbed["loss"]
     assert not any((tmp_path / "memory").glob("*/step_*"))  # freed in the end
 
 
 def resumptions(run: Run) -> list[tuple[int, str]]:
     lines = [json.loads(line) for line in run.log.read_text().splitlines() if line.startswith("{")]
     return [(line["resumed"], line["from"]) for line in lines if "resumed" in line]
-
-
-def test_kinds_are_drawn_equally_often_and_by_the_seed():
-    first, again, other = (drawn(50, KINDS, random.Random(seed)) for seed in (0, 0, 1))
-    assert first == again != other
-    assert sorted(Counter(first).values()) == [8, 8, 8, 8, 9, 9]
 
 
 @pytest.mark.slow

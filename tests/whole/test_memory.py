@@ -29,8 +29,6 @@ def _nbytes(module: nn.Module) -> int:
 
 
 class _Square(nn.Module):
-    """A unit whose parameters outweigh everything else in the process."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(512, 512)
@@ -47,8 +45,6 @@ def _squares(front: str, count: int, **kwargs: object) -> tuple[nn.Module, int]:
 
 
 class _Peak:
-    """Highest live bytes seen at the forward and backward of any unit."""
-
     def __init__(self, model: nn.Module) -> None:
         self.value = 0
         for module in model.modules():
@@ -87,36 +83,34 @@ def test_few_units_are_whole_at_a_time(rank, world_size, front):
 @ranks(2)
 def test_only_shards_remain_after_each_step(rank, world_size, strategy, front, prefetch):
     with only_new_objects():  # not what tests before have left in this process
-        _only_shards_remain(world_size, front, strategy, prefetch)
-
-
-def _only_shards_remain(world_size, front, strategy, prefetch):
-    model, unit = _squares(front, 4, sharding_strategy=ShardingStrategy[strategy], **prefetching(prefetch))
-    gc.collect()
-    slack = unit // 8  # activations and biases' padding
-    at_rest = 4 * unit // world_size
-    assert live_bytes() <= at_rest + slack
-    x = torch.ones(1, 512)
-    with torch.no_grad():
-        model(x)
-    assert live_bytes() <= at_rest + slack
-    loss = model(x).sum()
-    kept = 0 if strategy == "FULL_SHARD" else 4 * unit
-    assert abs(live_bytes() - at_rest - kept) <= slack
-    loss.backward()
-    assert live_bytes() <= 2 * at_rest + slack
-    model.zero_grad()
-    assert live_bytes() <= at_rest + slack
-    for _ in range(2 if front != "composable" else 0):
-        with no_sync(model):
-            model(x).sum().backward()
+        model, unit = _squares(
+            front, 4, sharding_strategy=ShardingStrategy[strategy], **prefetching(prefetch)
+        )
         gc.collect()
-        marks = at_rest  # the zeros that stand for gradients until they are reduced
-        assert abs(live_bytes() - at_rest - marks - 4 * unit - kept) <= slack
-        model(x).sum().backward()
-        gc.collect()
+        slack = unit // 8  # activations and biases' padding
+        at_rest = 4 * unit // world_size
+        assert live_bytes() <= at_rest + slack
+        x = torch.ones(1, 512)
+        with torch.no_grad():
+            model(x)
+        assert live_bytes() <= at_rest + slack
+        loss = model(x).sum()
+        kept = 0 if strategy == "FULL_SHARD" else 4 * unit
+        assert abs(live_bytes() - at_rest - kept) <= slack
+        loss.backward()
         assert live_bytes() <= 2 * at_rest + slack
         model.zero_grad()
+        assert live_bytes() <= at_rest + slack
+        for _ in range(2 if front != "composable" else 0):
+            with no_sync(model):
+                model(x).sum().backward()
+            gc.collect()
+            marks = at_rest  # the zeros that stand for gradients until they are reduced
+            assert abs(live_bytes() - at_rest - marks - 4 * unit - kept) <= slack
+            model(x).sum().backward()
+            gc.collect()
+            assert live_bytes() <= 2 * at_rest + slack
+            model.zero_grad()
 
 
 @each_api
