@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +12,10 @@ from fronts import full
 from fsdp_wrap import Event, fully_shard
 
 
-def shard_blocks(model: nn.Module, **kwargs):
+def shard_blocks(model: nn.Module, way: Any = fully_shard, **kwargs: Any) -> Any:
     for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+        way(block, **kwargs)
+    return way(model, **kwargs)
 
 
 def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True, atol: float = 1e-10) -> None:

@@ -155,7 +155,7 @@ def test_shares_beside_computation():
     assert found.beside("reduce") == 0 == found.beside("nothing of the kind")
 
 
-def test_waits_by_step():
+def test_waits_by_step_and_streams_without_a_name():
     trace = _trace()
     for start in (100, 200, 300):
         trace.note(STEP, start, start + 50)
@@ -163,14 +163,9 @@ def test_waits_by_step():
         trace.call("cudaStreamSynchronize", at, tid=BACKWARD if at == 310 else HOST)
     trace.call("cudaDeviceSynchronize", 170)  # between steps
     trace.call("cudaStreamWaitEvent", 115)  # which the host does not wait for
-    assert read(trace.events).waits == [1, 0, 2]
-
-
-def test_streams_without_a_name_are_told_by_number():
-    trace = _trace()
-    trace.note(STEP, 100, 200)
-    trace.work(31, 300, 340, launched=110)
-    assert read(trace.events).busy("stream 31") == 40
+    trace.work(31, 400, 440, launched=112)
+    found = read(trace.events)
+    assert found.waits == [1, 0, 2] and found.busy("stream 31") == 40
     nameless = [event for event in trace.events if not event["name"].startswith(STREAM)]
     with pytest.raises(ValueError, match=r"which of its streams \[31\] computes"):
         read(nameless)

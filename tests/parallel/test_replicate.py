@@ -24,6 +24,7 @@ from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
 from beside import NEAR
+from composable import shard_blocks
 from fronts import full
 from fsdp_wrap import (
     DataParallelMeshDims,
@@ -39,34 +40,16 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import Side, assert_same_sides
+from nets import Net
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-LAYERS = 4
-
-
-def net(seed: int = 0) -> nn.Sequential:
+def net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)), nn.Linear(6, 3)).double()
+    return Net().double()
 
 
 def batches(step: int, count: int) -> torch.Tensor:
     return torch.randn(count, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-
-
-def each_layer(model: nn.Sequential, way: Callable[..., Any], **options: Any) -> Any:
-    """Makes units of all layers but the last, and of the model."""
-    for layer in model[:LAYERS]:
-        way(layer, **options)
-    return way(model, **options)
 
 
 def named_mesh(size: int) -> Any:
@@ -84,9 +67,9 @@ assert_same = partial(composable.assert_same, exact=False, atol=1e-12)
 def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
     mesh = named_mesh(world_size)
     apart, together, theirs = net(), net(), net()
-    each_layer(apart, replicate, mesh=mesh, travel_together_bytes=0)
-    each_layer(together, replicate)
-    each_layer(theirs, torchs.replicate, mesh=mesh)
+    shard_blocks(apart, replicate, mesh=mesh, travel_together_bytes=0)
+    shard_blocks(together, replicate)
+    shard_blocks(theirs, torchs.replicate, mesh=mesh)
     ddp = DDP(net())
     models = {"apart": apart, "together": together, "torch's": theirs, "DDP": ddp}
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in models.values()]
@@ -96,7 +79,7 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
             with count_collectives(objects=False) as found:
                 backward(model, batches(step, world_size)[rank])
             counts[name] = {kind: traffic.calls for kind, traffic in found.items()}
-        units = LAYERS + 1
+        units = len(apart.blocks) + 1
         assert counts["apart"] == counts["torch's"] == {"all_reduce": units}
         assert counts["together"] == {"all_reduce": 1 if step else units}
         for model in (together, theirs, ddp):
@@ -170,13 +153,13 @@ def test_parameters_get_values_after_replicating_and_are_those_that_modules_comp
     plain = net()
     with torch.device("meta"):
         model = net()
-    each_layer(model, replicate)
+    shard_blocks(model, replicate)
     assert all(param.is_meta and param.placements == (Replicate(),) for param in model.parameters())
     model.to_empty(device="cpu")
     our_functions.set_model_state_dict(
         model, plain.state_dict(), options=torch_functions.StateDictOptions(full_state_dict=True)
     )
-    twin, linear = DDP(plain), model[0].linear
+    twin, linear = DDP(plain), model.blocks[0].up
     where = {name: param.to_local().data_ptr() for name, param in linear.named_parameters()}
     seen: dict[str, int] = {}
     linear.register_forward_pre_hook(
@@ -200,16 +183,15 @@ WAYS: dict[str, list[Any]] = {
     "sharded": [fully_shard] * 3,
     "theirs": [torchs.replicate] * 3,
 }
-"""What makes units of the first two layers, the second two, and the model."""
+"""What makes units of the two blocks, and of the model."""
 
 
 def made(way: str, seed: int = 0) -> Any:
     first, second, root = WAYS[way]
     model = net(seed)
     options = {"mesh": named_mesh(dist.get_world_size())} if way == "theirs" else {}
-    for number in range(LAYERS):
-        made_by = first if number < 2 else second
-        made_by(model[number], **options)
+    for block, way_of_it in zip(model.blocks, (first, second)):
+        way_of_it(block, **options)
     if root is FSDP:
         return FSDP(model, use_orig_params=True)
     return root(model, **options)
@@ -319,7 +301,7 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     assert all(torch.equal(full(b), 2 * full(a)) for a, b in zip(model.parameters(), twin.parameters()))
     twin.load_state_dict(model.state_dict())
     seen: list[int] = []
-    twin[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    twin.blocks[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
     for each in (model, twin):
         backward(each, batches(0, world_size)[rank])
     assert_same(twin, model)
@@ -331,31 +313,32 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     assert_same(twin.double(), model, atol=1e-4)
     with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
         pickle.dumps(model)
-    layer = model[0]
+    layer = model.blocks[0]
     handle = layer.unshard(async_op=True)
     handle.wait()
-    assert type(layer.linear.weight) is nn.Parameter
+    assert type(layer.up.weight) is nn.Parameter
     layer.reshard()
-    assert isinstance(layer.linear.weight, DTensor)
+    assert isinstance(layer.up.weight, DTensor)
     layer.twice = lambda x: layer(layer(x))
     register_fsdp_forward_method(layer, "twice")
     x = batches(0, 1)[0]
-    torch.testing.assert_close(layer.twice(x), net()[0](net()[0](x)))
+    torch.testing.assert_close(layer.twice(x), net().blocks[0](net().blocks[0](x)))
 
 
 @ranks(2)
 def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
     model, ddp = net(), DDP(net())
-    replicate([model[0], model[1]])
-    replicate(model[3], ignored_params={model[3].norm.bias})
+    first, last = model.blocks
+    replicate([model.stem, first])
+    replicate(last, ignored_params={last.up.bias})
     replicate(model)
-    model[0].set_modules_to_forward_prefetch([model[3]])
-    model[3].set_modules_to_backward_prefetch([model[0]])
-    assert type(model[3].norm.bias) is nn.Parameter
+    first.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first])
+    assert type(last.up.bias) is nn.Parameter
     for step in range(2):
         for each in (model, ddp):
             backward(each, batches(step, world_size)[rank])
-    dist.all_reduce(model[3].norm.bias.grad.div_(world_size))
+    dist.all_reduce(last.up.bias.grad.div_(world_size))
     assert_same(model, ddp)
 
 

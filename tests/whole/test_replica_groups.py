@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
@@ -56,13 +55,12 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
 
     # It comes back with another model that was never stepped, and is healed.
     manager.alone = False
+    again = sharded(front, other(net()), rank)  # groups are made by all
     if rank >= SHARDS:
-        model = sharded_again(front, rank)
+        model = again
         optimizer = adamw(model)
         manager.states.clear()
         join_replica_groups(manager, model, optimizer)
-    else:
-        sharded_again(front, rank)  # groups are made by all
     manager.heal(rank)
     train(model, optimizer, rank, world_size, range(4, 6))
     train(plain, theirs, 0, 1, range(4, 6))
@@ -74,10 +72,6 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
     assert one and one.keys() == two.keys()
     for number, entry in one.items():
         assert all(torch.equal(value, two[number][key]) for key, value in entry.items())
-
-
-def sharded_again(front: str, rank: int) -> nn.Module:
-    return sharded(front, other(net()), rank)
 
 
 @each_api
