@@ -212,6 +212,15 @@ def saved(folder: Path, pattern: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def wait_for(victim: Host, folder: Path, pattern: str, after: int) -> int:
+    """Returns the newest step, when there is one after another."""
+    until(
+        lambda: max(saved(folder, pattern), default=0) > after or victim.agent.poll() is not None, pause=0.002
+    )
+    assert victim.agent.poll() is None, victim.log.with_suffix(".err").read_text()
+    return max(saved(folder, pattern), default=after)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the rank processes in /proc")
 def test_a_run_that_is_killed_again_and_again_resumes_to_the_same_end(text, uninterrupted, tmp_path):
@@ -226,26 +235,17 @@ def test_a_run_that_is_killed_again_and_again_resumes_to_the_same_end(text, unin
         log = tmp_path / f"{number}.log"
         memory, cores = tmp_path / "memory", sorted(os.sched_getaffinity(0))
         victim = Host([sys.executable, *map(str, command)], memory, log, cores)
-
-        def comes(pattern, victim=victim, log=log, after=newest):
-            until(
-                lambda: max(saved(folder, pattern), default=0) > after or victim.agent.poll() is not None,
-                pause=0.002,
-            )
-            assert victim.agent.poll() is None, log.with_suffix(".err").read_text()
-
         try:
-            comes("step_*")
+            newest = wait_for(victim, folder, "step_*", newest)
             if moment == "in_a_step":
                 time.sleep(random.uniform(0, 0.2))
             else:
-                comes(".*.partial", after=max(saved(folder, "step_*")))
+                wait_for(victim, folder, ".*.partial", newest)
             kill([victim.ranks()[rank]])
             assert victim.agent.wait(timeout=NEVER) != 0
         finally:
             victim.stop()
-        newest = max(saved(folder, "step_*"))
-
+    newest = max(saved(folder, "step_*"))
     part = folder / f"step_{newest:08}" / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:1000])
     before = contents(folder)

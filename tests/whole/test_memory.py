@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +14,12 @@ from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from fronts import assert_same_grads, each_front, inner, no_sync, prefetching, shard, twins
 from fsdp_wrap import ShardingStrategy
-from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens, train
 
 WIDTH = 64
 each_api = pytest.mark.parametrize("front", ["orig", "composable"])
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 class _Square(nn.Module):
@@ -40,7 +34,7 @@ class _Square(nn.Module):
 def _squares(front: str, count: int, **kwargs: object) -> tuple[nn.Module, int]:
     """Returns a sharded stack of equal units, whose root owns nothing, and the bytes of one unit."""
     module = nn.Sequential(*[_Square() for _ in range(count)])
-    unit = _nbytes(module[0])
+    unit = sum(param.nbytes for param in module[0].parameters())
     return shard(front, module, ModuleWrapPolicy({_Square}), **kwargs), unit
 
 
@@ -213,9 +207,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front):
         plain, model = twins(front, make, torch.float64)
         for unit in units_in(model).values():
             for segment in unit.handle.segments:
-                buffer = segment.gradients._own.buffer
-                spoiled = partial(_allocate_spoiled, buffer, buffer.allocate)
-                buffer.allocate = spoiled  # type: ignore[method-assign]
+                spoil(segment.gradients._own.buffer)
         for _ in range(2):
             for module in (plain, model):
                 module.zero_grad()
@@ -226,8 +218,14 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front):
                 torch.testing.assert_close(model.clip_grad_norm_(1e9), expected, rtol=1e-12, atol=0.0)
 
 
-def _allocate_spoiled(buffer: Buffer, allocate: Callable[[], None]) -> None:
-    there = buffer.allocated
-    allocate()
-    if not there:
-        buffer.tensor.data.fill_(float("nan"))
+def spoil(buffer: Any) -> None:
+    """Lets it be full of what is no number whenever it is allocated."""
+    allocate = buffer.allocate
+
+    def allocate_spoiled() -> None:
+        there = buffer.allocated
+        allocate()
+        if not there:
+            buffer.tensor.data.fill_(float("nan"))
+
+    buffer.allocate = allocate_spoiled
