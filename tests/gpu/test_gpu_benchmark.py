@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import gpu
 from benchmarks.goals import GOALS, Goal, verdicts
-from benchmarks.harness import Settings, run_fake
-from benchmarks.models import TINY, Block
+from benchmarks.harness import Settings
+from benchmarks.models import TINY
 from benchmarks.timeline import COMPUTE, STEP, STREAM, read
 
 OF_GPU = [goal for goal in GOALS if goal.place[0] == "gpu"]
@@ -42,17 +42,6 @@ def test_every_way_through_it_is_taken_on_a_cpu():
         assert set(goal.rows) <= set(figures[title]), title
         on_gpu = ("reserved in vain", "gather exposed", "reduce exposed")
         assert column in on_gpu or all(column in figures[title][row] for row in goal.rows)
-
-
-def test_memory_is_measured_in_blocks():
-    memory = run_fake(_memory, 2)
-    block = next(module for module in TINY.model().modules() if isinstance(module, Block))
-    nbytes = sum(param.nbytes for param in block.parameters())
-    assert memory["peak MB"] > 0 and memory["blocks"] == pytest.approx(memory["peak MB"] * 1e6 / nbytes)
-
-
-def _memory():
-    return gpu.measure_memory(TINY, "fsdp_wrap", "cpu")
 
 
 def test_sizes_fit_what_is_free():

@@ -1,10 +1,15 @@
-"""The examples as a user runs them: under torchrun, to the end, resumed, killed, and with wrong input."""
+"""The examples as a user runs them: under torchrun, to the end, resumed, killed, and with wrong input.
+
+Also training that outlives its hosts, and receivers of weights that die.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -28,8 +33,13 @@ from models import Block, Transformer, loss_of, tokens, train
 from warm import warm
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+sys.path.insert(0, str(ROOT / "examples"))
 
-from benchmarks.victims import Host, kill
+from lm.data import Corpus, Share
+
+from benchmarks import receiver_kills
+from benchmarks.host_kills import ALL_HOSTS, HOST, RANK, disturbed, launcher, run_on
+from benchmarks.victims import Host, cores_of, kill
 
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
@@ -81,14 +91,6 @@ def test_muon_learns_more_in_the_same_steps(text, uninterrupted):
 
 
 @pytest.mark.slow
-def test_minimal_example_trains_and_saves(tmp_path):
-    result = warm(2, EXAMPLES / "minimal.py", folder=tmp_path)
-    losses = [float(line.rpartition(" ")[2]) for line in result.out.splitlines()]
-    assert losses[-1] < losses[0]
-    assert (tmp_path / "model.pt").stat().st_size > 0
-
-
-@pytest.mark.slow
 def test_any_number_of_processes_trains_evaluates_and_samples(text):
     report = report_of(train_lm("--data", text, "--steps", 4, "--accumulation", 2, processes=3))
     assert 1 < report["val_loss"] < 6
@@ -112,7 +114,6 @@ def test_a_plan_is_printed_and_nothing_is_trained(tmp_path):
 
 
 def test_a_plan_of_a_job_is_printed_by_its_first_rank_alone(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     from lm.seeing import print_plan
 
     def setup(world):
@@ -141,8 +142,7 @@ def test_a_timeline_of_some_steps_is_written_with_report_and_picture(uninterrupt
 
 
 @ranks(2)
-def test_folders_refuse_what_is_not_of_this_run(rank, world_size, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_folders_refuse_what_is_not_of_this_run(rank, world_size, tmp_path):
     from lm.checkpoint import Folder
     from lm.launch import RunError
 
@@ -192,8 +192,7 @@ WRONG_FLAGS = {
 }
 
 
-def test_wrong_flags_end_in_a_usage_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_wrong_flags_end_in_a_usage_error(tmp_path, capsys):
     from lm.options import parse
 
     (tmp_path / "empty").mkdir()
@@ -258,6 +257,88 @@ def test_a_run_that_is_killed_again_and_again_resumes_to_the_same_end(text, unin
     assert report_of(result)["val_loss"] == uninterrupted[0]
     assert f"step_{newest:08}: __1_0.distcp has 1000 of" in result.err
     assert saved(folder, "step_*") == [STEPS - 3, STEPS]
+
+
+def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
+    """Each once; all ranks run equally many forwards; the mean over ranks is that over the windows."""
+    corpus = Corpus.load(text, 16)
+    expected, _ = corpus.batch("step 3", 7, 16)
+    for size in (1, 2, 3, 5, 9):
+        found, weights = [], 0.0
+        for rank in range(size):
+            share = Share(rank, size, global_batch=7, batch=2)
+            parts = [*share.windows(corpus, "step 3", 16)]
+            assert len(parts) == share.forwards == math.ceil(math.ceil(7 / size) / 2)
+            for (inputs, targets), count in parts:
+                assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+                found.append(inputs[:count])
+                weights += count * share.scale / size
+        assert torch.equal(torch.cat(found), expected), size
+        assert weights == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
+    """Of two hosts one goes for good, later a rank of the other; the end is that of an undisturbed run."""
+    flags = [*TINY, *"--steps 80 --checkpoint-every 5 --global-batch 8 --data".split(), str(text)]
+    undisturbed = report_of(warm(1, EXAMPLES / "train_lm.py", *flags))
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder, log = tmp_path / "checkpoints", tmp_path / "run.log"
+    script = [str(EXAMPLES / "train_lm.py"), *flags, "--checkpoint", str(folder), "--elastic"]
+    command = [*launcher(store, 2, 1, last_call=2), *script]
+    hosts = [Host(command, tmp_path / f"memory{number}", log, cores_of(number, 2)) for number in range(2)]
+    try:
+        reached(folder, 10)
+        hosts[1].stop()
+        newest = reached(folder, 15 + max(saved(folder, "step_*")))  # alone
+        hosts[0].lose(RANK, random.Random(0))
+        reached(folder, newest + 5)
+        assert hosts[0].agent.wait(timeout=NEVER) == 0, log.with_suffix(".err").read_text()[-3000:]
+    finally:
+        for host in hosts:
+            host.stop()
+    report = json.loads(log.read_text().splitlines()[-1])
+    assert report["step"] == 80
+    assert report["val_loss"] == pytest.approx(undisturbed["val_loss"], rel=1e-3)  # other sums, rounded
+    assert json.loads((folder / "run.json").read_text())["global batch"] == 8
+
+
+def reached(folder: Path, step: int) -> int:
+    """Returns the newest step, when it is so high."""
+    until(lambda: max(saved(folder, "step_*"), default=0) >= step)
+    return max(saved(folder, "step_*"))
+
+
+@pytest.mark.slow
+def test_a_lost_host_costs_no_more_than_the_steps_since_the_copy(text, tmp_path):
+    """Of one host: all comes from the memory of the other. Of both: from the disk. The end is the same."""
+    flags = ("--memory", tmp_path / "quiet", "--steps", 60, "--width", 32, "--data", text)
+    undisturbed = report_of(warm(2, EXAMPLES / "elastic.py", *flags))
+    assert undisturbed["step"] == 60
+    options = argparse.Namespace(
+        hosts=2, ranks=1, lose_at_most=5, steps=60, disk_every=10, width=32, data=text, seed=0
+    )
+    with run_on(options, tmp_path / "memory", tmp_path / "disk", step_seconds=0.02) as run:
+        events, loss = disturbed(run, options.steps, (HOST, ALL_HOSTS), random.Random(1))
+        ways = [(0, "the beginning"), (events[0].resumed, "memory"), (events[1].resumed, "disk")]
+        lines = [json.loads(line) for line in run.log.read_text().splitlines() if line.startswith("{")]
+        assert [(line["resumed"], line["from"]) for line in lines if "resumed" in line] == ways
+    assert [event.kind for event in events] == [HOST, ALL_HOSTS]
+    assert events[0].resumed >= 3 and events[0].ranks == 2
+    assert 0 <= events[0].lost <= options.lose_at_most
+    assert 0 <= events[1].lost <= options.disk_every
+    assert loss == undisturbed["loss"]
+    assert not any((tmp_path / "memory").glob("*/step_*"))  # freed in the end
+
+
+@pytest.mark.slow
+def test_a_receiver_that_is_killed_costs_no_step_and_the_next_one_has_all():
+    """The trainers' bits are those of a run without receivers, and the last receiver has them."""
+    events, same = receiver_kills.disturbed(1, seed=3)
+    assert [event.lost for event in events] == [0]
+    assert events[0].seconds < events[0].away
+    assert same
 
 
 SCRIPT = EXAMPLES / "slurm.sh"
