@@ -244,7 +244,7 @@ def test_a_run_that_is_killed_again_and_again_resumes_to_the_same_end(text, unin
             assert victim.agent.wait(timeout=NEVER) != 0
         finally:
             victim.stop()
-    newest = max(saved(folder, "step_*"))
+        newest = max(saved(folder, "step_*"))
     part = folder / f"step_{newest:08}" / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:1000])
     before = contents(folder)
