@@ -12,6 +12,7 @@ from torch import nn
 
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
+from bed.patience import until
 from fronts import assert_same_grads, each_front, inner, no_sync, prefetching, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._runtime.unit import units_in
@@ -168,7 +169,8 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size
         del model, optimizer, state
         late.sum().backward()  # the graph still has what it needs
         del late, unused  # whose backward never comes
-        assert live_bytes() <= before + 8192  # not the few elements of each parameter that ranks compare
+        # But the few elements of each parameter that ranks compare; gloo's threads let go of what was sent later.
+        until(lambda: live_bytes() <= before + 8192)
     finally:
         gc.enable()
     gc.collect()
