@@ -33,7 +33,7 @@ def train_beside(
     """Trains a sharded model beside a plain one that sees the batches of all ranks; fails at any difference.
 
     Compared are the loss of each backward; before each step norms, gradients, how they lie, and which
-    parameters have none; and all parameters after each step.
+    parameters have none; and all parameters in the end.
 
     Args:
         model: A model that any of the front-ends has sharded.
@@ -65,7 +65,16 @@ def train_beside(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        _assert_near(full_state(model), full_state(plain), **near)
+    _assert_near(full_state(model), full_state(plain), **near)
+
+
+def check_each(check: Callable[[Any], None], scenarios: Iterable[Any]) -> None:
+    """Checks scenarios; a failure tells of which."""
+    for scenario in scenarios:
+        try:
+            check(scenario)
+        except Exception as error:
+            raise AssertionError(str(scenario)) from error
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:

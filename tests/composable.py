@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from fronts import full
 from fsdp_wrap import Event, fully_shard
 
 
-def shard_blocks(model: nn.Module, **kwargs):
+def shard_blocks(model: nn.Module, way: Any = fully_shard, **kwargs: Any) -> Any:
     for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+        way(block, **kwargs)
+    return way(model, **kwargs)
 
 
-def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True) -> None:
-    """Asserts that parameters and gradients, gathered by DTensor, equal those of a plain model."""
-    wanted_of = dict(reference.named_parameters())
+def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True, atol: float = 1e-10) -> None:
+    """Asserts that parameters and gradients, gathered by DTensor, equal those of another model, or of DDP."""
+    wanted_of = {name.removeprefix("module."): param for name, param in reference.named_parameters()}
     for name, param in model.named_parameters():
         expected = wanted_of.pop(name.replace("_checkpoint_wrapped_module.", ""))
-        pairs = [(param.detach().full_tensor(), expected.detach())]
+        pairs = [(full(param.detach()), full(expected.detach()))]
         assert (param.grad is None) == (expected.grad is None), name
         if param.grad is not None:
-            pairs.append((param.grad.full_tensor(), expected.grad))
+            pairs.append((full(param.grad), full(expected.grad)))
         for found, wanted in pairs:
             if exact:
                 assert torch.equal(found, wanted), name
             else:
-                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10, msg=name)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=atol, msg=name)
     assert not wanted_of
 
 

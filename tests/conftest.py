@@ -19,12 +19,10 @@ CORE = {
     "test_devices.py",
     "test_distributed_state_dict.py",
     "test_fully_shard_checkpoints.py",
-    "test_offload.py",
     "test_optim_state_dict.py",
     "test_parity.py",
     "test_precision.py",
     "test_state_dict.py",
-    "test_strategies.py",
     "test_torch_private.py",
 }
 """Files of the fast tier that together prove the main behaviours, in five minutes: `pytest -m core`."""

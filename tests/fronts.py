@@ -32,13 +32,6 @@ FRONTS = ["flat", "orig", "composable"]
 each_front = pytest.mark.parametrize("front", FRONTS)
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 """Both forms of the wrapper."""
-each_prefetch = pytest.mark.parametrize(
-    ("front", "prefetch"),
-    [(front, prefetch) for front in ("flat", "orig") for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST")]
-    + [("composable", "default")],
-)
-"""The front-ends with what each may be told of `prefetching`."""
-
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
 
@@ -75,14 +68,13 @@ def _translated(name: str, value: Any) -> tuple[str, Any]:
 def twins(
     front: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """Makes a plain model and a sharded one with the same parameters."""
     torch.manual_seed(0)
     plain = make().to(dtype)
     return plain, shard(front, copy.deepcopy(plain), **options)
 
 
 def prefetching(name: str | None) -> dict[str, Any]:
-    """Returns the options of a front-end that prefetches as a value of `each_prefetch` says."""
+    """Returns the options of a wrapper that prefetches so, and of `fully_shard` by "default"."""
     if name == "default":
         return {}
     return {"backward_prefetch": BackwardPrefetch[name] if name else None}
@@ -99,12 +91,10 @@ def full(value: torch.Tensor) -> torch.Tensor:
 
 
 def local_numel(param: torch.Tensor) -> int:
-    """Counts the elements that this rank holds."""
     return (param.to_local() if isinstance(param, DTensor) else param).numel()
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the state dict, with full values."""
     return {name: full(value) for name, value in model.state_dict().items()}
 
 
@@ -124,7 +114,6 @@ def assert_same_values(model: nn.Module, reference: nn.Module, **tolerance: floa
 
 
 def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Asserts the same of full gradients."""
     _compare(full_grads(model), {name: param.grad for name, param in named_state(reference)}, tolerance)
 
 
@@ -181,7 +170,6 @@ ONE = SIDE * SIDE * 4
 
 
 def squares(front: str, per_unit: int = 2, units: int = 4) -> nn.Module:
-    """Makes units of some square matrices each."""
 
     def unit() -> nn.Module:
         return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(per_unit)))

@@ -72,8 +72,6 @@ class MoE(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, mixtures of experts, and head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -104,7 +102,6 @@ def distribute(model: Net, mesh: DeviceMesh) -> Net:
 
 
 def distribute_in(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Does the same for one layer."""
     for name in ("up", "down"):
         whole = getattr(block, name)
         part = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]), whole.requires_grad)
@@ -120,12 +117,10 @@ def meshes(replicas: bool = False) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
 
 
 def info_of(mesh: DeviceMesh, classes: Any = api) -> Any:
-    """Tells to shard over a mesh."""
     return classes.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
 
 
 def placing(info: Any, experts: Shard | None = None, classes: Any = api) -> Callable[[nn.Parameter], Any]:
-    """Lays experts over a mesh of their own."""
     told = classes.ShardPlacementResult(placement=experts, mesh_info=info)
     return lambda param: told if is_expert(param) else None
 
@@ -140,7 +135,6 @@ def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:
 
 
 def batches(seed: int) -> torch.Tensor:
-    """Returns tokens for each rank."""
     return torch.randint(VOCABULARY, (RANKS, 2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 

@@ -28,14 +28,10 @@ from benchmarks.meters import tensors
 
 __all__ = ["over_the_group"]
 
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def only_cuda(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that says nothing without a GPU."""
     for mark in needs_cuda:
         test = mark(test)
     return test
@@ -48,7 +44,6 @@ _FIRST_TIME = 240.0
 
 
 def by_device(body: Callable[..., None]) -> Callable[..., None]:
-    """Lets a body `(rank, world_size, device, ...)` run over the backend of its device."""
     return ranks(*SIZES, timeout=_FIRST_TIME, backend=_backend)(body)
 
 

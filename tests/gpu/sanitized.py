@@ -36,7 +36,6 @@ from stream_programs import PROGRAMS  # noqa: E402
 
 _MORE_RANKS = ("hybrid", "kept_within_a_host", "summons-first")
 NAMES = [name for name in PROGRAMS if not name.startswith(_MORE_RANKS)]
-"""Those that one rank can run."""
 
 
 class Device:

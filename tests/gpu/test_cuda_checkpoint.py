@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_wrap import CPUOffload, checkpoint
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from models import WRAPPINGS, Transformer, full_grads, loss_of, tokens, transformer_twins, twins
+from models import Transformer, full_grads, loss_of, tokens, transformer_twins
 from on_cuda import on_devices, place_of, train
 from optim_states import assert_same
+from state_nets import assert_equal
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -82,16 +83,13 @@ def test_summoned_parameters_and_gradients(
 @on_devices
 def test_deep_copy_trains_on_its_own(rank, world_size, device, use_orig_params, offloaded):
     place = place_of(device, rank)
-    policy, offload = WRAPPINGS["block"](), CPUOffload(offload_params=offloaded)
-    options = {"auto_wrap_policy": policy, "cpu_offload": offload, "use_orig_params": use_orig_params}
-    _, model = twins(Transformer, torch.float64, device_id=place, **options)
+    _, model = transformer_twins(
+        use_orig_params, cpu_offload=CPUOffload(offload_params=offloaded), device_id=place
+    )
     second = copy.deepcopy(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     assert [param.device for param in second.parameters()] == [param.device for param in model.parameters()]
     train(second, torch.optim.SGD(second.parameters(), lr=0.1), rank, place, 2)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_equal(model.state_dict(), before)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, place, 2)
-    expected = model.state_dict()
-    for name, value in second.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+    torch.testing.assert_close(second.state_dict(), model.state_dict(), rtol=0, atol=1e-10)

@@ -1,17 +1,27 @@
-"""Each way in which the package asks a process group for a collective, over NCCL on its two streams."""
+"""Collectives over NCCL: how a process group is asked, and the watch over them, which asks events."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm import Ranks
+from bed import ranks
+from bed.patience import until
+from fsdp_wrap._comm import Ranks, positions
+from fsdp_wrap._comm import device as _device
 from fsdp_wrap._comm.process_group import GroupCommunicator
-from on_cuda import no_waiting, on_devices, place_of
+from fsdp_wrap._comm.watching import monitor, watch
+from on_cuda import SIZES, on_devices, only_cuda, place_of
+from stream_programs import batch, wrapped
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
-AS_BYTES = ["float8_e4m3fn", "float8_e5m2", "int16", "int64", "int8", "bool"]
-LENGTHS = (1, 33, 4096)
 
 
 def _communicator(device, rank, world_size):
@@ -21,19 +31,6 @@ def _communicator(device, rank, world_size):
 def _numbers(numel, dtype, place, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (numel,), generator=generator).to(getattr(torch, dtype)).to(place)
-
-
-@on_devices
-def test_gathers(rank, world_size, device):
-    group = _communicator(device, rank, world_size)
-    for dtype in (*DTYPES, *AS_BYTES):
-        own = [_numbers(numel, dtype, group.device, rank) for numel in LENGTHS]
-        full = [torch.empty(each.numel() * world_size, dtype=each.dtype, device=group.device) for each in own]
-        parts = list(zip(full, own))
-        group.all_gather(full, lambda: [group.own_part(a).copy_(b) for a, b in parts]).wait()  # noqa: B023
-        for numel, found in zip(LENGTHS, full):
-            expected = torch.cat([_numbers(numel, dtype, group.device, each) for each in range(world_size)])
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), dtype
 
 
 @on_devices
@@ -82,15 +79,77 @@ def test_one_to_all_and_all_to_one(rank, world_size, device):
     assert group.members == frozenset(range(world_size))
 
 
-@on_devices
-def test_the_host_does_not_wait_for_what_it_issues(rank, world_size, device):
-    """Neither when a collective is issued nor when the computation is told to wait for it."""
-    group = _communicator(device, rank, world_size)
-    full = torch.zeros(1 << 16, device=group.device)
-    shard = torch.empty((1 << 16) // world_size, device=group.device)
-    for again in range(2):  # at first NCCL may connect
-        with no_waiting(group.device if again else torch.device("cpu")):
-            group.all_gather([full], lambda: group.own_part(full).fill_(2)).wait()
-            group.reduce_scatter([shard], [full.clone()]).wait()
-            group.all_reduce([shard]).wait()
-    assert shard.tolist()[:2] == [2.0 * world_size**2] * 2
+LIMIT = timedelta(seconds=2)
+
+
+def here():
+    return positions.positions_of(dist.group.WORLD)
+
+
+@contextmanager
+def watched(pace):
+    """Asks events so often, and gives what was warned of."""
+    patches = [
+        mock.patch.object(monitor, "_PACE", pace),
+        mock.patch.object(watch, "time_limit", lambda *_: LIMIT),
+    ]
+    with patches[0], patches[1], warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+@only_cuda
+@ranks(1, backend="nccl")
+def test_what_a_stream_has_not_done_is_reported_and_what_it_does_then_is_not(rank, world_size):
+    """Also while another thread, this one, captures a graph."""
+    device = place_of("cuda", rank)
+    accelerator = _device.accelerator_of(device)
+    assert accelerator is not None
+    made = monitor.monitor_of(accelerator)
+    look = watch.Watch(dist.group.WORLD, device, here())
+    with watched(0.01) as caught:
+        torch.cuda._sleep(int(6e9))  # some seconds, by the clock of any GPU
+        event = torch.cuda.current_stream().record_event()
+        made.note(event, "gather", look)
+        until(lambda: here().verdict)
+        torch.cuda.synchronize()
+        until(lambda: here().verdict is None)
+    assert any("has not completed" in str(each.message) for each in caught)
+    values = torch.ones(8, device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with mock.patch.object(monitor, "_PACE", 0.001):
+        torch.cuda._sleep(int(1e8))
+        for _ in range(100):
+            made.note(torch.cuda.current_stream().record_event(), "gather", look)
+        with torch.cuda.graph(graph):  # which synchronises first: the events are asked meanwhile
+            assert accelerator.captures
+            for _ in range(200):
+                values.add_(1)
+                made.note(event, "gather", look)
+                time.sleep(0.001)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert values.tolist() == [201.0] * 8 and not accelerator.captures
+
+
+@only_cuda
+@pytest.mark.skipif(2 not in SIZES, reason="needs two GPUs")
+@pytest.mark.parametrize("front", ["orig", "composable"])
+@ranks(2, backend="nccl")
+def test_a_rank_that_comes_late_is_reported_by_unit(rank, world_size, front):
+    device = place_of("cuda", rank)
+    model = wrapped(front, device_id=device) if front != "composable" else wrapped(front)
+    for step in range(2):
+        model(batch(rank, step).to(device)).square().sum().backward()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with watched(0.05) as caught:
+        if rank == 1:
+            time.sleep(1.2)  # more than the patience, less than the limit and its margin
+        model(batch(rank, 2).to(device)).sum().item()
+    late = [str(each.message) for each in caught if "time limit" in str(each.message)]
+    assert len(late) == 1 - rank, late
+    if rank == 0:
+        assert "gathers" in late[0] and "rank 1 (alive)" in late[0]
+    assert here().verdict is None

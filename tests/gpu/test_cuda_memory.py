@@ -1,7 +1,9 @@
-"""Memory of a GPU, and where the host waits for it."""
+"""Memory of a GPU, where the host waits for it, and order on its streams: under a sanitizer, in traces."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,19 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bed import ranks
+from bed.paths import ROOT
+from bed.scripts import python
 from fronts import no_sync, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy, record_events
+from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, loss_of, tokens
 from on_cuda import each_device, memory_of, no_waiting, on_devices, only_cuda, over_the_group, place_of
-from stream_programs import BF16, NO_SHARD, OFFLOAD, Layer, batch, wrapped
+from stream_programs import BF16, NO_SHARD, OFFLOAD, PROGRAMS, Layer, batch, wrapped
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.timeline import COMPUTE, record
 
 each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -28,11 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no_shard": {"sharding_strategy": NO_SHARD},
     "forward_prefetch": {"forward_prefetch": True},
 }
-ALL_HAVE = ("nothing", "accumulation", "checkpointing", "offload")
 CHOICES = [
     ("flat", "nothing"),
     *(("orig", name) for name in OPTIONS),
-    *(("composable", name) for name in ALL_HAVE),
+    *(("composable", name) for name in ("nothing", "accumulation", "checkpointing", "offload")),
 ]
 
 
@@ -83,14 +91,6 @@ def test_waiting_is_noticed(rank, world_size):
         value.sum().item()
 
 
-def _squares(front, place, units=6, width=1024):
-    """Units of one matrix each, and the bytes of a unit."""
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(units)]
-    model = shard(front, nn.Sequential(*blocks).to(place), ModuleWrapPolicy({nn.Linear}))
-    return model, 4 * width * width
-
-
 @each_api
 @each_device
 @ranks(1, backend=None, timeout=240)
@@ -98,8 +98,10 @@ def test_one_of_eight_ranks_that_send_nothing(rank, world_size, device, front):
     """Few units are whole at a time, and gathers are issued ahead of the units that need them."""
     place = place_of(device, rank)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    model, unit = _squares(front, place)
-    x = torch.rand(4, 1024, device=place)
+    width, unit = 1024, 4 * 1024 * 1024
+    blocks = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(6)]
+    model = shard(front, nn.Sequential(*blocks).to(place), ModuleWrapPolicy({nn.Linear}))
+    x = torch.rand(4, width, device=place)
     for _ in range(3):
         model(x).sum().backward()
         model.zero_grad()
@@ -177,3 +179,75 @@ def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
             optimizer.step()
         assert model(torch.rand(2, 16, device=last)).device == last
     assert sum(isinstance(module, Layer) for module in model.modules()) == 3
+
+
+_PARTS = 6
+_SCRIPT = Path(__file__).parent / "sanitized.py"
+
+
+def _names():
+    """The programs of one rank: those of the script, which is not imported here since it sanitizes."""
+    names = "import sanitized; print(*sanitized.NAMES)"
+    return python("-c", names, folder=_SCRIPT.parent).out.split()
+
+
+def test_programs_run_where_there_is_no_gpu():
+    """The script is sound: what it reports on a GPU comes from the GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the sanitizer is on where there is a GPU")
+    found = python(_SCRIPT, "trains-flat", "offloads-composable", "by_hand", "ordered", "race", code=2)
+    assert found.out.count("race: order: ") == 2, found
+    assert len(_names()) > 0.7 * len(PROGRAMS)
+
+
+@only_cuda
+def test_the_sanitizer_knows_the_events_of_torch():
+    """Otherwise it would object to everything, or to nothing."""
+    race = python(_SCRIPT, "race", code=2)
+    assert race.out.count("race: order: ") == 2, race
+    python(_SCRIPT, "ordered", code=0)
+
+
+@only_cuda
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_programs_under_the_sanitizer(part):
+    python(_SCRIPT, *_names()[part::_PARTS], code=0)
+
+
+class _Unit(nn.Module):
+    """No gradient of it is half of all: where one is, memory is preferred to overlap."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+    def forward(self, x):
+        return x + self.layers(x).relu()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+@each_api
+@on_devices
+def test_gathers_and_reductions_run_beside_products(rank, world_size, device, front, offload):
+    """On streams of their own, which a trace tells apart; what is beside them is part of what they take."""
+    place = place_of(device, rank)
+    width, rows = (2048, 16384) if device == "cuda" else (16, 4)
+    torch.manual_seed(0)
+    module = nn.Sequential(*(_Unit(width) for _ in range(6))).to(place)
+    with over_the_group(not offload):
+        model = shard(front, module, ModuleWrapPolicy({_Unit}), cpu_offload=CPUOffload(offload))
+        x = torch.rand(rows, width, device=place)
+
+        def step():
+            model(x).square().mean().backward()
+
+        for _ in range(2):
+            step()
+        accelerator = accelerator_of(place)
+        lanes = {} if accelerator is None else accelerator.lanes
+        found = record(step, 2, {COMPUTE: None} | {name: lane._stream for name, lane in lanes.items()})
+    assert len(found.waits) == 2
+    if device == "cuda":
+        assert found.busy(COMPUTE) > 0 and found.beside("gather") > 0, found
+        if not offload:
+            assert found.beside("reduce") > 0 and found.waits == [0, 0], found

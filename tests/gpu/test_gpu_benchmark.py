@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bed.paths import ROOT
 from bed.scripts import python
@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import gpu
 from benchmarks.goals import GOALS, Goal, verdicts
-from benchmarks.harness import Settings, run_fake, run_group
-from benchmarks.models import TINY, Block
-from benchmarks.timeline import COMPUTE, STEP, STREAM, read, record
+from benchmarks.harness import Settings
+from benchmarks.models import TINY
+from benchmarks.timeline import COMPUTE, STEP, STREAM, read
 
 OF_GPU = [goal for goal in GOALS if goal.place[0] == "gpu"]
 
@@ -35,41 +35,13 @@ def test_every_way_through_it_is_taken_on_a_cpu():
         *(f"memory, fake group of {ranks}" for ranks in gpu.FAKE_RANKS),
         *("48 small units", "width 4096 in bf16", "offload", "overlap", "overlap, offload"),
     }
-    assert all(
-        math.isfinite(value) for table in figures.values() for row in table.values() for value in row.values()
-    )
+    rows = [row for table in figures.values() for row in table.values()]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
     for goal in OF_GPU:  # what is judged has its row; columns that only a GPU fills aside
         _, title, column = goal.place
         assert set(goal.rows) <= set(figures[title]), title
         on_gpu = ("reserved in vain", "gather exposed", "reduce exposed")
         assert column in on_gpu or all(column in figures[title][row] for row in goal.rows)
-
-
-def test_measures_run_on_a_cpu():
-    memory = run_fake(_memory, 2)
-    assert memory["peak MB"] > 0 and memory["blocks"] == pytest.approx(memory["peak MB"] * 1e6 / _block())
-    found = run_group(_alone, 1, "gloo", 1, ())
-    assert set(found["speed"]) == {"plain", "fsdp2", "fsdp_wrap"}
-    for name, each in found["offload"].items():
-        assert len(each["s"]) == 1 and each["s"][0] > each["least"] > 0, name
-    assert set(found["overlap"]) == {"waits of the host"}
-
-
-def _block():
-    block = next(module for module in TINY.model().modules() if isinstance(module, Block))
-    return sum(param.nbytes for param in block.parameters())
-
-
-def _memory():
-    return gpu.measure_memory(TINY, "fsdp_wrap", "cpu")
-
-
-def _alone():
-    return {
-        "speed": gpu.measure_speed(TINY, ["fsdp2", "fsdp_wrap"], "cpu", "bfloat16", 1),
-        "offload": {name: gpu.measure_offload(name, TINY, "cpu", 1, 256) for name in gpu.OFFLOADED},
-        "overlap": gpu.measure_overlap("fully_shard", TINY, "cpu", offload=False),
-    }
 
 
 def test_sizes_fit_what_is_free():
@@ -81,39 +53,20 @@ def test_sizes_fit_what_is_free():
         assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
     large = gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")
     assert 3.0e9 < gpu.parameters(large) < 7e9, "the size that the goal names"
-
-
-def test_models_are_filled_with_values():
     model = gpu.filled(TINY)
     assert all(param.isfinite().all() and param.std() > 0.001 for param in model.parameters())
-    assert isinstance(model, nn.Module) and gpu.parameters(TINY) == sum(p.numel() for p in model.parameters())
-
-
-def test_visits_are_merged():
-    def visit(least, *times):
-        return {"s": list(times), "least": least, "tokens": 10}
-
-    visits = [
-        ("a", visit(1.0, 2.0, 4.0)),
-        ("b", visit(3.0, 6.0)),
-        ("b", visit(2.0, 8.0)),
-        ("a", visit(2.0, 5.0)),
-    ]
-    table = gpu.in_turn(visits, params=3_000_000_000)
-    assert table["a"] == {"s": 4.0, "tokens/s": 2.5, "/ roofline": 2.0, "parameters, 1e9": 3.0}
-    assert table["b"]["s"] == 7.0 and table["b"]["/ roofline"] == 3.5
+    assert gpu.parameters(TINY) == sum(p.numel() for p in model.parameters())
 
 
 def _figures(factor):
     """Figures that meet each goal of a GPU by a factor."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
     for goal in OF_GPU:
         _, title, column = goal.place
         for base in goal.over:
-            figures.setdefault(title, {}).setdefault(base, {})[column] = 100.0
+            figures[title][base][column] = 100.0
         for row in goal.rows:
-            value = goal.limit * factor * (100.0 if goal.over else 1.0)
-            figures.setdefault(title, {}).setdefault(row, {}).setdefault(column, value)
+            figures[title][row].setdefault(column, goal.limit * factor * (100.0 if goal.over else 1.0))
     return {"gpu": figures}
 
 
@@ -123,14 +76,14 @@ def test_verdicts():
     assert {verdict.goal.name for verdict in missed} >= {"G1", "G2", "G3", "order"}
     assert not any(verdict.met for verdict in verdicts({}, OF_GPU))
     goal = Goal("G", "share", 0.5, ("gpu", "t", "c"), rows=("one", "other"))
-    tables = [{"one": {"c": 0.25}, "other": {"c": 0.5}}, {"one": {"c": 0.25}}, {"one": {"c": 0.75}}, {}]
-    told = [str(*verdicts({"gpu": {"t": table}}, [goal])) for table in tables]
-    assert told == [
-        "met    G: share: at most 0.500, one 0.250, other 0.500",
-        "open   G: share: at most 0.500, one 0.250 (without other)",
-        "missed G: share: at most 0.500, one 0.750 (without other)",
-        "open   G: share: at most 0.500, not measured",
-    ]
+    for figures, told in (
+        ({"one": 0.25, "other": 0.5}, "met    G: share: at most 0.500, one 0.250, other 0.500"),
+        ({"one": 0.25}, "open   G: share: at most 0.500, one 0.250 (without other)"),
+        ({"one": 0.75}, "missed G: share: at most 0.500, one 0.750 (without other)"),
+        ({}, "open   G: share: at most 0.500, not measured"),
+    ):
+        table = {row: {"c": value} for row, value in figures.items()}
+        assert str(*verdicts({"gpu": {"t": table}}, [goal])) == told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -191,7 +144,7 @@ def test_shares_beside_computation():
     assert found.beside("reduce") == 0 == found.beside("nothing of the kind")
 
 
-def test_waits_by_step():
+def test_waits_by_step_and_streams_without_a_name():
     trace = _trace()
     for start in (100, 200, 300):
         trace.note(STEP, start, start + 50)
@@ -199,20 +152,9 @@ def test_waits_by_step():
         trace.call("cudaStreamSynchronize", at, tid=BACKWARD if at == 310 else HOST)
     trace.call("cudaDeviceSynchronize", 170)  # between steps
     trace.call("cudaStreamWaitEvent", 115)  # which the host does not wait for
-    assert read(trace.events).waits == [1, 0, 2]
-
-
-def test_streams_without_a_name_are_told_by_number():
-    trace = _trace()
-    trace.note(STEP, 100, 200)
-    trace.work(31, 300, 340, launched=110)
-    assert read(trace.events).busy("stream 31") == 40
+    trace.work(31, 400, 440, launched=112)
+    found = read(trace.events)
+    assert found.waits == [1, 0, 2] and found.busy("stream 31") == 40
     nameless = [event for event in trace.events if not event["name"].startswith(STREAM)]
     with pytest.raises(ValueError, match=r"which of its streams \[31\] computes"):
         read(nameless)
-
-
-def test_a_real_trace_without_a_gpu():
-    value = torch.rand(8)
-    found = record(lambda: value.add_(1), 3, {COMPUTE: None})
-    assert len(found.waits) == 3 and (torch.cuda.is_available() or (not found.spans and not any(found.waits)))

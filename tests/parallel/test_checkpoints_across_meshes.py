@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from fsdp_wrap import distributed_state_dict as our_functions
 from mesh_nets import FRONTS, KINDS, PLAIN, Side
 
 Form = tuple[str, str]
-"""A front-end and a kind of mesh."""
 
 FORMS: list[Form] = [
     (PLAIN, "one"),
@@ -33,10 +33,7 @@ WAYS = ("dcp", "folder")
 
 
 def ranks_of(form: Form) -> int:
-    count = 1
-    for size in KINDS[form[1]].shape if form[0] != PLAIN else ():
-        count *= size
-    return count
+    return 1 if form[0] == PLAIN else math.prod(KINDS[form[1]].shape)
 
 
 def is_ours(form: Form) -> bool:
@@ -44,12 +41,10 @@ def is_ours(form: Form) -> bool:
 
 
 def there(form: Form) -> bool:
-    """Whether this torch has it."""
     return form != ("torch", "ep") or hasattr(torch_common, "ShardPlacementResult")
 
 
 def side(form: Form, seed: int) -> Side:
-    """A trained model."""
     functions = our_functions if is_ours(form) else torch_functions
     made = Side(mesh_nets.on_mesh(*form, seed), functions, flatten_optimizer_state_dict=True)
     mesh_nets.train(made.model, made.optimizer, seed)
@@ -89,18 +84,17 @@ def load(rank: int, world_size: int, form: Form, paths: dict[Form, Path], given:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Gives what a form has saved, which it does when it is asked for first."""
-    folder, found = tmp_path_factory.mktemp("saved"), dict[Form, Path]()
+    folder = tmp_path_factory.mktemp("saved")
 
+    @functools.cache
     def give(form: Form) -> Path:
-        if form not in found:
-            path = folder / "-".join(form)
-            run_ranks(ranks_of(form), save, form, FORMS.index(form), path)
-            found[form] = path
-        return found[form]
+        path = folder / "-".join(form)
+        run_ranks(ranks_of(form), save, form, FORMS.index(form), path)
+        return path
 
-    yield give
+    return give
 
 
 def exchanges(form: Form) -> list[Form]:
@@ -109,8 +103,10 @@ def exchanges(form: Form) -> list[Form]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stages_of_a_pipeline_load_what_a_wrapper_has_saved_and_the_other_way_round(way, tmp_path):
-    forms: list[Form] = [("ours", "pp"), ("orig", "dp3")]
+@pytest.mark.parametrize(
+    "forms", [(("ours", "pp"), ("orig", "dp3")), (("ours", "tp"), ("flat", "hybrid_tp"))]
+)
+def test_two_load_from_each_other(forms, way, tmp_path):
     for seed, form in enumerate(forms):
         run_ranks(ranks_of(form), save, form, seed, tmp_path / form[0])
     for giver, taker in (forms, forms[::-1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,26 +44,6 @@ def sharded(
     return tp_nets.net(seed=seed), tp_nets.shard_blocks(model, fully_shard, mesh=data)
 
 
-@ranks(4)
-def test_modules_compute_with_what_was_distributed(rank, world_size):
-    _, model = sharded()
-    tensor = tp_nets.mesh_of("flat")[2]
-    seen = []
-
-    def look(module: nn.Module, args: Any) -> None:
-        weight = module.weight
-        assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter) and weight.is_leaf
-        seen.append((weight.device_mesh == tensor, weight.placements, tuple(weight.shape)))
-
-    model.blocks[0].up.register_forward_pre_hook(look)
-    model.blocks[0].down.register_forward_pre_hook(look)
-    tp_nets.loss_of(model, tp_nets.batches(1, 0)[0])
-    assert seen == [(True, (Shard(0),), (10, 6)), (True, (Shard(1),), (6, 10))]
-    weight = model.blocks[0].up.weight
-    assert weight.device_mesh.mesh_dim_names == ("dp", "tp") and tuple(weight.shape) == (10, 6)
-    assert weight.grad is not None and weight.grad.placements == weight.placements
-
-
 class Editing(nn.Module):
     """Writes to its weight, in one of two ways, or returns it."""
 
@@ -71,12 +52,12 @@ class Editing(nn.Module):
         self.inner, self.how = nn.Linear(4, 6).double(), how
 
     def forward(self, x: torch.Tensor) -> Any:
+        weight = self.inner.weight
         if self.how == "returned":
-            return self.inner(x), self.inner.weight
+            return self.inner(x), weight
         if self.how == "to_local":
-            return torch.tanh(x @ self.inner.weight.to_local().t()).square()
+            return torch.tanh(x @ weight.to_local().t()).square()
         with torch.no_grad():
-            weight = self.inner.weight
             (weight if self.how == "whole" else weight.to_local()).mul_(2)
         return self.inner(x)
 
@@ -84,31 +65,13 @@ class Editing(nn.Module):
 def editing(how: str) -> nn.Module:
     _, data, tensor = tp_nets.mesh_of("flat")
     torch.manual_seed(0)
-    model = Editing(how)
-    parallelize_module(model, tensor, {"inner": ColwiseParallel()})
+    model = parallelize_module(Editing(how), tensor, {"inner": ColwiseParallel()})
     return fully_shard(model, mesh=data, reshard_after_forward=True)
 
 
 @ranks(4)
-def test_edits_in_a_forward_are_refused_and_so_is_what_was_freed(rank, world_size):
+def test_a_forward_may_compute_with_local_parts_and_return_a_copy_but_not_edit(rank, world_size):
     x, kept = torch.ones(2, 4, dtype=torch.float64), []
-    for how in ("whole", "local"):
-        with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
-            editing(how)(x)
-    model = editing("returned")
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept.append(module.weight.to_local().square().sum())  # no output: nothing unshards it for a backward
-
-    model.inner.register_forward_hook(keep)
-    model(x)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
-        kept[0].backward()
-
-
-@ranks(4)
-def test_a_forward_may_compute_with_local_parts_and_return_a_copy(rank, world_size):
-    x = torch.ones(2, 4, dtype=torch.float64)
     model = editing("to_local")
     whole = full(model.inner.weight.detach()).requires_grad_()
     model(x).sum().backward()
@@ -119,6 +82,18 @@ def test_a_forward_may_compute_with_local_parts_and_return_a_copy(rank, world_si
     assert torch.equal(full(weight.detach()), whole)
     full(weight).sum().backward()
     assert torch.equal(full(model.inner.weight.grad), torch.ones_like(whole))
+
+    for how in ("whole", "local"):
+        with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
+            editing(how)(x)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(module.weight.to_local().square().sum())  # no output: nothing unshards it for a backward
+
+    model.inner.register_forward_hook(keep)
+    model(x)
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        kept[0].backward()
 
 
 @ranks(4)
@@ -157,48 +132,30 @@ def test_copies_and_meta_models_train_alike(rank, world_size):
         )
 
 
-class Tied(nn.Module):
-    """An embedding whose weight the head uses as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
 @ranks(4)
 def test_tied_parameters(rank, world_size):
     _, data, tensor = tp_nets.mesh_of("flat")
     torch.manual_seed(0)
-    plain = Tied().double()
-    model = copy.deepcopy(plain)
-    plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, tensor, plan)
+    plain = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)).double()
+    plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(copy.deepcopy(plain), tensor, plan)
     for each in (plain, model):
-        each.head.weight = each.embed.weight
+        each[1].weight = each[0].weight
     fully_shard(model, mesh=data)
-    tokens = torch.arange(4).view(1, 4)
     for each in (plain, model):
-        each(tokens).square().sum().backward()
-    assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(full(model.embed.weight.grad), plain.embed.weight.grad, rtol=0, atol=1e-12)
+        each(torch.arange(4).view(1, 4)).square().sum().backward()
+    assert model[1].weight is model[0].weight
+    torch.testing.assert_close(full(model[0].weight.grad), plain[0].weight.grad, rtol=0, atol=1e-12)
 
 
 @ranks(4)
 def test_what_cannot_be_sharded_further_is_refused(rank, world_size):
     _, data, tensor = tp_nets.mesh_of("flat")
     model = nn.Linear(4, 4)
-    part = DTensor.from_local(torch.ones(4, 4), tensor, [Partial()])
-    model.weight = nn.Parameter(part)
-    with pytest.raises(ValueError, match="only sharded and replicated ones"):
-        fully_shard(model, mesh=data)
-    with pytest.raises(ValueError, match="only sharded and replicated ones"):
-        FSDP(model, device_mesh=data)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), tensor, [Partial()]))
+    for shard in (partial(fully_shard, mesh=data), partial(FSDP, device_mesh=data)):
+        with pytest.raises(ValueError, match="only sharded and replicated ones"):
+            shard(model)
     other = parallelize_module(nn.Linear(4, 4), tensor, ColwiseParallel())
     with pytest.raises(ValueError, match="they must share no rank but this one"):
         FSDP(other)
@@ -284,8 +241,6 @@ def test_distributed_tensors_that_no_unit_owns_are_exported(rank, world_size, tm
         assert names == ([] if rank else ["1.running_var"])
 
 
-# `dp_mesh_dims`: all parameters are `DTensor`s on a mesh before they are sharded over a part of it
-
 CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "tp_first": ((2, 2), ("tp", "dp"), {"shard": "dp"}),
     "hybrid": ((2, 1, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
@@ -295,6 +250,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "two_copies": ((2, 2, 1), ("a", "b", "tp"), {"replicate": ("a", "b")}),
     "two_hybrid": ((1, 2, 2), ("rep", "dp", "cp"), {"shard": ("dp", "cp"), "replicate": "rep"}),
 }
+"""Of `dp_mesh_dims`: all parameters are `DTensor`s on a mesh before they are sharded over a part of it."""
 
 
 def layers() -> nn.Module:
@@ -312,12 +268,6 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 placements[names.index("tp")] = Shard(dims[name])
             setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
     return model
-
-
-def input_of(batch: torch.Tensor, mesh: DeviceMesh, names: tuple[str, ...]) -> DTensor:
-    """The batch, cut over the dimensions of data parallelism."""
-    cut = [Shard(0) if name in names else Replicate() for name in mesh.mesh_dim_names or ()]
-    return distribute_tensor(batch, mesh, cut)
 
 
 @ranks(4)
@@ -340,42 +290,36 @@ def test_training_over_dimensions_equals_a_plain_model_and_upstream(rank, world_
         return [torch.randn(8, 5, dtype=torch.float64, generator=generator)] * parts
 
     def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if not isinstance(model[0].weight, DTensor):
-            loss = model(batch).square().sum()
-            loss.backward()
-            return loss.detach()
-        loss = model(input_of(batch, mesh, own)).square().sum()
-        (loss * parts).backward()  # as with torch, the sum over the ranks is divided by their number
-        return loss.full_tensor().detach()
+        sharded = isinstance(model[0].weight, DTensor)
+        if sharded:  # over the dimensions of data parallelism
+            cut = [Shard(0) if name in own else Replicate() for name in names]
+            batch = distribute_tensor(batch, mesh, cut)
+        loss = model(batch).square().sum()
+        # As with torch, the sum over the ranks is divided by their number.
+        (loss * (parts if sharded else 1)).backward()
+        return full(loss).detach()
 
     for model in models:
         train_beside(model, layers(), loss_of, batches, 0, steps=3)
     for other in models[1:]:
-        for (name, param), twin in zip(models[0].named_parameters(), other.named_parameters()):
-            assert (name, param.placements, param.device_mesh) == (
-                twin[0],
-                twin[1].placements,
-                twin[1].device_mesh,
-            )
-            torch.testing.assert_close(param.to_local(), twin[1].to_local(), **NEAR, msg=name)
+        for (name, param), twin in zip(models[0].named_parameters(), other.parameters()):
+            assert param.placements == twin.placements and param.device_mesh == twin.device_mesh, name
+            torch.testing.assert_close(param.to_local(), twin.to_local(), **NEAR, msg=name)
 
 
 @ranks(4)
 def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dims = DataParallelMeshDims(shard="dp")
+    Dims = DataParallelMeshDims
     cases: list[tuple[nn.Module, Any, str]] = [
         (layers(), {"mesh": mesh, "dp_mesh_dims": dims}, "'0.weight' is a plain tensor"),
-        (layers(), {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="data")}, r"names \('data',\)"),
-        (layers(), {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("dp", "dp")}, "each once"),
+        (layers(), {"mesh": mesh, "dp_mesh_dims": Dims(shard="data")}, r"names \('data',\)"),
+        (layers(), {"mesh": mesh, "dp_mesh_dims": Dims("dp", "dp")}, "each once"),
+        (distribute(layers(), mesh), {"mesh": mesh, "dp_mesh_dims": Dims("tp")}, "must be Replicate"),
         (
             distribute(layers(), mesh),
-            {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("tp")},
-            "must be Replicate",
-        ),
-        (
-            distribute(layers(), mesh),
-            {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(None, "dp"), "reshard_after_forward": 2},
+            {"mesh": mesh, "dp_mesh_dims": Dims(None, "dp"), "reshard_after_forward": 2},
             "shards over that many ranks",
         ),
         (distribute(layers(), mesh), {"mesh": mesh["dp"]}, "both must be slices of one mesh"),

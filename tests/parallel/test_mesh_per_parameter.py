@@ -23,7 +23,7 @@ import mesh_nets
 import moe_nets
 from bed import ranks
 from bed.sampling import few_fast
-from beside import NEAR, train_beside
+from beside import NEAR, check_each, train_beside
 from fronts import full
 from fsdp_wrap import (
     CPUOffloadPolicy,
@@ -64,11 +64,9 @@ def frozen_of(model: nn.Module, which: str) -> list[nn.Parameter]:
 
 
 def place_of(experts: str, mesh: Any) -> Any:
-    """What `shard_placement_fn` is to be."""
     if experts == "hybrid":
         both = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "edp", "ep"))
-        data = both["copies", "edp"]
-        return both["ep"], moe_nets.placing(api.HSDPMeshInfo(data, shard_mesh_dim=1, replicate_mesh_dim=0))
+        return both["ep"], moe_nets.placing(api.HSDPMeshInfo(both["copies", "edp"], 1, 0))
     edp, ep = mesh
     if experts == "copies":
         return ep, moe_nets.placing(api.DDPMeshInfo(edp, replicate_mesh_dim=0))
@@ -112,11 +110,7 @@ def check(scenario: Scenario) -> None:
 @ranks(4)
 @pytest.mark.parametrize("part", few_fast(range(4), 2))
 def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=22)[part::4]:
-        try:
-            check(scenario)
-        except Exception as error:
-            raise AssertionError(str(scenario)) from error
+    check_each(check, pairwise(SPACE, seed=22)[part::4])
 
 
 def side(
@@ -180,28 +174,38 @@ def test_torchs_classes_do_and_shards_are_those_of_upstream(rank, world_size):
 
 
 class Sums(nn.Module):
-    """Multiplies its parameters by a number."""
-
     def __init__(self) -> None:
         super().__init__()
-        names = ("dense", "own", "hybrid", "copied")
-        for number, name in enumerate(names, 1):
+        for number, name in enumerate(("dense", "own", "hybrid", "copied"), 1):
             self.register_parameter(name, nn.Parameter(torch.full((6, 2), float(number)).double()))
 
     def forward(self, factor: torch.Tensor) -> torch.Tensor:
         return sum(number * param.sum() for number, param in enumerate(self.parameters(), 1)) * factor
 
 
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sums() for _ in range(3)])
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            factor = torch.tanh(layer(factor) / 1000)
+        return factor
+
+
+def mesh_of_four() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+
+
 def sums(model: Any = None, **options: Any) -> Any:
     """Parameters on four meshes, the first the default."""
-    model = model or Sums()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model, mesh = model or Sums(), mesh_of_four()
     infos = {
         model.own: api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0),
         model.hybrid: api.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
         model.copied: api.DDPMeshInfo(mesh["ep"], replicate_mesh_dim=0),
     }
-
     told = {param: api.ShardPlacementResult(None, info) for param, info in infos.items()}
     return fully_shard(model, shard_placement_fn=told.get, **options)
 
@@ -224,9 +228,7 @@ def test_each_mesh_averages_over_its_own_ranks(rank, world_size):
     }
     run(model, rank)
     edp, ep = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-    for number, (members, name) in enumerate(
-        zip((range(4), edp, range(4), ep), ("dense", "own", "hybrid", "copied")), 1
-    ):
+    for number, (members, name) in enumerate(zip((range(4), edp, range(4), ep), layouts), 1):
         mean = number * sum(member + 1.0 for member in members) / len(members)
         found = full(model.get_parameter(name).grad)
         assert torch.equal(found, torch.full_like(found, mean)), name
@@ -237,37 +239,17 @@ def test_each_mesh_averages_over_its_own_ranks(rank, world_size):
 
 
 @ranks(4)
-def test_each_mesh_has_its_own_collectives_and_one_that_is_no_parameters_makes_no_unit(rank, world_size):
-    units = ["", "(mesh 2: edp)", "(mesh 3: edp x ep)", "(mesh 4: ep)"]
-    for reshard, gathers in ((None, 1), (True, 2)):
-        with record_events() as events:
-            run(sums(reshard_after_forward=reshard), rank)
-        for kind, each in ((EventKind.UNSHARD, gathers), (EventKind.REDUCE, 1)):
-            assert sorted(event.unit for event in events if event.kind is kind) == sorted(units * each), kind
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    told = api.ShardPlacementResult(Shard(0), api.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0))
-    model = fully_shard(Sums(), shard_placement_fn=lambda _: told)
-    with record_events() as events:
-        run(model, rank)
-    assert {event.unit for event in events} == {""}
-    assert all(param.device_mesh == mesh["edp"] for param in model.parameters())
-
-
-@ranks(4)
 def test_methods_reach_all_meshes(rank, world_size):
     model = sums(reshard_after_forward=True)
     shapes = {name: param.to_local().shape for name, param in model.named_parameters()}
-    handle = model.unshard(async_op=True)
-    handle.wait()
+    model.unshard(async_op=True).wait()
     assert not any(isinstance(getattr(model, name), DTensor) for name in shapes)
     model.reshard()
     assert all(getattr(model, name).to_local().shape == shape for name, shape in shapes.items())
-    model.set_requires_gradient_sync(False)
-    run(model, rank)
-    assert not any(full(param.grad).any() for param in model.parameters())
-    model.set_requires_gradient_sync(True)
-    run(model, rank)
-    assert all(full(param.grad).all() for param in model.parameters())
+    for synced in (False, True):
+        model.set_requires_gradient_sync(synced)
+        run(model, rank)
+        assert all(full(param.grad).any() == synced for param in model.parameters())
     model.set_keep_unsharded_bytes(1 << 20)
     with torch.no_grad():
         model(torch.ones((), dtype=torch.float64))
@@ -285,26 +267,24 @@ def test_methods_reach_all_meshes(rank, world_size):
 def test_a_deep_copy_trains_on_its_own_and_is_freed(rank, world_size):
     model = sums()
     other = copy.deepcopy(model)
-    for each, factor in ((model, 1), (other, 2)):
-        with torch.no_grad():
-            for param in each.parameters():
-                param.mul_(factor)
-        run(each, rank)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    run(model, rank)
+    run(other, rank)
     for one, two in zip(model.parameters(), other.parameters()):
         assert torch.equal(2 * full(one.detach()), full(two.detach()))
         assert torch.equal(full(one.grad), full(two.grad)) and two.device_mesh == one.device_mesh
-    param = weakref.ref(other.own)
+    own = weakref.ref(other.own)
     gc.disable()
     try:
-        del each, two, other
-        assert param() is None, "not freed without the garbage collector"
+        del param, two, other
+        assert own() is None, "not freed without the garbage collector"
     finally:
         gc.enable()
 
 
 class Tied(nn.Module):
-    """Uses a parameter of the layer in it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = Sums()
@@ -327,25 +307,22 @@ def test_a_tied_parameter_is_lent_by_the_unit_of_its_mesh(rank, world_size):
 
 @ranks(4)
 def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = mesh_of_four()
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("half",))
     dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    shard, hybrid = api.FSDPMeshInfo, api.HSDPMeshInfo
+    shard, hybrid, edp = api.FSDPMeshInfo, api.HSDPMeshInfo, mesh["edp"]
+    meta = copy.copy(edp)
+    meta._device_type = "meta"
     cases: list[tuple[Any, Any, type[Exception], str]] = [
         (None, shard(mesh, shard_mesh_dim=0), ValueError, "must be all of its dimensions, in this order"),
         (None, hybrid(mesh, 0, 1), ValueError, r"replicate_mesh_dim=1 and shard_mesh_dim=0"),
         (None, mesh, TypeError, "must be a FSDPMeshInfo"),
         (None, None, TypeError, "must be a FSDPMeshInfo"),
-        (
-            None,
-            shard(_as_meta(mesh["edp"]), 0),
-            ValueError,
-            "is of meta devices, and the unit computes on cpu",
-        ),
-        (Shard(2), shard(mesh["edp"], 0), ValueError, "no dimension 2"),
+        (None, shard(meta, 0), ValueError, "is of meta devices, and the unit computes on cpu"),
+        (Shard(2), shard(edp, 0), ValueError, "no dimension 2"),
         (Shard(1), shard(dp, 0), ValueError, "must be a multiple of the 4 ranks"),
-        (Replicate(), shard(mesh["edp"], 0), TypeError, "must return a Shard"),
-        (Shard(0), api.DDPMeshInfo(mesh["edp"], None, 0), ValueError, "its placement must be None"),
+        (Replicate(), shard(edp, 0), TypeError, "must return a Shard"),
+        (Shard(0), api.DDPMeshInfo(edp, None, 0), ValueError, "its placement must be None"),
     ]
     if rank > 1:
         cases.append((None, shard(half, 0), ValueError, rf"rank {rank} is not part of DeviceMesh"))
@@ -359,32 +336,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
         assert all(param is before[name] for name, param in model.named_parameters())
         assert type(model) is Sums
     with pytest.raises(ValueError, match=r"'blocks\.0\.up' is a DTensor .* both must be slices of one mesh"):
-        data, edp, ep = moe_nets.meshes()
+        data, _, ep = moe_nets.meshes()
         place = moe_nets.placing(moe_nets.info_of(dp))
         fully_shard(moe_nets.distribute(moe_nets.net(), ep), mesh=data, shard_placement_fn=place)
     for cls in (api.FSDPMeshInfo, api.DDPMeshInfo, api.HSDPMeshInfo, api.DataParallelMeshInfo):
         with pytest.raises(ValueError, match=f"{cls.__name__} needs"):
             cls(mesh)
-
-
-def _as_meta(mesh: DeviceMesh) -> DeviceMesh:
-    """The same, as of devices that compute nothing."""
-    other = copy.copy(mesh)
-    other._device_type = "meta"
-    return other
-
-
-class Chain(nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Sums() for _ in range(3)])
-
-    def forward(self, factor: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            factor = torch.tanh(layer(factor))
-        return factor
 
 
 @ranks(4)
@@ -396,13 +353,14 @@ def test_backward_gathers_a_module_before_it_prefetches_the_next_and_messages_na
     run(model, rank)
     with record_events() as events:
         run(model, rank)
-    told = [each.unit for each in events if each.kind is EventKind.UNSHARD and each.phase is Phase.BACKWARD]
-    layers = [unit.split()[0] for unit in told]
-    assert layers == [f"layers.{number}" for number in (2, 1, 0) for _ in range(4)]
-    backward = [(each.unit.split()[:1], each.kind) for each in events if each.phase is Phase.BACKWARD]
-    assert backward.index((["layers.1"], EventKind.UNSHARD)) < backward.index(
-        (["layers.2"], EventKind.REDUCE)
-    )
+    backward = [
+        (event.unit.split()[0], event.kind)
+        for event in events
+        if event.phase is Phase.BACKWARD and event.unit
+    ]
+    gathers = [unit for unit, kind in backward if kind is EventKind.UNSHARD]
+    assert gathers == [f"layers.{number}" for number in (2, 1, 0) for _ in range(4)]
+    assert backward.index(("layers.1", EventKind.UNSHARD)) < backward.index(("layers.2", EventKind.REDUCE))
 
     def edit(module: nn.Module, args: Any) -> None:
         with torch.no_grad():
@@ -413,33 +371,19 @@ def test_backward_gathers_a_module_before_it_prefetches_the_next_and_messages_na
         run(model, rank)
 
 
-class Lists(nn.Module):
-    """Two layers that make one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Sums(), Sums()
-
-    def forward(self, factor: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(factor) / 1000))
-
-
 @ranks(4)
 def test_a_list_of_modules_has_parameters_on_several_meshes(rank, world_size):
-    plain, model = Lists(), Lists()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    info = api.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    own = {param: api.ShardPlacementResult(None, info) for param in (model.first.own, model.second.own)}
-    fully_shard([model.first, model.second], shard_placement_fn=own.get, reshard_after_forward=True)
+    plain, model = Chain(), Chain()
+    layers, info = (
+        [*model.layers[:2]],
+        api.HSDPMeshInfo(mesh_of_four(), shard_mesh_dim=1, replicate_mesh_dim=0),
+    )
+    own = {layer.own: api.ShardPlacementResult(None, info) for layer in layers}
+    fully_shard(layers, shard_placement_fn=own.get, reshard_after_forward=True)
     fully_shard(model)
+    near = {"rtol": 1e-12, "atol": 1e-12}
     train_beside(
-        model,
-        plain,
-        run,
-        lambda number: [float(number + each) for each in range(world_size)],
-        rank,
-        accumulation="FF",
-        near={"rtol": 1e-12, "atol": 1e-12},
+        model, plain, run, lambda number: range(number, number + 4), rank, accumulation="FF", near=near
     )
 
 
@@ -449,18 +393,17 @@ def test_parameters_get_values_after_sharding(rank, world_size):
         model = Sums()
     sums(model)
     assert all(param.is_meta for param in model.parameters())
-    with pytest.raises(
-        RuntimeError, match=r"of the root unit \(.*\) \(mesh 2: edp\) are on the meta device.*own"
-    ):
+    told = r"of the root unit \(.*\) \(mesh 2: edp\) are on the meta device.*own"
+    with pytest.raises(RuntimeError, match=told):
         run(model, rank)
     model.to_empty(device="cpu")
     given = sums()
     model.load_state_dict(given.state_dict())
     run(model, rank)
     run(given, rank)
-    for (name, param), other in zip(model.named_parameters(), given.named_parameters()):
-        assert torch.equal(full(param.detach()), full(other[1].detach())), name
-        assert torch.equal(full(param.grad), full(other[1].grad)), name
+    for (name, param), other in zip(model.named_parameters(), given.parameters()):
+        assert torch.equal(full(param.detach()), full(other.detach())), name
+        assert torch.equal(full(param.grad), full(other.grad)), name
     found = dict(iter_full_params(model))
     assert list(found) == ["dense", "own", "hybrid", "copied"]
     assert all(torch.equal(value, full(given.get_parameter(name))) for name, value in found.items())

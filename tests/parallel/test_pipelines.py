@@ -6,8 +6,7 @@ Gradients are compared with those of a plain model in float64 that sees the batc
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,18 +18,17 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from bed import RankFailure, ranks, run_isolated
+from bed import ranks
 from bed.references import Traffic, count_collectives
-from beside import train_beside
+from beside import check_each
 from fronts import full
-from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
+from fsdp_wrap import MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import units_in
 from scenario import Scenario, pairwise
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 4, 2, 6, 3
 UNITS = 3
-"""Of a stage."""
 
 PLACES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 """How many stages a rank has, one every second place."""
@@ -42,7 +40,7 @@ SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Those that compute gradients of inputs before those of parameters."""
 
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
-SCHEDULES = [*PLACES, *IN_V]
+SCHEDULES, FAST = [*PLACES, *IN_V], [("1F1B", "kept"), ("ZBVZeroBubble", "kept")]
 
 
 class Stage(nn.Module):
@@ -61,7 +59,6 @@ class Stage(nn.Module):
 
 
 def numbers_of(schedule: str, place: int) -> tuple[int, ...]:
-    """The stages of a rank."""
     if schedule in IN_V:
         return (place, 3 - place)
     return tuple(place + 2 * each for each in range(PLACES[schedule]))
@@ -104,13 +101,7 @@ class Pipeline:
             self.optimizers.append(torch.optim.SGD(params, lr=0.3, momentum=0.9))
         return self
 
-    def infer_shapes(self, schedule: Any) -> None:
-        """By a step, whose gradients go."""
-        self.step(schedule, 0)
-        self.update(learns=False)
-
     def schedule(self, of_stages: Any = None, **options: Any) -> Any:
-        """Torch's schedule of the stages."""
         from torch.distributed import pipelining
 
         if self.name in IN_V and VERSION < (2, 12):  # whose ranks would tell themselves shapes, by messages
@@ -141,10 +132,15 @@ class Pipeline:
 
     def compare_and_update(self, step: int, atol: float = 1e-12, factor: int = 1) -> None:
         """Gradients are the plain model's, so many times; both are updated."""
-        self.plain_backward(step)
-        for param in (p for stage in self.plain for p in stage.parameters() if p.grad is not None):
-            param.grad *= factor
-        self.assert_gradients(atol)
+        for one, target in zip(*batches(step, self.data.size())):
+            loss = nn.functional.mse_loss(nn.Sequential(*self.plain)(one), target)
+            (factor * loss / self.data.size()).backward()
+        for number, stage in self.own.items():
+            for (name, param), other in zip(stage.named_parameters(), self.plain[number].parameters()):
+                where = f"{name} of stage {number}"
+                assert (param.grad is None) == (other.grad is None), where
+                if param.grad is not None:
+                    torch.testing.assert_close(full(param.grad), other.grad, rtol=0, atol=atol, msg=where)
         self.update()
 
     def train(self, schedule: Any, **options: Any) -> None:
@@ -152,103 +148,67 @@ class Pipeline:
             self.step(schedule, step)
             self.compare_and_update(step, **options)
 
-    def plain_backward(self, step: int) -> None:
-        inputs, targets = batches(step, self.data.size())
-        for one, target in zip(inputs, targets):
-            loss = nn.functional.mse_loss(nn.Sequential(*self.plain)(one), target)
-            (loss / self.data.size()).backward()
-
-    def assert_gradients(self, atol: float = 1e-12) -> None:
-        for number, stage in self.own.items():
-            for (name, param), other in zip(stage.named_parameters(), self.plain[number].parameters()):
-                where = f"{name} of stage {number}"
-                assert (param.grad is None) == (other.grad is None), where
-                if param.grad is not None:
-                    torch.testing.assert_close(full(param.grad), other.grad, rtol=0, atol=atol, msg=where)
-
-    def update(self, learns: bool = True) -> None:
+    def begin(self, schedule: Any) -> None:
+        """Lets the schedule infer shapes, by a step whose gradients go."""
+        self.step(schedule, 0)
         for optimizer in self.optimizers:
-            if learns:
-                optimizer.step()
+            optimizer.zero_grad()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
             optimizer.zero_grad()
 
 
 def calls(counts: dict[str, Traffic]) -> tuple[int, ...]:
-    """How many gathers and reductions there were."""
     names = ("all_gather_into_tensor", "reduce_scatter_tensor")
     return tuple(counts.get(name, Traffic()).calls for name in names)
 
 
-def assert_sharded(pipeline: Pipeline) -> None:
+def is_sharded(pipeline: Pipeline) -> bool:
     units = [unit for stage in pipeline.own.values() for unit in units_in(stage).values()]
-    assert {unit.handle.state for unit in units} == {HandleState.SHARDED}
+    return {unit.handle.state for unit in units} == {HandleState.SHARDED}
 
 
-# one gather and one reduction of each unit in a step
-
-
-def most_slow(schedules: Sequence[str], *fast: str) -> list[Any]:
-    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in schedules]
+UNITS_ARE = [
+    *((schedule, "kept") for schedule in SCHEDULES),
+    *((schedule, "resharded") for schedule in SCHEDULES),
+    *((schedule, "replicated") for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
+]
 
 
 @ranks(4)
-@pytest.mark.parametrize("schedule", most_slow(SCHEDULES, "1F1B", "ZBVZeroBubble"))
-def test_units_are_gathered_and_reduced_once_in_a_step(rank, world_size, schedule):
-    with compat.install(fully_shard=True):
-        pipeline = Pipeline(schedule, 2, checkpoints=schedule in IN_V)
-        pipeline.shard(torch_fsdp.fully_shard, reshard_after_forward=False)
-        runs = pipeline.schedule()
-        for step in range(STEPS):
-            counts = pipeline.step(runs, step)
-            units = UNITS * len(pipeline.own)
-            assert calls(counts)[1] == units
-            assert_sharded(pipeline)
-            if step:  # the first infers shapes by a step of its own; later ones gather units together
-                assert calls(counts)[0] == (1 if len(pipeline.own) == 1 else units)
-            pipeline.compare_and_update(step)
-
-
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_replicated_stages_reduce_once_and_gather_nothing(rank, world_size, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [each if each in FAST else pytest.param(*each, marks=pytest.mark.slow) for each in UNITS_ARE],
+)
+def test_units_are_gathered_seldom_and_reduced_once_in_a_step(rank, world_size, schedule, kind):
     with compat.install(fully_shard=True):
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        pipeline = Pipeline(schedule, 2).shard(replicate)
-        assert all(isinstance(stage, ReplicateModule) for stage in pipeline.own.values())
-        runs = pipeline.schedule()
+        pipeline = Pipeline(schedule, 2, checkpoints=kind == "kept" and schedule in IN_V)
+        if kind == "replicated":
+            pipeline.shard(replicate)
+            assert all(isinstance(stage, ReplicateModule) for stage in pipeline.own.values())
+        else:
+            pipeline.shard(torch_fsdp.fully_shard, reshard_after_forward=kind == "resharded")
+        runs, several = pipeline.schedule(), len(pipeline.own) > 1
+        units = UNITS * len(pipeline.own)
+        most = {"kept": units if several else 1, "resharded": 14 if several else 5, "replicated": 0}[kind]
         for step in range(STEPS):
             counts = pipeline.step(runs, step)
-            assert calls(counts) == (0, 0)
-            if step:  # the first infers shapes by a step of its own
-                assert counts["all_reduce"].calls <= UNITS * len(pipeline.own)
+            gathers, reductions = calls(counts)
+            assert reductions == (0 if kind == "replicated" else units)
+            if step:  # the first infers shapes by a step of its own; later ones gather units together
+                assert gathers == most
+                assert counts.get("all_reduce", Traffic()).calls <= units * (kind == "replicated")
+            assert kind == "replicated" or is_sharded(pipeline)
             pipeline.compare_and_update(step)
 
 
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_no_more_collectives_than_torchs(rank, world_size, schedule, reshard):
-    found = []
-    for ours in (False, True):
-        with compat.install(fully_shard=ours):
-            pipeline = Pipeline(schedule, 2).shard(torch_fsdp.fully_shard, reshard_after_forward=reshard)
-            runs = pipeline.schedule()
-            found.append([calls(pipeline.step(runs, step)) for step in range(2)][1])
-    theirs, own = found
-    assert own[0] <= theirs[0]
-    if reshard and schedule in SPLIT:  # torch's loses gradients there
-        assert own[1] == UNITS * len(pipeline.own)
-    else:
-        assert own[1] == theirs[1]
-
-
-# options
-
 SPACE: dict[str, Sequence[Any]] = {
     "schedule": SCHEDULES,
+    "data": [(2,), (2, 1)],
     "reshard": [None, True, False],
     "together": [0, None],
     "stays": [0, 1 << 20],
@@ -261,7 +221,7 @@ SPACE: dict[str, Sequence[Any]] = {
 
 def check(scenario: Scenario) -> None:
     with compat.install(fully_shard=True):
-        pipeline = Pipeline(scenario["schedule"], 2, checkpoints=scenario["checkpoints"])
+        pipeline = Pipeline(scenario["schedule"], *scenario["data"], checkpoints=scenario["checkpoints"])
         for stage in (*pipeline.plain, *pipeline.own.values()):
             for name, param in stage.named_parameters():
                 param.requires_grad_(scenario["frozen"] not in name)
@@ -282,25 +242,7 @@ def check(scenario: Scenario) -> None:
 @ranks(4)
 @pytest.mark.parametrize("part", range(3))
 def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=22)[part::3]:
-        try:
-            check(scenario)
-        except Exception as error:
-            raise AssertionError(str(scenario)) from error
-
-
-def train_with_replicas(rank: int, world_size: int, schedule: str) -> None:
-    with compat.install(fully_shard=True):
-        pipeline = Pipeline(schedule, 2, 2).shard()
-        pipeline.train(pipeline.schedule())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_stages_with_replicas(schedule):
-    outcomes = run_isolated(train_with_replicas, schedule, world_size=8)
-    if any(outcome.kind != "passed" for outcome in outcomes):
-        raise RankFailure(outcomes)
+    check_each(check, pairwise(SPACE, seed=22)[part::3])
 
 
 @pytest.mark.slow
@@ -324,51 +266,11 @@ def test_evaluation_between_steps(rank, world_size, schedule):
             if last:
                 torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
             assert calls(counts)[1] == 0
-            assert_sharded(pipeline)
-
-
-def has(option: str) -> bool:
-    """Whether torch's schedules take an option, as from 2.15 on."""
-    from torch.distributed.pipelining import ScheduleInterleavedZeroBubble as cls
-
-    return any(option in inspect.signature(each).parameters for each in (cls.__init__, cls.step))
-
-
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_gradients_of_several_calls_are_reduced_at_the_last(rank, world_size, schedule):
-    if not has("finalize_gradients"):
-        pytest.skip("torch's schedules end each call with reductions")
-    with compat.install(fully_shard=True):
-        pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)
-        runs = pipeline.schedule(scale_grads=False)
-        pipeline.infer_shapes(runs)
-        with count_collectives() as counts:
-            for call in range(3):
-                pipeline.step(runs, call, finalize_gradients=call == 2)
-                pipeline.plain_backward(call)
-        for param in (p for stage in pipeline.plain for p in stage.parameters()):
-            param.grad *= MICROBATCHES
-        pipeline.assert_gradients()
-        assert calls(counts)[1] == UNITS * len(pipeline.own)
-
-
-@pytest.mark.slow
-@ranks(4)
-def test_reductions_waited_for_later(rank, world_size):
-    if not has("defer_reduce_grad_wait"):
-        pytest.skip("torch's schedules wait for each reduction at once")
-    with compat.install(fully_shard=True):
-        pipeline = Pipeline("Interleaved1F1B", 2).shard()
-        pipeline.train(pipeline.schedule(defer_reduce_grad_wait=True))
-
-
-# without `compat` torch takes stages for plain modules
+            assert is_sharded(pipeline)
 
 
 @contextmanager
-def ended_by_the_user(stage: Any, in_background: bool = False) -> Iterator[None]:
+def ended_by_the_user(stage: Any) -> Iterator[None]:
     """No backward reduces: the end does."""
     stage.set_reshard_after_backward(False)
     stage.set_manual_backward_finalization(True)
@@ -376,9 +278,7 @@ def ended_by_the_user(stage: Any, in_background: bool = False) -> Iterator[None]
     yield
     stage.set_requires_gradient_sync(True)
     stage.set_reshard_after_backward(True)
-    handle = stage.finalize_backward(async_op=in_background)
-    if in_background:
-        handle.wait()
+    stage.finalize_backward()
 
 
 @pytest.mark.slow
@@ -389,17 +289,19 @@ def test_stages_that_torch_does_not_know(rank, world_size, schedule, reshard):
     """Each microbatch reduces. What splits the backward must be told to compute all gradients at once."""
     pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=reshard)
     runs = pipeline.schedule({"dw_builder": lambda: lambda: None} if schedule in SPLIT else None)
-    if VERSION >= (2, 12):
-        pipeline.infer_shapes(runs)
+    pipeline.begin(runs)
     pipeline.train(runs)
 
 
 @ranks(4)
-@pytest.mark.parametrize("schedule", most_slow(["1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B"], "1F1B"))
+@pytest.mark.parametrize(
+    "schedule",
+    ["1F1B", *(pytest.param(each, marks=pytest.mark.slow) for each in [*PLACES][:4] if each != "1F1B")],
+)
 def test_the_user_ends_the_backwards_of_stages_that_torch_does_not_know(rank, world_size, schedule):
     pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)
     runs = pipeline.schedule(scale_grads=False)
-    pipeline.infer_shapes(runs)
+    pipeline.begin(runs)
     for step in range(STEPS):
         with count_collectives() as counts:
             with ExitStack() as stack:
@@ -423,73 +325,3 @@ def test_a_stage_of_sharded_layers_is_refused_where_the_backward_is_split(rank, 
             RuntimeError, match=r"stage 0 \(Sequential\) on rank 0 .* apply fully_shard to it"
         ):
             stage.backward_maybe_with_nosync("input", {})
-
-
-# by hand
-
-Forwards = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
-"""Returns inputs of microbatches, and their losses."""
-
-
-def last_syncs(stage: FSDPModule, forwards: Forwards) -> None:
-    """Only the last backward reduces, waits and reshards."""
-    stage.set_reshard_after_backward(False)
-    done = forwards()
-    for number, (_, loss) in enumerate(done):
-        last = number == len(done) - 1
-        stage.set_is_last_backward(last)
-        stage.set_requires_gradient_sync(last)
-        stage.set_reshard_after_backward(last)
-        loss.backward()
-
-
-def finalized(stage: FSDPModule, forwards: Forwards) -> None:
-    with ended_by_the_user(stage, in_background=True):
-        for _, loss in forwards():
-            loss.backward()
-
-
-def split(stage: Any, forwards: Forwards) -> None:
-    """Gradients of all inputs first, and then those of parameters."""
-    with ended_by_the_user(stage):
-        done = forwards()
-        for x, loss in done:
-            (x.grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-        for module in (stage.first, stage.second, stage):
-            module.unshard()
-        leaves = list(stage.parameters())  # unsharded, which graphs lead to
-        for _, loss in done:
-            for leaf, found in zip(leaves, torch.autograd.grad(loss, leaves)):
-                leaf.grad = found if leaf.grad is None else leaf.grad + found
-
-
-@ranks(2)
-@pytest.mark.parametrize("way", [last_syncs, finalized, split])
-def test_microbatches_by_hand(rank, world_size, way):
-    """All forwards come before the backwards."""
-    plain, seen = Stage().double(), list[tuple[int, ...]]()
-    mesh = init_device_mesh("cpu", (2,))
-    model = shard(copy.deepcopy(plain), mesh, reshard_after_forward=False)
-
-    def loss_of(stage: Any, batch: torch.Tensor) -> torch.Tensor:
-        """With the gradients of the inputs."""
-        parts = MICROBATCHES if isinstance(stage, FSDPModule) else 1
-        done: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def forwards() -> Any:
-            for x, target in zip(*(each.chunk(parts) for each in batch)):
-                x = x.clone().requires_grad_()
-                done.append((x, nn.functional.mse_loss(stage(x), target) / parts))
-            return done
-
-        with count_collectives() as counts:
-            if parts == 1:
-                forwards()[0][1].backward()
-            else:
-                way(stage, forwards)
-                seen.append(calls(counts))
-        return torch.cat([sum(loss.detach() for _, loss in done)[None], *(x.grad.flatten() for x, _ in done)])
-
-    train_beside(model, plain, loss_of, lambda at: torch.stack(batches(at, 2), 1), rank, steps=STEPS)
-    together = 1 if way is last_syncs else UNITS
-    assert seen == [(UNITS, UNITS)] + [(1, together)] * (STEPS - 1)

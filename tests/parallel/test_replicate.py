@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import composable
 from bed import ranks
 from bed.memory import live_bytes
-from bed.references import Traffic, count_collectives
+from bed.references import count_collectives
 from beside import NEAR
+from composable import shard_blocks
 from fronts import full
 from fsdp_wrap import (
     DataParallelMeshDims,
@@ -37,34 +40,16 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import Side, assert_same_sides
+from nets import Net
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-LAYERS = 4
-
-
-def net(seed: int = 0) -> nn.Sequential:
+def net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)), nn.Linear(6, 3)).double()
+    return Net().double()
 
 
 def batches(step: int, count: int) -> torch.Tensor:
     return torch.randn(count, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-
-
-def each_layer(model: nn.Sequential, way: Callable[..., Any], **options: Any) -> Any:
-    """Makes units of all layers but the last, and of the model."""
-    for layer in model[:LAYERS]:
-        way(layer, **options)
-    return way(model, **options)
 
 
 def named_mesh(size: int) -> Any:
@@ -75,30 +60,16 @@ def backward(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> None:
     model(batch).square().sum().backward()
 
 
-def assert_same(model: nn.Module, other: nn.Module, **near: Any) -> None:
-    """Values and gradients; names that DDP gives count without its own."""
-    near = near or NEAR
-    wanted = {name.removeprefix("module."): param for name, param in other.named_parameters()}
-    for name, param in model.named_parameters():
-        twin = wanted.pop(name)
-        torch.testing.assert_close(full(param.detach()), full(twin.detach()), msg=name, **near)
-        assert (param.grad is None) == (twin.grad is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(full(param.grad), full(twin.grad), msg=name, **near)
-    assert not wanted
-
-
-def calls(found: dict[str, Traffic]) -> dict[str, int]:
-    return {name: traffic.calls for name, traffic in found.items()}
+assert_same = partial(composable.assert_same, exact=False, atol=1e-12)
 
 
 @ranks(2)
 def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
     mesh = named_mesh(world_size)
     apart, together, theirs = net(), net(), net()
-    each_layer(apart, replicate, mesh=mesh, travel_together_bytes=0)
-    each_layer(together, replicate)
-    each_layer(theirs, torchs.replicate, mesh=mesh)
+    shard_blocks(apart, replicate, mesh=mesh, travel_together_bytes=0)
+    shard_blocks(together, replicate)
+    shard_blocks(theirs, torchs.replicate, mesh=mesh)
     ddp = DDP(net())
     models = {"apart": apart, "together": together, "torch's": theirs, "DDP": ddp}
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in models.values()]
@@ -107,8 +78,8 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         for name, model in models.items():
             with count_collectives(objects=False) as found:
                 backward(model, batches(step, world_size)[rank])
-            counts[name] = calls(found)
-        units = LAYERS + 1
+            counts[name] = {kind: traffic.calls for kind, traffic in found.items()}
+        units = len(apart.blocks) + 1
         assert counts["apart"] == counts["torch's"] == {"all_reduce": units}
         assert counts["together"] == {"all_reduce": 1 if step else units}
         for model in (together, theirs, ddp):
@@ -125,7 +96,7 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
         apart.set_is_last_backward(synced)
         with count_collectives() as found:
             backward(apart, batches(step, world_size)[rank])
-        assert calls(found) == ({"all_reduce": LAYERS + 1} if synced else {}), "accumulation"
+        assert [*found] == ["all_reduce"] * synced and (not synced or found["all_reduce"].calls == units)
         backward(ddp, batches(step, world_size)[rank])
         if not synced:
             assert not any(full(param.grad).any() for param in apart.parameters())
@@ -148,9 +119,6 @@ def test_the_signature_is_that_of_torch(rank, world_size):
     assert type(model).__mro__[1:4] == (ReplicateModule, FSDPModule, nn.Linear)
     theirs_too = {name for name in dir(torchs.ReplicateModule) if not name.startswith("_")}
     assert theirs_too <= {*dir(ReplicateModule)}
-
-
-# memory
 
 
 class Wide(nn.Module):
@@ -185,13 +153,13 @@ def test_parameters_get_values_after_replicating_and_are_those_that_modules_comp
     plain = net()
     with torch.device("meta"):
         model = net()
-    each_layer(model, replicate)
+    shard_blocks(model, replicate)
     assert all(param.is_meta and param.placements == (Replicate(),) for param in model.parameters())
     model.to_empty(device="cpu")
     our_functions.set_model_state_dict(
         model, plain.state_dict(), options=torch_functions.StateDictOptions(full_state_dict=True)
     )
-    twin, linear = DDP(plain), model[0].linear
+    twin, linear = DDP(plain), model.blocks[0].up
     where = {name: param.to_local().data_ptr() for name, param in linear.named_parameters()}
     seen: dict[str, int] = {}
     linear.register_forward_pre_hook(
@@ -207,9 +175,6 @@ def test_parameters_get_values_after_replicating_and_are_those_that_modules_comp
             torch.optim.SGD(each.parameters(), lr=0.1).step()
 
 
-# beside `fully_shard`
-
-
 WAYS: dict[str, list[Any]] = {
     "replicated": [replicate] * 3,
     "root": [fully_shard, fully_shard, replicate],
@@ -218,16 +183,15 @@ WAYS: dict[str, list[Any]] = {
     "sharded": [fully_shard] * 3,
     "theirs": [torchs.replicate] * 3,
 }
-"""What makes units of the first two layers, the second two, and the model."""
+"""What makes units of the two blocks, and of the model."""
 
 
 def made(way: str, seed: int = 0) -> Any:
     first, second, root = WAYS[way]
     model = net(seed)
     options = {"mesh": named_mesh(dist.get_world_size())} if way == "theirs" else {}
-    for number in range(LAYERS):
-        made_by = first if number < 2 else second
-        made_by(model[number], **options)
+    for block, way_of_it in zip(model.blocks, (first, second)):
+        way_of_it(block, **options)
     if root is FSDP:
         return FSDP(model, use_orig_params=True)
     return root(model, **options)
@@ -257,18 +221,6 @@ def test_units_of_both_kinds_in_one_model(rank, world_size, way):
         torch.testing.assert_close(full(value), wanted[name], msg=name, **NEAR)
 
 
-# states
-
-
-def trained(way: str, seed: int, steps: int, functions: Any) -> Side:
-    side = Side(made(way, seed), functions)
-    for step in range(steps):
-        backward(side.model, batches(step, 2)[dist.get_rank()])
-        side.optimizer.step()
-        side.optimizer.zero_grad()
-    return side
-
-
 @ranks(2)
 @pytest.mark.parametrize(
     ("saved", "loaded", "way"),
@@ -284,7 +236,11 @@ def trained(way: str, seed: int, steps: int, functions: Any) -> Side:
 )
 def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
     functions = torch_functions if way == "torch-dcp" else our_functions
-    one, other = trained(saved, 0, 2, functions), trained(loaded, 1, 1, functions)
+    one, other = Side(made(saved, 0), functions), Side(made(loaded, 1), functions)
+    for side in (one, other, one):
+        backward(side.model, batches(0, world_size)[rank])
+        side.optimizer.step()
+        side.optimizer.zero_grad()
     one.give(other, way, tmp_path)
     assert_same_sides(other, one)
     for each in (one, other):
@@ -312,24 +268,21 @@ def test_state_dicts_and_safetensors_hold_what_a_plain_model_has(rank, world_siz
         model = other
 
 
-# what else modules can
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.layers[number](x)
 
 
 @ranks(2)
 def test_ranks_may_use_different_layers(rank, world_size):
-    class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-            return self.layers[number](x)
-
     torch.manual_seed(0)
     plain = Choosing().double()
     model = replicate(copy.deepcopy(plain))
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    dist.broadcast(x, 0)
+    x = batches(0, 2)[..., :3]
     for number in range(world_size):
         plain(x[number], number).square().sum().div(2).backward()
     model(x[rank], rank).square().sum().backward()
@@ -348,7 +301,7 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     assert all(torch.equal(full(b), 2 * full(a)) for a, b in zip(model.parameters(), twin.parameters()))
     twin.load_state_dict(model.state_dict())
     seen: list[int] = []
-    twin[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    twin.blocks[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
     for each in (model, twin):
         backward(each, batches(0, world_size)[rank])
     assert_same(twin, model)
@@ -357,38 +310,36 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     twin.zero_grad()
     assert {param.dtype for param in twin.parameters()} == {torch.float32}
     backward(twin, batches(0, world_size)[rank].float())
-    assert_same(twin.double(), model, rtol=0, atol=1e-4)
+    assert_same(twin.double(), model, atol=1e-4)
     with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
         pickle.dumps(model)
-    layer = model[0]
+    layer = model.blocks[0]
     handle = layer.unshard(async_op=True)
     handle.wait()
-    assert type(layer.linear.weight) is nn.Parameter
+    assert type(layer.up.weight) is nn.Parameter
     layer.reshard()
-    assert isinstance(layer.linear.weight, DTensor)
+    assert isinstance(layer.up.weight, DTensor)
     layer.twice = lambda x: layer(layer(x))
     register_fsdp_forward_method(layer, "twice")
     x = batches(0, 1)[0]
-    torch.testing.assert_close(layer.twice(x), net()[0](net()[0](x)))
+    torch.testing.assert_close(layer.twice(x), net().blocks[0](net().blocks[0](x)))
 
 
 @ranks(2)
 def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
     model, ddp = net(), DDP(net())
-    replicate([model[0], model[1]])
-    replicate(model[3], ignored_params={model[3].norm.bias})
+    first, last = model.blocks
+    replicate([model.stem, first])
+    replicate(last, ignored_params={last.up.bias})
     replicate(model)
-    model[0].set_modules_to_forward_prefetch([model[3]])
-    model[3].set_modules_to_backward_prefetch([model[0]])
-    assert type(model[3].norm.bias) is nn.Parameter
+    first.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first])
+    assert type(last.up.bias) is nn.Parameter
     for step in range(2):
         for each in (model, ddp):
             backward(each, batches(step, world_size)[rank])
-    dist.all_reduce(model[3].norm.bias.grad.div_(world_size))
+    dist.all_reduce(last.up.bias.grad.div_(world_size))
     assert_same(model, ddp)
-
-
-# refusals
 
 
 @ranks(2)
@@ -407,17 +358,16 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
         (nn.Linear(2, 2), {"travel_together_bytes": -1}, ValueError, "travel_together_bytes"),
         (scalar, {}, ValueError, "parameter 'gain' has no dimension"),
         (nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "replicate the modules in it"),
-        ([], {}, TypeError, "replicate takes"),
         (torch.jit.trace(nn.Linear(2, 2), torch.ones(2)), {}, TypeError, "changes a module's class"),
     ]
     for module, options, error, words in cases:
-        before = [] if isinstance(module, list) else [*module.parameters()]
-        kind = type(module)
+        kind, before = type(module), [*module.parameters()]
         with pytest.raises(error, match=words):
             replicate(module, **options)
-        after = [] if isinstance(module, list) else [*module.parameters()]
-        assert type(module) is kind and all(map(torch.equal, before, after))
-        assert not any(isinstance(param, DTensor) for param in after)
+        assert type(module) is kind and all(map(torch.equal, before, module.parameters()))
+        assert not any(isinstance(param, DTensor) for param in module.parameters())
+    with pytest.raises(TypeError, match="replicate takes"):
+        replicate([])
 
 
 @ranks(2)

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp as torchs
+from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -26,7 +28,7 @@ import tp_nets
 from bed import ranks
 from bed.references import Traffic, count_collectives
 from bed.sampling import few_fast
-from beside import NEAR, assert_same_gradients, train_beside
+from beside import NEAR, assert_same_gradients, check_each, train_beside
 from fronts import each_form, full
 from fsdp_wrap import (
     CPUOffload,
@@ -40,6 +42,7 @@ from fsdp_wrap import (
     set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
@@ -71,7 +74,6 @@ DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"param_dtype": torch.float32},
     "reduced": {"param_dtype": torch.float32, "reduce_dtype": torch.float64},
 }
-"""Of parameters, and of what is reduced."""
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -120,11 +122,11 @@ def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -
     )
 
 
-def check(scenario: Scenario) -> None:
+def check(mesh_of: Callable[[str], Any], scenario: Scenario) -> None:
     mesh = scenario["mesh"]
     if scenario["front"] == "replicate" and mesh in ("replicas", "shards"):  # it takes one dimension
         mesh = "flat"
-    _, data, tensor = tp_nets.mesh_of(mesh)
+    _, data, tensor = mesh_of(mesh)
     plain, model = tp_nets.net_for(mesh), tp_nets.net_for(mesh, scenario["checkpointing"])
     tp_nets.parallelize(model, tensor, scenario["plan"])
     for each in (plain, model):  # afterwards: what it distributes needs gradients
@@ -145,27 +147,20 @@ def check(scenario: Scenario) -> None:
     )
 
 
-def clip(model: nn.Module, bound: float, p: float, function: Any = clip_grad_norm_) -> torch.Tensor:
+def clip(model: nn.Module, bound: float, p: float) -> torch.Tensor:
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(bound, p)
-    return full(function(model.parameters(), bound, p))
+    return full(clip_grad_norm_(model.parameters(), bound, p))
 
 
 @ranks(4)
-@pytest.mark.parametrize("part", few_fast(range(6), 2))
+@pytest.mark.parametrize("part", few_fast(range(12), 4))
 def test_training_equals_a_plain_model(rank, world_size, part):
-    for scenario in pairwise(SPACE, seed=22)[part::6]:
-        try:
-            check(scenario)
-        except Exception as error:
-            raise AssertionError(str(scenario)) from error
-
-
-# norms over several meshes
+    mesh_of = functools.cache(tp_nets.mesh_of)
+    check_each(functools.partial(check, mesh_of), pairwise(SPACE, seed=22)[part::12])
 
 
 def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and a plain one, with the same gradients."""
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
     tp_nets.shard_blocks(model, way, mesh=data)
@@ -175,26 +170,22 @@ def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[n
 
 
 @ranks(4)
-@pytest.mark.parametrize(
-    ("mesh", "plan", "way"),
-    [
-        ("flat", "columns", fully_shard),
+def test_clipping_by_torchs_own_function_equals_that_of_a_plain_model(rank, world_size):
+    for mesh, plan, way in (
         ("replicas", "sequence", fully_shard),
         ("shards", "loss", fully_shard),
         ("flat", "sequence", replicate),
-    ],
-)
-def test_clipping_equals_that_of_a_plain_model(rank, world_size, mesh, plan, way):
-    several = plan == "columns"  # where torch's own function refuses the meshes
-    for p in (1.0, 3.5, math.inf):
-        for function in (clip_grad_norm_,) if several else (clip_grad_norm_, nn.utils.clip_grad_norm_):
+    ):
+        for p in (1.0, 3.5, math.inf):
             model, plain = with_gradients(mesh, plan, way)
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, p)
-            torch.testing.assert_close(clip(model, 0.01, p, function), expected, rtol=1e-12, atol=0)
+            found, expected = (
+                nn.utils.clip_grad_norm_(each.parameters(), 0.01, p) for each in (model, plain)
+            )
+            torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
             assert_same_gradients(model, plain, {"rtol": 0, "atol": 1e-13})
-    if several:
-        with pytest.raises(RuntimeError):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    model, _ = with_gradients("flat", "columns")  # on several meshes, which it refuses
+    with pytest.raises(RuntimeError):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
 @ranks(4)
@@ -205,10 +196,9 @@ def test_what_is_not_finite_is_so_on_all_ranks_and_what_cannot_be_clipped_is_ref
         if rank == 2:
             held.view(-1)[0] = value
         for p in (2.0, math.inf):
-            with pytest.raises(RuntimeError, match="total norm of order"):
-                clip_grad_norm_(model.parameters(), 1.0, p, error_if_nonfinite=True)
-            with pytest.raises(RuntimeError, match="total norm of order"):
-                fsdp_wrap.clip_grad_norm_(model, 1.0, p, error_if_nonfinite=True)
+            for function, of in ((clip_grad_norm_, model.parameters()), (fsdp_wrap.clip_grad_norm_, model)):
+                with pytest.raises(RuntimeError, match="total norm of order"):
+                    function(of, 1.0, p, error_if_nonfinite=True)
     assert not torch.isfinite(clip_grad_norm_(model.parameters(), 1.0))
     mesh, _, _ = tp_nets.mesh_of("flat")
     param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()]))
@@ -223,13 +213,9 @@ def test_what_is_not_finite_is_so_on_all_ranks_and_what_cannot_be_clipped_is_ref
     assert clip_grad_norm_([], 1.0) == 0
 
 
-# what a wrapper shows
-
-
 def wrapped(
     use_orig_params: bool, mesh: str = "flat", plan: str = "sequence", model: tp_nets.Net | None = None
 ) -> tuple[tp_nets.Net, FSDP]:
-    """A plain model, and a wrapped one of the same values."""
     _, data, tensor = tp_nets.mesh_of(mesh)
     strategy = ShardingStrategy.HYBRID_SHARD if data.ndim > 1 else None
     shown = FSDP(
@@ -276,17 +262,6 @@ def test_values_gradients_and_norms_by_name_are_those_of_a_plain_model(
     train(plain, model, mesh)
 
 
-def edit(weight: Any, layer: nn.Linear, how: str) -> None:
-    """Three times the weight."""
-    if how == "in place":
-        weight.mul_(3)
-    elif how == "data":
-        weight.data.mul_(3)
-    else:
-        layer.weight = nn.Parameter(weight.detach() * 3)
-        layer.weight.grad = weight.grad
-
-
 @ranks(4)
 @pytest.mark.parametrize(
     ("use_orig_params", "rank0_only", "how"),
@@ -300,7 +275,11 @@ def test_edits_are_kept(rank, world_size, use_orig_params, rank0_only, how):
         up = model.module.blocks[0].module.up
         if tp_nets.mesh_of("flat")[1].get_local_rank() == 0 or not rank0_only:
             assert isinstance(up.weight, DTensor)
-            edit(up.weight, up, how)
+            if how == "replaced":
+                grad, up.weight = up.weight.grad, nn.Parameter(up.weight.detach() * 3)
+                up.weight.grad = grad
+            else:
+                (up.weight.data if how == "data" else up.weight).mul_(3)
             up.weight.grad.mul_(2)
         plain.blocks[0].up.weight.mul_(3)
         plain.blocks[0].up.weight.grad.mul_(2)
@@ -345,15 +324,52 @@ def test_modules_that_load_in_ways_of_their_own(rank, world_size):
     fronts.assert_same_values(model, other)
 
 
-# at eight ranks, each looked at by itself on a group that sends nothing
+@ranks(4)
+@pytest.mark.parametrize(
+    ("ways", "mesh", "plan"),
+    [
+        ((fully_shard, torch_fully_shard), "flat", "columns"),
+        ((fully_shard, torch_fully_shard), "replicas", "sequence"),
+        ((fully_shard, torch_fully_shard), "wide", "loss"),
+        ((replicate, torchs.replicate), "flat", "sequence"),
+    ],
+)
+def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    nets = [tp_nets.net(seed=seed, hidden=12) for seed in (0, 0, 1)]
+    ours, theirs, others = (
+        tp_nets.shard_blocks(tp_nets.parallelize(net, tensor, plan), way, mesh=data)
+        for net, way in zip(nets, (ways[0], ways[1], ways[1]))
+    )
+    for found, expected in (
+        (ours.state_dict(), theirs.state_dict()),
+        (our_functions.get_model_state_dict(ours), torch_functions.get_model_state_dict(theirs)),
+    ):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert type(found[name]) is type(value) is DTensor
+            assert found[name].placements == value.placements, name
+            assert found[name].device_mesh == value.device_mesh, name
+            assert torch.equal(found[name].to_local(), value.to_local()), name
+    assert not ours.load_state_dict(others.state_dict()).missing_keys
+    for (name, param), other in zip(ours.named_parameters(), others.parameters()):
+        assert torch.equal(param.to_local(), other.to_local()), name
+    for each in (ours, others):
+        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
+    assert_same_gradients(ours, others)
+    options = torch_functions.StateDictOptions(full_state_dict=True)
+    whole = our_functions.get_model_state_dict(ours, options=options)
+    for name, value in tp_nets.net(seed=1, hidden=12).state_dict().items():
+        assert torch.equal(whole[name], value), name
 
-RANKS = 8
+
 MESHES = {
     "hybrid": ((2, 2, 2), ("replicate", "shard", "tp")),
     "tall": ((4, 2), ("shard", "tp")),
     "wide": ((2, 4), ("shard", "tp")),
     "copies": ((4, 1, 2), ("replicate", "shard", "tp")),
 }
+"""Of eight ranks, each looked at by itself on a group that sends nothing."""
 BESIDE = 24
 """Bytes beside a part: it starts at a multiple of 16 bytes, and a number tells who has a gradient."""
 
@@ -404,7 +420,7 @@ CASES = [
 @pytest.mark.parametrize("case", few_fast(CASES, 12), ids=lambda case: "-".join(map(str, case)))
 def test_shapes_and_collectives_are_at_most_those_of_upstream(rank, world_size, case, place):
     mesh, plan, reshard, letters = case
-    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=8)
     ours, theirs = (
         made(way, mesh, plan, reshard_after_forward=reshard) for way in (fully_shard, torch_fully_shard)
     )

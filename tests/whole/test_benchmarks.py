@@ -5,51 +5,57 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import mmap
-import os
-import socket
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bed.paths import ROOT
+from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import accumulation, counts, harness
 from benchmarks.__main__ import questions, run
 from benchmarks.goals import GOALS, Goal, judged
-from benchmarks.harness import Question, Settings, as_markdown, compare, run_ranks
+from benchmarks.harness import Question, Settings, as_markdown, compare
 from benchmarks.implementations import SHARED
-from benchmarks.meters import received, resident, resident_on_host, tensors
-from benchmarks.models import lora
+from benchmarks.meters import resident, tensors
 
 ON_MESHES = ("tiny with tensor parallelism", "tiny accumulated over replicas")
-STEPS = ("tiny", "tiny on 4 ranks", *ON_MESHES, "4 blocks")
-HOST = ("barrier", "4 parameters", "12 parameters", "by cause")
-CASES = (*STEPS, "experts", *HOST, "gloo", "fake group", accumulation.CASE)
-FAKE = ("fake group of 2", "fake group of 8")
-IMPL = ("ddp", "fsdp1", "fsdp2", "fsdp_wrap", *SHARED.values())
+CASES = (
+    *("tiny", *ON_MESHES, "4 blocks", "barrier", "4 parameters", "12 parameters", "gloo"),
+    *("fake group", "fake group of 2", "fake group of 8", accumulation.CASE, *counts.CASES),
+)
+IMPL = ("ddp", "fsdp_wrap", SHARED["fsdp_wrap"])
 MB = 1 << 20
 
 
-def _of_ways(question, table):
-    """Whether a table tells of something else than implementations."""
-    others: tuple[str, ...] = ("accumulation", "collectives", "counts", "latency", "compression", "travel")
-    others += ("in_backward", "host_step", "recording")
-    return question in others or "hooks" in table
+OF_WAYS = {"accumulation", "collectives", "counts", "latency", "compression", "travel"}
+OF_WAYS |= {"in_backward", "host_step", "recording"}
+"""Questions whose tables tell of something else than implementations."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    run(questions(), folder, Settings(IMPL, CASES, rounds=1))
+    return folder
+
+
+@pytest.fixture
+def answers(folder: Path) -> Any:
+    return json.loads((folder / "performance" / "figures.json").read_text())
 
 
 @pytest.mark.slow
-def test_ways_to_accumulate():
-    rows = accumulation.ask(Settings())[accumulation.CASE]
+def test_ways_to_accumulate(answers):
+    rows = answers["accumulation"]["figures"][accumulation.CASE]
     each, within, without = (rows[way] for way in accumulation.WAYS)
     assert (each["all-reduces"], within["all-reduces"], without["all-reduces"]) == (32, 8, 8)
     assert each["reduce-scatters"] == within["reduce-scatters"] == 4 * without["reduce-scatters"]
@@ -58,8 +64,8 @@ def test_ways_to_accumulate():
 
 
 @pytest.mark.slow
-def test_no_more_collectives_than_torchs():
-    tables = counts.ask(Settings())
+def test_no_more_collectives_than_torchs(answers):
+    tables = answers["counts"]["figures"]
     assert set(tables) >= {"tensor parallelism", "experts", "pipeline"}
     for case, table in tables.items():
         each = 2 if case == "float8" else 1  # what subclasses gather travels apart from all else
@@ -74,12 +80,9 @@ def test_no_more_collectives_than_torchs():
 
 
 @pytest.mark.slow
-def test_every_question_is_answered_and_shown(tmp_path):
-    asked = questions()
-    run(asked, tmp_path, Settings(IMPL, (*CASES, *FAKE), rounds=1))
-    answers = json.loads((tmp_path / "performance" / "figures.json").read_text())
-    page = (tmp_path / "performance.md").read_text()
-    for question in asked:
+def test_every_question_is_answered_and_shown(folder, answers):
+    page = (folder / "performance.md").read_text()
+    for question in questions():
         figures = answers[question.name]["figures"]
         assert f"## {question.title}\n" in page
         assert question.name in ("gpu", "small_states") or any(  # which need what is not everywhere
@@ -87,14 +90,13 @@ def test_every_question_is_answered_and_shown(tmp_path):
         )
         for table in figures.values():
             assert as_markdown(table) in page
-            assert set(table) <= set(IMPL) or _of_ways(question.name, table)
+            assert set(table) <= set(IMPL) or question.name in OF_WAYS or "hooks" in table
             assert all(math.isfinite(value) for row in table.values() for value in row.values())
-        drawn = (tmp_path / "performance" / f"{question.name}.svg").exists()
+        drawn = (folder / "performance" / f"{question.name}.svg").exists()
         assert drawn == (importlib.util.find_spec("matplotlib") is not None and bool(figures))
-    assert set(answers["step"]["figures"]["tiny"]) == set(IMPL)
-    assert set(answers["step"]["figures"]["tiny on 4 ranks"]) == set(IMPL)
-    for title in ON_MESHES:
-        assert set(answers["step"]["figures"][title]) == set(IMPL) - {"ddp"}
+    steps = answers["step"]["figures"]
+    assert set(steps["tiny"]) == set(IMPL)
+    assert all(set(steps[title]) == set(IMPL) - {"ddp"} for title in ON_MESHES)
     took = {name: {"s": answer["seconds"]} for name, answer in answers.items()}
     assert as_markdown({**took, "all": {"s": sum(row["s"] for row in took.values())}}) in page
     wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
@@ -102,14 +104,24 @@ def test_every_question_is_answered_and_shown(tmp_path):
     assert wire["forward MB"] < wire["backward MB"] < wire["step MB"] * 1.01
 
 
+@pytest.mark.slow
+def test_names_that_are_none_are_refused():
+    found = python("-m", *"benchmarks.step --impl ddp,fdsp".split(), code=2)
+    assert "--impl: 'fdsp' unknown; there are ddp, " in found.err and not found.out
+
+
+def test_questions_know_their_names():
+    for question in questions():
+        question.check(Settings(impl=tuple(question.implementations), cases=tuple(question.cases)))
+        assert question.cases or question.implementations
+        with pytest.raises(ValueError, match="--cases: 'none' unknown"):
+            question.check(Settings(cases=(*question.cases, "none")))
+
+
 def test_answers_given_before_stay_on_the_page_and_tables_measured_anew_beside_them(tmp_path, monkeypatch):
     there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
-    before = {
-        "date": "then",
-        "seconds": 1,
-        "machine": there,
-        "figures": {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}},
-    }
+    figures = {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}}
+    before = {"date": "then", "seconds": 1, "machine": there, "figures": figures}
     (tmp_path / "performance").mkdir()
     (tmp_path / "performance" / "figures.json").write_text(json.dumps({"step": before}))
     run([], tmp_path, Settings())
@@ -118,13 +130,13 @@ def test_answers_given_before_stay_on_the_page_and_tables_measured_anew_beside_t
     assert "| P1 | step of gpt, to DDP | 1 | **7.25** |  |  | no |" in page
 
     monkeypatch.setattr(harness, "machine", lambda: there)
-    figures: Iterator[Any] = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
-    question = Question("q", "Title", "About.", lambda settings: next(figures), "c", cases=("a", "b"))
+    found: Iterator[Any] = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
+    question = Question("q", "Title", "About.", lambda settings: next(found), "c", cases=("a", "b"))
     run([question], tmp_path, Settings())
     run([question], tmp_path, Settings(cases=("b",)))
-    found = json.loads((tmp_path / "performance" / "figures.json").read_text())["q"]
-    assert found["figures"] == {"a": {"x": {"c": 1}}, "b": {"x": {"c": 3}}}
-    assert list(found["later"]) == ["b"] and found["later"]["b"]["date"].endswith("UTC")
+    kept = json.loads((tmp_path / "performance" / "figures.json").read_text())["q"]
+    assert kept["figures"] == {"a": {"x": {"c": 1}}, "b": {"x": {"c": 3}}}
+    assert list(kept["later"]) == ["b"] and kept["later"]["b"]["date"].endswith("UTC")
 
 
 def test_ratios_and_goals_are_judged_by_all_that_they_name():
@@ -159,50 +171,3 @@ def test_meters_of_memory():
     seen = [resident(in_a_thread) for _ in range(3)]  # other threads of the process may free memory meanwhile
     assert abs(statistics.median(lap.peak for lap in seen) - 8 * MB) < MB
     assert abs(statistics.median(lap.kept for lap in seen) - 4 * MB) < MB
-
-
-def test_meter_of_the_host_counts_shared_pages_once():
-    own, shared = run_ranks(_take_own_and_shared, 2)
-    assert abs(own[0] - 2 * 24 * MB) < 2 * MB and abs(own[1] - 2 * 16 * MB) < 2 * MB
-    assert abs(shared[0] - 24 * MB) < 2 * MB and abs(shared[1] - 24 * MB) < 2 * MB
-
-
-def _take_own_and_shared():
-    """What each rank takes, part of it for a while, and what both do."""
-    kept: list[Any] = []
-
-    def of_one_rank():
-        kept.append(bytearray(b"1") * (16 * MB))
-        for_a_while = bytearray(b"1") * (8 * MB)
-        dist.barrier()  # both have it at once
-        time.sleep(0.5)
-        dist.barrier()
-        del for_a_while
-
-    def of_both():
-        path: list[Any] = [None]
-        if dist.get_rank() == 0:
-            path[0] = f"/proc/{os.getpid()}/fd/{os.memfd_create('shared')}"
-        dist.broadcast_object_list(path)
-        with open(path[0], "r+b") as file:
-            file.truncate(24 * MB)
-            kept.append(mmap.mmap(file.fileno(), 24 * MB))
-        kept[-1].write(b"1" * (24 * MB))
-        dist.barrier()
-
-    return [(lap.peak, lap.kept) for lap in map(resident_on_host, (of_one_rank, of_both))]
-
-
-def test_meter_of_the_wire():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as sender, server.accept()[0] as receiver:
-            before = received()
-            sender.sendall(bytes(100_000))
-            receiver.recv(100_000, socket.MSG_WAITALL)
-            assert received() - before == 100_000
-
-
-def test_one_percent_of_the_adapted_model_trains():
-    params = list(lora(16, 1).model().parameters())
-    share = sum(p.numel() for p in params if p.requires_grad) / sum(p.numel() for p in params)
-    assert 0.008 < share < 0.012

@@ -14,10 +14,12 @@ import torch
 
 from bed.paths import ROOT
 from bed.scripts import Done, here, python, script
+from warm import warm
 
 gallery = script("gallery")
 
 QUICK = {"experts", "resume_elsewhere", "vision"}
+WARM = {*QUICK, "gan", "pretrain"}
 NEEDS = {
     "hf_trainer": ["transformers", "accelerate"],
     "large_model": ["safetensors"],
@@ -46,6 +48,12 @@ def run(command: str, folder: Path, code: int | None = 0) -> Done:
     return python(*starts[program], *arguments, code=code, folder=folder, env=quiet)
 
 
+def run_warm(command: str, folder: Path) -> Done:
+    """Runs what torchrun would start."""
+    _, _, count, script, *arguments = shlex.split(command)
+    return warm(int(count), ROOT / script, *arguments, folder=folder)
+
+
 def words_of(line: str) -> list[str]:
     return NUMBER.sub("#", line).split()
 
@@ -68,7 +76,7 @@ def assert_alike(found: list[str], expected: list[str]) -> None:
 def test_it_prints_what_it_says(name, tmp_path):
     example = gallery.Example.read(name)
     for command in [each for each in example.commands if not re.fullmatch("pip [^&]*", each)]:
-        done = run(command, tmp_path)
+        done = (run_warm if name in WARM else run)(command, tmp_path)
     printed = done.out.splitlines()
     if "beside what" in example.before:
         known = [*map(words_of, example.printed)]

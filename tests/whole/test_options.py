@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
 from bed import ranks
-from bed.sampling import few_fast, part_of
+from bed.sampling import few_fast
 from scenario import (
     COMPOSABLE_SPACE,
     HYBRID_COMPOSABLE_SPACE,
@@ -22,7 +21,6 @@ from scenario import (
 )
 
 DRAWS = 300
-"""Scenarios of the random walk."""
 
 
 TWO_RANKS = [
@@ -46,25 +44,6 @@ def test_every_pair_of_options(rank, world_size, scenario):
 @ranks(4)
 def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
-
-
-BLOCKS = {
-    "accumulation": ["strategy", "use_orig_params", "backward_prefetch", "offload", "zeroing"],
-    "checkpointing": ["strategy", "use_orig_params", "backward_prefetch", "wrapping"],
-    "frozen": ["strategy", "use_orig_params", "backward_prefetch", "unfreeze", "input_grad"],
-    "tied": ["strategy", "use_orig_params", "wrapping", "fault"],
-}
-"""Blocks of options of which a third of all combinations is run, or each (`part_of`), the others drawn."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", list(BLOCKS))
-@ranks(2, timeout=900)
-def test_cross_of_a_block(rank, world_size, block):
-    generator = random.Random(7)
-    names = [block, *BLOCKS[block]]
-    for values in part_of(itertools.product(*(SPACE[name] for name in names)), 3):
-        check(draw(SPACE, generator, dict(zip(names, values))), rank, world_size)
 
 
 @pytest.mark.slow

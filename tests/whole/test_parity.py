@@ -1,68 +1,99 @@
-"""The same numbers as training without sharding: bit-equal to DDP, or to a plain model in float64."""
+"""The same numbers as training without sharding, by each strategy: bit-equal to DDP, or near in float64.
+
+Also beside torch's other ways to parallelise a model: `replicate()` and DDP, around units and inside.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from bed.memory import live_bytes
+from bed.references import count_collectives
 from fronts import (
+    FULL,
+    KEPT,
     assert_same_grads,
     assert_same_values,
     each_front,
-    each_prefetch,
+    full,
     full_grads,
     full_state,
     prefetching,
     shard,
     twins,
 )
-from fsdp_wrap import ShardingStrategy
-from fsdp_wrap.wrap import always_wrap_policy
-from models import WRAPPINGS, Transformer, gather_objects, loss_of, named_state, tokens, train
-
-STEPS = 10
-each_wrapping = pytest.mark.parametrize(
-    ("front", "wrapping"),
-    [("flat", "whole"), ("flat", "size"), ("orig", "block"), ("orig", "name"), ("composable", "size")],
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap.wrap import CustomPolicy
+from models import (
+    WRAPPINGS,
+    Block,
+    Transformer,
+    loss_of,
+    named_state,
+    tokens,
+    train,
+    transformer_twins,
 )
 
+STEPS = 10
+WRAPPED = [("flat", "whole"), ("flat", "size"), ("orig", "block"), ("orig", "name"), ("composable", "size")]
+NO_SHARD = ShardingStrategy.NO_SHARD
+OPTIONS = [
+    *itertools.product(("flat", "orig"), (None, "BACKWARD_PRE", "BACKWARD_POST"), (FULL, KEPT)),
+    *(("flat", None, NO_SHARD), ("orig", "BACKWARD_PRE", NO_SHARD)),
+    *(("composable", "default", FULL), ("composable", "default", KEPT)),
+]
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def assert_trains_like_ddp(model: nn.Module, ddp: DDP, rank: int) -> None:
-    for each in (ddp, model):
-        train(each, _adamw(each), rank, range(3))
+def train_with_accumulation(module: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    with module.no_sync():
+        loss_of(module, tokens(rank, 9)).backward()
+    loss_of(module, tokens(rank, 8)).backward()
+    optimizer.step()
+    train(module, optimizer, rank, range(4))
+
+
+def assert_trains_like_ddp(model: nn.Module, ddp: DDP, rank: int, steps: int = 3) -> None:
+    ours, theirs = (train(each, adamw(each), rank, range(steps)) for each in (model, ddp))
+    assert ours == theirs
     assert_same_values(model, ddp)
+    assert_same_grads(model, ddp)
 
 
-@each_wrapping
+@pytest.mark.parametrize(("front", "wrapping"), WRAPPED)
 @ranks(2)
 def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
     plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
-    ddp = DDP(plain)
-    references, ours = _adamw(ddp), _adamw(wrapped)
-    assert train(wrapped, ours, rank, range(STEPS)) == train(ddp, references, rank, range(STEPS))
-    assert_same_values(wrapped, ddp)
-    assert_same_grads(wrapped, ddp)
+    assert_trains_like_ddp(wrapped, DDP(plain), rank, STEPS)
 
 
-@each_wrapping
+@pytest.mark.parametrize(("front", "wrapping"), WRAPPED)
 @ranks(1, 3, 4)
 def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
     policy = WRAPPINGS[wrapping]()
     plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=policy)
     ddp = DDP(plain)
-    train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2), rank, range(STEPS))
-    train(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rank, range(STEPS))
+    for each in (ddp, wrapped):
+        train(each, torch.optim.AdamW(each.parameters(), lr=1e-2), rank, range(STEPS))
     state, grads = full_state(wrapped), full_grads(wrapped)
     for name, param in named_state(ddp):
         if name.endswith("attention.in_proj_bias"):
@@ -71,11 +102,10 @@ def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
         torch.testing.assert_close(grads[name], param.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@each_prefetch
+@pytest.mark.parametrize(("front", "prefetch", "strategy"), OPTIONS)
 @ranks(2)
 def test_strategy_and_prefetch_change_no_bit(rank, world_size, front, prefetch, strategy):
-    options = {"sharding_strategy": ShardingStrategy[strategy], **prefetching(prefetch)}
+    options = {"sharding_strategy": strategy, **prefetching(prefetch)}
     plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"](), **options)
     assert_trains_like_ddp(wrapped, DDP(plain), rank)
 
@@ -101,27 +131,218 @@ def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, front):
 
 
 @ranks(2)
-def test_sync_module_states_starts_from_the_first_rank(rank, world_size):
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-    module[1].running_mean.fill_(rank)
-    expected = gather_objects(module.state_dict())[0]
-    model = shard("orig", module, always_wrap_policy, sync_module_states=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+def test_no_shard_keeps_one_copy_and_shapes(rank, world_size):
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    shapes = [param.shape for param in module.parameters()]
+    size = sum(param.nbytes for param in module.parameters())
+    model = FSDP(module, sharding_strategy=NO_SHARD, use_orig_params=True)
+    with count_collectives() as traffic:
+        model(torch.ones(1, 256)).sum().backward()
+    assert {name: calls for name, (calls, _) in traffic.items()} == {"all_reduce": 1}
+    assert [param.shape for param in model.parameters()] == shapes
+    assert [param.grad.shape for param in model.parameters()] == shapes
+    assert live_bytes() <= 2 * size + 64 * 1024  # parameters and gradients
 
 
+def hybrid_arguments(form: str) -> dict[str, Any]:
+    if form == "mesh":
+        return {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    if form == "local_world_size":
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        return {}
+    members = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    shards, copies = ([dist.new_group(each) for each in lists] for lists in members)
+    return {"process_group": (shards[dist.get_rank() // 2], copies[dist.get_rank() % 2])}
+
+
+@pytest.mark.parametrize(
+    ("use_orig_params", "strategy", "form"),
+    [
+        (False, "HYBRID_SHARD", "mesh"),
+        (True, "_HYBRID_SHARD_ZERO2", "mesh"),
+        (True, "HYBRID_SHARD", "pair"),
+        (False, "_HYBRID_SHARD_ZERO2", "local_world_size"),
+    ],
+)
 @ranks(4)
-def test_process_group_of_some_ranks(rank, world_size):
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[rank % 2]
-    plain, wrapped = twins("flat", Transformer, process_group=group, auto_wrap_policy=WRAPPINGS["block"]())
-    assert_trains_like_ddp(wrapped, DDP(plain, process_group=group), rank)
+def test_hybrid_equals_ddp(rank, world_size, use_orig_params, strategy, form):
+    plain, model = transformer_twins(use_orig_params, strategy, **hybrid_arguments(form))
+    ddp = DDP(plain)
+    for each in (ddp, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        train_with_accumulation(each, optimizer, rank)
+    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), norm, rtol=1e-10, atol=1e-12)
+    assert_same_values(model, ddp, rtol=0, atol=1e-10)
+    assert_same_grads(model, ddp, rtol=0, atol=1e-10)
+    local, whole = (sum(param.numel() for param in each.parameters()) for each in (model, plain))
+    assert abs(local - whole / 2) <= 200  # one half each, but for alignment
 
 
 @ranks(2)
-def test_device_mesh_and_device_id(rank, world_size):
-    mesh = init_device_mesh("cpu", (2,))
-    for device_id in (None, "cpu", "cpu:0", torch.device("cpu")):
-        plain, wrapped = twins("flat", Transformer, device_mesh=mesh, device_id=device_id)
-        assert_trains_like_ddp(wrapped, DDP(plain), rank)
+def test_strategies_differ_per_unit(rank, world_size):
+    chosen = iter([NO_SHARD, KEPT, FULL])
+
+    def choose(module: nn.Module) -> Any:
+        return isinstance(module, Block) and {"sharding_strategy": next(chosen)}
+
+    plain, model = twins("orig", Transformer, auto_wrap_policy=CustomPolicy(choose))
+    ddp = DDP(plain)
+    assert_trains_like_ddp(model, ddp, rank, steps=4)
+    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), norm)
+
+
+@ranks(2)
+def test_hosts_must_hold_equally_many_ranks(rank, world_size):
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=3 does not divide the 2 ranks"):
+        FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+RANKS = 2
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+
+
+def train_by(model: Callable[..., Any], batches: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Trains by some batches a step, of which the model gets the mean gradient."""
+    for several in batches:
+        loss = sum(model(batch).square().sum() for batch in several) / len(several)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_trains_like_plain(plain: nn.Module, model: nn.Module, rank: int, around: Any = None) -> None:
+    """Compares training with that of a plain model that sees all ranks' batches, in float64."""
+    batches = torch.randn(3, RANKS, 5, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train_by(around or model, batches[:, rank : rank + 1], optimizer)
+    train_by(plain, batches, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    with torch.no_grad():
+        expected, found = plain(batches[0, 0]), model(batches[0, 0])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def replicated_by(way: str, module: nn.Module) -> None:
+    if way == "ddp":
+        replicate(module)
+    else:
+        replicate_by_fsdp(module, mesh=init_device_mesh("cpu", (RANKS,), mesh_dim_names=("replicate",)))
+
+
+@each_front
+@ranks(RANKS)
+def test_replicate_around_units_and_inside_of_one_and_ddp_around(rank, world_size, front):
+    for way in ("ddp", "fsdp"):
+        plain, inside = layers(), layers()
+        model = copy.deepcopy(plain)
+        for index in (0, 2):
+            model[index] = shard(front, model[index])
+        replicated_by(way, model)
+        assert_trains_like_plain(plain, model, rank)
+
+        replicated_by(way, inside[2])
+        theirs = [*inside[2].parameters()]
+        model = shard(front, inside)
+        assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
+        assert_trains_like_plain(layers(), model, rank)
+
+    model = layers()
+    model[2] = shard(front, model[2])
+    names = [name for name, _ in model.named_parameters() if name.startswith("2.")]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+    assert_trains_like_plain(layers(), model, rank, DDP(model))
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(shard("composable", layers()))
+
+
+@ranks(RANKS)
+def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size):
+    plain = layers()
+    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=True) for each in plain))
+    first = FSDP(inner, use_orig_params=True)
+    assert_trains_like_plain(plain, first, rank)
+    again = FSDP(inner, use_orig_params=True)
+    assert_trains_like_plain(plain, again, rank)
+    assert_trains_like_plain(plain, first, rank)
+    with pytest.raises(ValueError, match="already wrapped"):
+        FSDP(inner[0].module)
+
+
+class Slice(nn.Parameter):
+    """A part of a table that a module shows as a parameter, but has not registered."""
+
+
+class Tables(nn.Module):
+    """Keeps all its embeddings in one tensor, as TorchRec does, and gives names to parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torch.linspace(-1, 1, 48, dtype=torch.double)
+        self.parts = {name: Slice(part) for name, part in zip("ab", self.all.view(2, 6, 4))}
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        return ((f"{prefix}.{name}".lstrip("."), part) for name, part in self.parts.items())
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.parts["a"][numbers] * self.parts["b"][numbers]
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        found = {f"{prefix}{name}": part.detach() for name, part in self.parts.items()}
+        return found if destination is None else destination.update(found)
+
+
+class Ranking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.dense = Tables(), layers()
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.tables(numbers))
+
+
+@each_front
+@ranks(RANKS)
+def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, front):
+    plain = Ranking()
+    model: Any = copy.deepcopy(plain)
+    kept = list(model.tables.parameters())
+    if front == "composable":
+        fully_shard(model.dense)
+        fully_shard(model, ignored_params=set(kept))
+    else:
+        model.dense = FSDP(model.dense, use_orig_params=front == "orig")
+        model = FSDP(model, ignored_modules=[model.tables], use_orig_params=front == "orig")
+    assert all(one is other for one, other in zip(kept, model.tables.parameters()))
+    numbers = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    model(numbers[rank]).square().sum().backward()
+    sum(plain(each).square().sum() for each in numbers).div(RANKS).backward()
+    for part, expected in zip(kept, plain.tables.parameters()):
+        dist.all_reduce(part.grad.div_(RANKS))  # what DMP would have done
+        torch.testing.assert_close(part.grad, expected.grad)
+    for one in (model, plain):
+        torch.optim.SGD([*one.tables.parameters(), *one.dense.parameters()], 0.1).step()
+    found = model.state_dict()
+    assert {"tables.a", "tables.b"} <= set(found) and torch.equal(found["tables.a"], kept[0])
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full(found[name]), value, rtol=1e-12, atol=1e-12)
+
+
+@each_front
+@ranks(RANKS)
+def test_channels_last(rank, world_size, front):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 3, 1, bias=False)).double()
+    model = shard(front, copy.deepcopy(plain).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    images = torch.randn(3, RANKS, 2, 4, 5, 5, dtype=torch.double)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mine = images[:, rank : rank + 1].to(copy=True)
+    train_by(lambda each: model(each.to(memory_format=torch.channels_last)), mine, optimizer)
+    train_by(plain, images, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)

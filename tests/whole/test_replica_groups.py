@@ -1,24 +1,35 @@
 """`join_replica_groups`: copies of a sharded model that a manager keeps equal, and one that heals.
 
-The manager here averages over pairs of ranks, as torchft's does over groups that it finds by itself;
-`test_torchft.py` has the real one, with kills.
+First a manager averages over pairs of ranks, as torchft's does over groups that it finds by itself. Then
+comes torchft itself, from the extra `elastic`: slow, and with kills.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bed import ranks
+from bed.paths import ROOT
 from fronts import full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import SHARDS, Manager, sharded
 from resuming import net, other, train, trained
 from state_nets import adamw, assert_close, assert_equal
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.group_kills import Group, lighthouse, told, wait_for
 
 each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
@@ -44,13 +55,12 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
 
     # It comes back with another model that was never stepped, and is healed.
     manager.alone = False
+    again = sharded(front, other(net()), rank)  # groups are made by all
     if rank >= SHARDS:
-        model = sharded_again(front, rank)
+        model = again
         optimizer = adamw(model)
         manager.states.clear()
         join_replica_groups(manager, model, optimizer)
-    else:
-        sharded_again(front, rank)  # groups are made by all
     manager.heal(rank)
     train(model, optimizer, rank, world_size, range(4, 6))
     train(plain, theirs, 0, 1, range(4, 6))
@@ -62,10 +72,6 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
     assert one and one.keys() == two.keys()
     for number, entry in one.items():
         assert all(torch.equal(value, two[number][key]) for key, value in entry.items())
-
-
-def sharded_again(front: str, rank: int) -> nn.Module:
-    return sharded(front, other(net()), rank)
 
 
 @each_api
@@ -101,3 +107,100 @@ def test_what_cannot_join_is_refused_by_name(rank, world_size):
     with pytest.raises(ValueError, match=rf"must shard alike, but of {name} this rank holds shape"):
         load(state)
     assert_equal(full_state(model), before)
+
+
+FLAGS = "--layers 1 --width 16 --context 16 --global-batch 8 --timeout 20"
+
+
+def needs_torchft(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft")(test))
+
+
+def started(number: int, folder: Path, *flags: str) -> Group:
+    script = [str(ROOT / "examples" / "replicas.py"), "--group", str(number), *FLAGS.split(), *flags]
+    cores = sorted(os.sched_getaffinity(0))
+    return Group([sys.executable, *script], 2, folder / f"group{number}.log", cores)
+
+
+@needs_torchft
+@pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
+def test_a_group_that_was_killed_heals_while_the_other_goes_on(front, tmp_path, text, monkeypatch):
+    flags = ("--front", front, "--steps", "100000", "--data", str(text))
+    with lighthouse(join_ms=200, heartbeat_ms=1000) as address, contextlib.ExitStack() as stack:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        living = started(0, tmp_path, *flags)
+        stack.callback(living.stop)
+        assert wait_for(living, 1, 1)  # the group that comes first begins at the first step
+        dying = started(1, tmp_path, *flags)
+        stack.callback(dying.stop)
+        assert wait_for(dying, 0, least_groups=2)
+        time.sleep(0.5)
+        dying.stop()
+        last = told(dying)[-1]["step"]
+        assert wait_for(living, last + 20, 1)
+        dying.log.unlink()
+        dying.start()
+        first = wait_for(dying, 0, least_groups=2)
+        assert first and wait_for(dying, first["step"] + 10, 1)
+    lived, healed = told(living), told(dying)
+    steps = [line["step"] for line in lived]
+    assert steps == list(range(1, steps[-1] + 1))  # none is lost, none is taken twice
+    assert {line["groups"] for line in lived} == {1, 2}
+    assert healed[0]["step"] > last + 20  # it did not begin anew
+    sums = {line["step"]: line["checksum"] for line in lived}
+    common = [line for line in healed if line["step"] in sums and line["groups"] == 2]
+    assert len(common) >= 9
+    assert all(line["checksum"] == sums[line["step"]] for line in common)
+
+
+class Plain:
+    """Two groups that train apart, and what they have on average after every second step."""
+
+    def __init__(self) -> None:
+        self.groups = [net() for _ in range(2)]
+        self._optimizers = [adamw(each) for each in self.groups]
+
+    def means(self) -> Iterator[dict[str, torch.Tensor]]:
+        for start in (0, 2):
+            for group, (model, optimizer) in enumerate(zip(self.groups, self._optimizers)):
+                train(model, optimizer, group, 2, range(start, start + 2))
+            states = [model.state_dict() for model in self.groups]
+            yield {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for model in self.groups:
+            model.load_state_dict(state)
+
+
+@needs_torchft
+@each_api
+@ranks(4)
+def test_groups_that_trained_apart_meet_by_local_sgd_and_by_diloco(rank, world_size, front):
+    """The first averages their shards, the second steps by what they have moved."""
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    models = []
+    for way in (LocalSGD, DiLoCo):
+        manager = Manager()
+        model = sharded(front, net(), rank)
+        optimizer = adamw(model)
+        outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        join_replica_groups(manager, model, optimizer, average_gradients=False)
+        given = [model, optimizer] if way is LocalSGD else [[model], optimizer, outer]
+        with way(manager, *given, sync_every=2):
+            train(model, optimizer, rank, world_size, range(4))
+        models.append(model)
+
+    plain = Plain()
+    for mean in plain.means():
+        plain.load(mean)
+    assert_close(full_state(models[0]), mean)
+
+    plain, whole = Plain(), net()
+    outer = torch.optim.SGD(whole.parameters(), 0.7, momentum=0.9, nesterov=True)
+    for mean in plain.means():
+        for name, param in whole.named_parameters():
+            param.grad = param.detach() - mean[name]
+        outer.step()
+        plain.load(whole.state_dict())
+    assert_close(full_state(models[1]), whole.state_dict())
