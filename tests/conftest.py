@@ -1,14 +1,9 @@
 """The rank processes' life, from pytest's collecting to the session's end; which tests are of which tier."""
 
-import importlib
-from collections.abc import Iterator
-from contextlib import suppress
-
 import pytest
 
 import bed
 from bed import sampling
-from bed.purity import is_pure, no_processes
 
 CORE = {
     "test_api_table.py",
@@ -37,16 +32,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if item.path.name in CORE:
             item.add_marker(pytest.mark.core)
-        if is_pure(item):
-            item.add_marker(pytest.mark.pure)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    if item.get_closest_marker("pure") is None:
-        return (yield)
-    with no_processes():
-        return (yield)
 
 
 def pytest_report_header() -> str:
@@ -66,9 +51,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         bed.warm_up()
-        # Once on a machine, matplotlib lists its fonts by a process, which pure tests may not start.
-        with suppress(ImportError):
-            importlib.import_module("matplotlib.font_manager")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from bed import Outcome, RankFailure, patience, ranks, run_isolated, run_ranks
+from bed import RankFailure, patience, ranks, run_isolated, run_ranks
 from bed.memory import live_bytes
 from bed.paths import TESTS
 from bed.patience import until
 from bed.references import Traffic, count_collectives
 from bed.sampling import DRAW, draw, sample
+from bed.scripts import here, python
 
 FORBIDDEN_TO_TRAVEL = "cannot be pickled, so it cannot reach the ranks"
 
@@ -43,37 +44,22 @@ def failure_of(fn: Any, *args: Any, world_size: int = 2, **options: Any) -> Rank
     return caught.value
 
 
-def kinds(outcomes: list[Outcome]) -> list[str]:
-    return [outcome.kind for outcome in outcomes]
-
-
 # What runs.
 
 
-@ranks(1, 2, 3, 4)
-def test_collectives_run(rank, world_size):
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, world_size, "gloo")
-    value = torch.tensor([rank + 1.0])
-    dist.all_reduce(value)
-    assert value.item() == sum(range(1, world_size + 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@ranks(2)
+@ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("size", [1, 5])
 def test_parameters_and_fixtures_reach_the_ranks(rank, world_size, dtype, size, tmp_path):
     assert isinstance(dtype, torch.dtype) and size in (1, 5)
     (tmp_path / f"{rank}").touch()
     dist.barrier()
-    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
-
-
-@ranks(2)
-def test_ranks_draw_the_same_numbers_on_one_thread(rank, world_size):
+    assert sorted(os.listdir(tmp_path)) == [f"{each}" for each in range(world_size)]
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, world_size, "gloo")
     drawn = torch.rand(2)
     gathered = [torch.empty(2) for _ in range(world_size)]
     dist.all_gather(gathered, drawn)
-    assert torch.equal(gathered[0], gathered[1])
+    assert all(torch.equal(each, drawn) for each in gathered)
     assert torch.get_num_threads() == 1
 
 
@@ -82,27 +68,18 @@ def test_without_a_process_group(rank, world_size):
     assert not dist.is_initialized()
 
 
-@ranks(2)
-def test_skip_in_all_ranks(rank, world_size):
-    pytest.skip("every rank says so")
-
-
-def test_results_come_in_rank_order():
+def test_results_come_in_rank_order_from_the_same_processes():
     assert run_ranks(3, echo, "x") == [(rank, 3, "x") for rank in range(3)]
     assert torch.equal(run_ranks(1, echo, torch.arange(3))[0][2], torch.arange(3))
-
-
-def test_processes_are_reused():
     assert run_ranks(2, pid_of) == run_ranks(3, pid_of)[:2]
+    (outcome,) = run_isolated(pid_of)
+    assert outcome.value == outcome.pid not in run_ranks(4, pid_of)
 
 
-def test_more_ranks_than_the_pool_has():
+def test_what_cannot_be_run_is_refused():
     with pytest.raises(ValueError, match="has 1 to 4 ranks, not 5"):
         run_ranks(5, pid_of)
-
-
-def test_what_cannot_travel_is_named():
-    with pytest.raises(TypeError, match=f"parameter 0 of echo {FORBIDDEN_TO_TRAVEL}"):
+    with pytest.raises(TypeError, match=f"a parameter of echo {FORBIDDEN_TO_TRAVEL} .*lambda"):
         run_ranks(1, echo, lambda: None)
     with pytest.raises(TypeError, match="must be a module-level function"):
         run_ranks(1, lambda rank, world_size: None)
@@ -129,21 +106,6 @@ def assert_clean(rank: int, world_size: int) -> None:
 def test_the_next_job_finds_everything_clean():
     run_ranks(2, leave_a_mess)
     run_ranks(2, assert_clean)
-
-
-def redistribute(rank: int, world_size: int, size: int) -> int:
-    """Leaves this job's groups in the caches of DTensors; returns how many threads it found."""
-    time.sleep(0.2)  # in which groups of the former job end
-    before = len(os.listdir("/proc/self/task"))
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))
-    DTensor.from_local(torch.ones(size), mesh, [Shard(0), Shard(0)], run_check=False).full_tensor()
-    return before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
-def test_groups_end_with_their_job():
-    found = [run_ranks(4, redistribute, size)[0] for size in range(2, 7)]
-    assert max(found[2:]) <= found[1], found
 
 
 def use_dtensors(rank: int, world_size: int, groups_before: int) -> None:
@@ -179,14 +141,6 @@ def sleep_on_last(rank: int, world_size: int) -> None:
         time.sleep(3600)
 
 
-def work_on_last(rank: int, world_size: int, seconds: float) -> None:
-    """Takes the time of a processor, however long that takes; the others wait."""
-    begin = time.process_time()
-    while rank == world_size - 1 and time.process_time() - begin < seconds:
-        pass
-    dist.barrier()
-
-
 def end_with(rank: int, world_size: int, how: str) -> None:
     dist.barrier()
     if rank == 0:
@@ -204,47 +158,25 @@ def disagree_on_skipping(rank: int, world_size: int) -> None:
         pytest.skip("only here")
 
 
-def test_failing_rank():
-    failure = failure_of(fail_on_last)
-    assert kinds(failure.outcomes) == ["hung", "failed"]
-    report = str(failure)
-    assert report.startswith("rank 1 of 2 failed: AssertionError: a reason")
-    assert "assert (1 < (2 - 1) or 1 == 17)" in report  # pytest's values, from the rank
-    assert "in fail_on_last" in report and "in barrier" in report  # the traceback, and the other rank's stack
-    assert "spoken by 0" in report and "spoken by 1" in report
+FAILING = ["rank 1 of 2 failed: AssertionError: a reason", "in fail_on_last", "in barrier"]
+"""The headline, the traceback, and the stack of the rank that waits."""
 
 
-def test_failing_everywhere_is_said_once():
-    failure = failure_of(fail_everywhere, world_size=3)
-    assert kinds(failure.outcomes) == ["failed"] * 3
-    assert "---- ranks 0, 1, 2 failed ----" in str(failure)
-    assert str(failure).count("Traceback") == 1
-
-
-def test_hanging_rank_shows_its_stack():
-    failure = failure_of(sleep_on_last, timeout=1.0)
-    assert kinds(failure.outcomes) == ["passed", "hung"]
-    assert "no rank at work for 1." in failure.outcomes[1].headline
-    assert "in sleep_on_last" in str(failure)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the processor's time of threads")
-def test_who_works_is_waited_for_and_so_is_who_waits_for_it():
-    """For longer than ranks may do nothing."""
-    run_ranks(2, work_on_last, 2.5, timeout=2.0)
-
-
-def looks_until_it_ends(taken: Callable[[int], dict[int, float]], silence: float = 8.0) -> tuple[int, str]:
-    """Returns how many seconds the bed waits for ranks whose thread took so much after so many; and why."""
-    clock = SimpleNamespace(now=0)
-    with (
-        mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
-        mock.patch.object(patience, "_seconds_taken", lambda _: taken(clock.now)),
-    ):
-        waiting = patience.Patience(silence, 100.0)
-        while not waiting.has_ended([]):
-            clock.now += 1
-        return clock.now, str(waiting)
+@pytest.mark.parametrize(
+    ("body", "options", "ends", "shown"),
+    [
+        # With pytest's values, and the output of all.
+        (fail_on_last, {}, "hung failed", [*FAILING, "assert (1 < (2 - 1)", "spoken by 0", "spoken by 1"]),
+        (fail_everywhere, {"world_size": 3}, "failed failed failed", ["---- ranks 0, 1, 2 failed ----"]),
+        (sleep_on_last, {"timeout": 1.0}, "passed hung", ["no rank at work for 1.", "in sleep_on_last"]),
+        (return_a_lambda, {}, "failed failed", ["lambda"]),
+        (disagree_on_skipping, {}, "skipped passed", ["only here"]),
+    ],
+)
+def test_failing_ranks(body, options, ends, shown):
+    failure = failure_of(body, **options)
+    assert [outcome.kind for outcome in failure.outcomes] == ends.split()
+    assert [text for text in shown if text not in str(failure)] == []
 
 
 @pytest.mark.parametrize(
@@ -258,29 +190,32 @@ def looks_until_it_ends(taken: Callable[[int], dict[int, float]], silence: float
     ],
 )
 def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected):
-    seconds, why = looks_until_it_ends(taken)
-    assert seconds == expected
-    assert why == f"no answer after {seconds:.1f} s, " + (
-        "though at work" if seconds == 100 else "no rank at work for 8.0 s"
-    )
+    """Whose threads have taken so much of a processor's time after so many seconds."""
+    clock = SimpleNamespace(now=0)
+    with (
+        mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
+        mock.patch.object(patience, "_seconds_taken", lambda _: taken(clock.now)),
+    ):
+        waiting = patience.Patience(8.0, 100.0)
+        while not waiting.has_ended([]):
+            clock.now += 1
+        assert clock.now == expected
+        what = "though at work" if expected == 100 else "no rank at work for 8.0 s"
+        assert str(waiting) == f"no answer after {expected:.1f} s, {what}"
 
 
-@pytest.mark.parametrize(("how", "said"), [("SIGKILL", "killed by SIGKILL"), ("exit", "exited with code 7")])
-def test_dead_rank(how, said):
+@pytest.mark.parametrize(
+    ("how", "said", "shown"),
+    [
+        ("SIGKILL", "killed by SIGKILL", "last words"),
+        ("exit", "exited with code 7", "last words"),
+        ("SIGSEGV", "killed by SIGSEGV", "in end_with"),
+    ],
+)
+def test_dead_rank(how, said, shown):
     failure = failure_of(end_with, how)
-    assert failure.outcomes[0].kind == "died"
-    assert said in str(failure) and "last words" in str(failure)
-
-
-def test_segfault_shows_its_stack():
-    failure = failure_of(end_with, "SIGSEGV")
-    assert failure.outcomes[0].headline == "killed by SIGSEGV"
-    assert "in end_with" in failure.outcomes[0].output
-
-
-def test_unusual_ends():
-    assert "lambda" in failure_of(return_a_lambda).outcomes[0].headline
-    assert kinds(failure_of(disagree_on_skipping).outcomes) == ["skipped", "passed"]
+    assert (failure.outcomes[0].kind, failure.outcomes[0].headline) == ("died", said)
+    assert said in str(failure) and shown in str(failure)
 
 
 def test_a_failure_is_followed_by_fresh_ranks():
@@ -302,20 +237,18 @@ class Combination:
     def __init__(self, *values: int, marks: Sequence[str] = ()) -> None:
         self.nodeid = f"tests/test_it.py::test_it[{'-'.join(map(str, values))}]"
         self.callspec = SimpleNamespace(params={f"parameter {n}": value for n, value in enumerate(values)})
-        self.marks = [getattr(pytest.mark, name).mark for name in marks]
+        self.marks = {name: getattr(pytest.mark, name).mark for name in marks}
+        self.get_closest_marker = self.marks.get
 
-    def iter_markers(self) -> list[pytest.Mark]:
-        return self.marks
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return next((mark for mark in self.marks if mark.name == name), None)
+    def iter_markers(self) -> Iterable[pytest.Mark]:
+        return self.marks.values()
 
     def add_marker(self, marker: pytest.MarkDecorator) -> None:
-        self.marks.append(marker.mark)
+        self.marks[marker.name] = marker.mark
 
     @property
     def is_slow(self) -> bool:
-        return self.get_closest_marker("slow") is not None
+        return "slow" in self.marks
 
 
 def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combination]:
@@ -338,25 +271,14 @@ def test_an_eighth_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypa
     assert {each.callspec.params["parameter 0"] for each in drawn if not each.is_slow} == {*range(10)}
     assert len(ids(drawn, slow=True)) == pytest.approx(len(ids(every, slow=True)) / 8, rel=0.3)
     assert ids(sampled(), slow=True) == ids(drawn, slow=True)
+    assert os.environ[DRAW] == draw() != "", "so that all workers draw alike"
     monkeypatch.setenv(DRAW, "another commit")
     assert ids(sampled(), slow=True) != ids(drawn, slow=True)
     left = min(ids(every, slow=True) - ids(drawn, slow=True))
     assert left in ids(sampled(given=[left]), slow=False)
 
 
-def test_all_workers_draw_alike():
-    with mock.patch.dict(os.environ):
-        os.environ.pop(DRAW, None)
-        drawn = draw()
-        assert os.environ[DRAW] == drawn != ""
-
-
 # Processes of their own.
-
-
-def test_isolated_processes_are_fresh():
-    (outcome,) = run_isolated(pid_of)
-    assert outcome.value == outcome.pid not in run_ranks(4, pid_of)
 
 
 def test_isolated_death_is_an_outcome():
@@ -382,13 +304,8 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a hung rank may outlive its parent")
 def test_no_rank_survives_its_parent(tmp_path):
     script = "import bed, sys, test_bed; bed.run_ranks(2, test_bed.announce_and_hang, sys.argv[1])"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(TESTS),
-        "TMPDIR": str(tmp_path),
-    }  # killed, it leaves its files
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    parent = subprocess.Popen(command, cwd=Path(__file__).parent, env=environment)
+    environment = here(PYTHONPATH=str(TESTS), TMPDIR=str(tmp_path))  # killed, it leaves its files
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=TESTS, env=environment)
     until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     parent.kill()
     parent.wait()
@@ -432,28 +349,16 @@ def pid_of(rank, world_size):
 def test_report_of_pytest(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rP",
-        "-p",
-        "no:warnings",
-        "-p",
-        "no:cacheprovider",
-        "test_sample.py",
-    ]
+    options = "-q -rP -p no:warnings -p no:cacheprovider test_sample.py".split()
     drawn = next(str(n) for n in itertools.count() if zlib.crc32(f"{n} test_value[1]".encode()) % 8 == 0)
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, DRAW: drawn}
-    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    environment = here(PYTHONPATH=f"{TESTS}{os.pathsep}{TESTS.parent}", **{DRAW: drawn})
+    shown = python("-m", "pytest", *options, folder=tmp_path, env=environment, code=1).out
     assert "3 failed, 3 passed" in shown
     assert "test_limit[1-2ranks]" in shown
     assert f"The same are drawn by: {DRAW}='{drawn}' pytest -m slow" in shown
     assert "rank 1 of 2 failed: AssertionError: assert 1 < 1" in shown
     assert shown.count("noise of a rank") == 2  # of the failing test: each rank's
-    assert f"parameter 'hook' of test_hook {FORBIDDEN_TO_TRAVEL}" in shown
+    assert f"a parameter of test_hook {FORBIDDEN_TO_TRAVEL}" in shown
     assert "bed/" not in shown, "frames of the bed are of no interest"
     (pids,) = re.findall(r"PID (\d+) (\d+)", shown)
     for pid in pids:

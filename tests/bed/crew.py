@@ -108,10 +108,6 @@ class _Member:
         self.process.join()
         self.link.close()
 
-    def dismiss(self) -> None:
-        """Tells a rank that waits for a job that there is none any more."""
-        self.link.close()
-
     def _output(self) -> str:
         return self.log.read_text(errors="replace")[-_OUTPUT_TAIL:] if self.log.exists() else ""
 
@@ -147,7 +143,7 @@ class Crew:
     def dismiss(self) -> None:
         """Lets the ranks leave by themselves; those that do not are ended."""
         for member in self._members:
-            member.dismiss()
+            member.link.close()  # which tells that there is no job any more
         deadline = time.monotonic() + _LEAVE_LIMIT
         for member in self._members:
             member.process.join(max(0.0, deadline - time.monotonic()))

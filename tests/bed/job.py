@@ -81,24 +81,14 @@ def address(fn: Callable[..., Any]) -> dict[str, str]:
 
 
 def pack(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickles a job's arguments; the error names one that cannot be pickled."""
+    """Pickles a job's arguments."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
     except Exception as failure:
-        parameters = [*enumerate(args), *kwargs.items()]
-        culprit = next((key for key, value in parameters if not _picklable(value)), "?")
         raise CannotTravel(
-            f"parameter {culprit!r} of {owner} cannot be pickled, so it cannot reach the ranks ({failure}); "
+            f"a parameter of {owner} cannot be pickled, so it cannot reach the ranks ({failure}); "
             "pass a name or a module-level object and build the value inside the body"
         ) from None
-
-
-def _picklable(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def resolve(job: Job) -> Callable[..., Any]:

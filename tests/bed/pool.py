@@ -30,36 +30,29 @@ def shutdown() -> None:
 
 
 def run_ranks(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout: float = TIMEOUT,
-    grace: float = GRACE,
-    backend: str | None = "gloo",
+    world_size: int, fn: Callable[..., Any], *args: Any, grace: float = GRACE, **options: Any
 ) -> list[Any]:
     """Calls ``fn(rank, world_size, *args)`` on ranks of the pool and returns the results in rank order.
+
+    Options are those of ``make_job``.
 
     Raises ``RankFailure`` unless every rank passes, and skips the calling test where every rank skips.
     """
     __tracebackhide__ = True
-    return run_on_pool(make_job(fn, args, {}, world_size, timeout, backend), grace)
+    return run_on_pool(make_job(fn, args, {}, world_size, **options), grace)
 
 
 def run_isolated(
-    fn: Callable[..., Any],
-    *args: Any,
-    world_size: int = 1,
-    timeout: float = TIMEOUT,
-    grace: float = 10.0,
-    backend: str | None = "gloo",
+    fn: Callable[..., Any], *args: Any, world_size: int = 1, grace: float = 10.0, **options: Any
 ) -> list[Outcome]:
     """Calls ``fn(rank, world_size, *args)`` in fresh processes, which may crash; returns how each ended.
 
-    ``grace`` is longer than the pool's, since in a kill test the survivors' errors are the point.
+    Options are those of ``make_job``. ``grace`` is longer than the pool's, since in a kill test the
+    survivors' errors are the point.
     """
     crew = Crew()
     try:
-        return crew.run(make_job(fn, args, {}, world_size, timeout, backend), grace)
+        return crew.run(make_job(fn, args, {}, world_size, **options), grace)
     finally:
         crew.close()
 
@@ -69,8 +62,8 @@ def make_job(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     world_size: int,
-    timeout: float,
-    backend: str | None,
+    timeout: float = TIMEOUT,
+    backend: str | None = "gloo",
 ) -> Job:
     """Describes the call ``fn(rank, world_size, *args, **kwargs)``."""
     where = address(fn)

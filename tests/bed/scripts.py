@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bed.paths import ROOT
 from bed.patience import NEVER
@@ -97,15 +97,9 @@ def _end(process: subprocess.Popen[str]) -> Done:
     raise AssertionError(f"{process.args!r} does not end")
 
 
-def python(
-    *arguments: object,
-    code: int | None = 0,
-    folder: Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    first: Callable[[], None] | None = None,
-) -> Done:
-    """Runs Python with these arguments, as `run` does."""
-    return run(sys.executable, *arguments, code=code, folder=folder, env=env, first=first)
+def python(*arguments: object, **options: Any) -> Done:
+    """Runs Python with these arguments, as `run` does with its options."""
+    return run(sys.executable, *arguments, **options)
 
 
 def on_ranks(ranks: int, *arguments: object) -> tuple[object, ...]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from bed.crew import Crew
 from bed.pool import make_job
@@ -69,14 +67,6 @@ def client_rank(
             yield
         finally:
             _forget_accelerate()
-
-
-def load_over_zeros(accelerator: Any, model: nn.Module, folder: str) -> None:
-    """Loads what accelerate saved into a model of which nothing is left."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    accelerator.load_state(folder)
 
 
 def _forget_accelerate() -> None:

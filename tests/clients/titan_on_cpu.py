@@ -10,7 +10,8 @@ Of torchtitan 0.2.2 these lines need a GPU. `prepare()` replaces what they call,
   several ranks. The file has the same for the CPU, but `models/moe/utils.py:45` never asks for it.
 - `models/moe/moe.py:348` and `:399` count with `torch.histc`, which takes integers on GPUs only.
 
-As a program it is torchtitan's own, `torchtitan/train.py`, with these in place.
+Its smallest models get fewer layers, too. As a program it is torchtitan's own, `torchtitan/train.py`, with
+these in place.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+
+LAYERS = 3
 
 
 class _Torch:
@@ -79,9 +82,16 @@ def _load_kernels() -> None:
 
 @functools.cache
 def prepare() -> None:
-    """Puts the stand-ins in their places, where there is no GPU; call it before torchtitan is imported."""
-    if torch.cuda.is_available():
-        return
+    """Shortens models, and puts the stand-ins in their places; call it before torchtitan is imported."""
+    if not torch.cuda.is_available():
+        _stand_in()
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    for model in ("llama3", "llama4", "deepseek_v3"):
+        get_train_spec(model).model_args["debugmodel"].n_layers = LAYERS  # type: ignore[attr-defined]
+
+
+def _stand_in() -> None:
     if importlib.util.find_spec("triton") is None:
         _load_kernels()
     with mock.patch("torch._utils._get_available_device_type", lambda: "cpu"):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -25,7 +23,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_wrap
 from bed import ranks
-from bed.patience import NEVER
+from bed.scripts import on_ranks, python
 from fsdp_wrap import compat, distributed_state_dict
 from fsdp_wrap.compat import helpers
 from fsdp_wrap.fully_sharded_data_parallel import clean_names
@@ -41,9 +39,9 @@ def clean() -> Iterator[None]:
 
 def _names(prefix: str) -> dict[tuple[str, str], object]:
     """All that torch's modules of a prefix hold."""
-    modules = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
-    modules = {name: module for name, module in modules.items() if isinstance(module, ModuleType)}
-    return {(name, key): value for name, module in modules.items() for key, value in vars(module).items()}
+    modules = {name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)}
+    held = {name: vars(module) for name, module in modules.items() if name.startswith(prefix)}
+    return {(name, key): value for name, names in held.items() for key, value in names.items()}
 
 
 def test_every_name_of_torchs_wrapper_is_ours():
@@ -189,28 +187,12 @@ def test_a_script_from_the_command_line(tmp_path, ranks):
     (tmp_path / "helper.py").write_text("import torch\n\ndef model():\n    return torch.nn.Linear(8, 8)\n")
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if ranks == 2 else []
     option = ["--fully-shard"] if ranks == 2 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "fsdp_wrap.compat", *option, str(script), "--cpu", "x"],
-        env={**os.environ, "PYTHONPATH": str(Path(fsdp_wrap.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=NEVER,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "fsdp_wrap.compat", *option, script, "--cpu", "x"]
+    done = python(*on_ranks(2, *command) if ranks == 2 else command)
     modules = "fsdp_wrap.fully_sharded_data_parallel", fsdp_wrap.fully_shard.__module__
     told = f"__main__ ['--cpu', 'x'] {modules[0]} {modules[1] if option else 'torch.distributed.fsdp'}"
-    assert done.stdout == f"{told} {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
-
-
-@ranks(2)
-def test_sharded_parameters_are_marked_as_torch_marks_them(rank, world_size):
-    """By this attribute Lightning knows whether an optimizer was made of a wrapped module's parameters."""
-    for use_orig_params in (False, True):
-        model = fsdp_wrap.FullyShardedDataParallel(Transformer(), use_orig_params=use_orig_params)
-        assert all(param._fsdp_flattened for param in model.parameters())
-    assert not any(hasattr(param, "_fsdp_flattened") for param in Transformer().parameters())
+    assert done.out == f"{told} {(8 * 8 * 4 + 8 * 4) ** 0.5:.3f}\n"
 
 
 @ranks(2)

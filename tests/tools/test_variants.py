@@ -33,21 +33,6 @@ def batches(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def trained(rank: int, words: dict[str, str], sync: str) -> dict[str, torch.Tensor]:
-    """Full parameters after two steps of two batches each."""
-    blocks: Any = "Block" if sync == "last" else [Block]
-    model = shard_as(net(), blocks, **words, ranks_per_host=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    turn = iter(range(4))
-
-    def loss():
-        return model(batches(rank, next(turn))).square().mean()
-
-    step = step_of(model, optimizer, loss, accumulation=2, sync=sync)
-    step(), step()
-    return dict(iter_full_params(model))
-
-
 @pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
 @ranks(2)
 def test_all_words_train_as_the_plain_model(rank, world_size, sync):
@@ -59,7 +44,17 @@ def test_all_words_train_as_the_plain_model(rank, world_size, sync):
         reference.step()
         reference.zero_grad()
     for words in COMBINATIONS:
-        found = trained(rank, words, sync)
+        blocks: Any = "Block" if sync == "last" else [Block]
+        model = shard_as(net(), blocks, **words, ranks_per_host=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        turn = iter(range(4))
+
+        def loss(model=model, turn=turn):
+            return model(batches(rank, next(turn))).square().mean()
+
+        step_once = step_of(model, optimizer, loss, accumulation=2, sync=sync)
+        step_once(), step_once()
+        found = dict(iter_full_params(model))
         for name, expected in plain.named_parameters():
             told = f"{name} with {words}"
             torch.testing.assert_close(found[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
@@ -98,14 +93,11 @@ def test_words_that_mean_nothing_are_refused():
     optimizer = torch.optim.SGD(model.parameters())
     make: Any
     words: dict[str, Any]
+    absent = "no module of Bloc, Conv2d; its classes are Net, Linear, ModuleList, Block"
     for make, words, message in (
         (shard_as, {"strategy": "fast"}, "strategy must be one of full, grad_op, hybrid, not 'fast'"),
         (shard_as, {"offload": True}, "offload must be one of none, optimizer, all, not True"),
-        (
-            shard_as,
-            {"blocks": ["Bloc", nn.Conv2d]},
-            "no module of Bloc, Conv2d; its classes are Net, Linear, ModuleList, Block",
-        ),
+        (shard_as, {"blocks": ["Bloc", nn.Conv2d]}, absent),
         (step_of, {"accumulation": 0}, "accumulation must be at least 1, not 0"),
         (step_of, {"sync": "never"}, "sync must be 'last' or 'every', not 'never'"),
     ):

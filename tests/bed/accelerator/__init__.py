@@ -24,17 +24,13 @@ __all__ = ["Different", "Simulation", "replay", "run_simulated", "simulations"]
 def run_simulated(
     size: int, body: Callable[[int, Simulation], Any], records: bool = False, seeds: int = 2
 ) -> list[Simulation]:
-    """Runs `body` on some ranks, each a thread with an accelerator of its own.
+    """Runs `body` on some ranks, each a thread with an accelerator of its own; fails at any objection.
 
     Args:
         size: How many ranks.
         body: Gets the rank and its accelerator. Memory that is alive at the end, its result included, is
             compared between orders.
-        records: Whether all is done again in other orders.
-        seeds: How many random orders.
-
-    Raises:
-        AssertionError: If a simulation objects to anything.
+        records: Whether all is done again in other orders, `seeds` of them random.
     """
     torch.set_num_threads(1)  # the ranks are threads already
     all_ranks, kept = [Simulation(records) for _ in range(size)], []

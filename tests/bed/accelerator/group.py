@@ -46,12 +46,9 @@ class _Meeting:
 
 
 class _Arrivals:
-    """One collective for which no host waits; it completes when all ranks have come with as much data.
+    """One collective for which no host waits; it is done when all ranks have come with as much data.
 
     Nothing moves: by then a host that has gone on may have given the memory to others.
-
-    Attributes:
-        done: Whether it has.
     """
 
     def __init__(self, size: int) -> None:

@@ -7,6 +7,7 @@ resized to nothing and back has had two.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,25 +28,19 @@ _MOST_ROWS = 512
 
 @dataclass(eq=False)
 class Block:
-    """Some memory while it is allocated.
-
-    Attributes:
-        number: Its number among all blocks of the rank.
-        nbytes: Its size.
-        queue: The stream whose allocations may follow at once when it is freed, or the host.
-        pinned: Whether the device copies from and to it by itself, if it is the host's.
-        initial: Its content when it was first seen, as bytes; None if nothing had been written to it.
-        freed: The action that freed it.
-        accesses: Accesses with which later ones may conflict.
-    """
+    """Some memory while it is allocated."""
 
     number: int
     nbytes: int
     queue: str
+    """The stream whose allocations may follow at once when it is freed, or the host."""
     pinned: bool = False
+    """Whether the device copies from and to it by itself, if it is the host's."""
     initial: torch.Tensor | None = None
+    """Its content when it was first seen, as bytes; None if nothing had been written to it."""
     freed: Action | None = None
     accesses: list[Access] = field(default_factory=list)
+    """Those with which later ones may conflict."""
 
     @property
     def held(self) -> int:
@@ -79,21 +74,16 @@ class Region:
 
 @dataclass(eq=False)
 class Action:
-    """One thing that the device or the host does.
-
-    Attributes:
-        what: The operator, the collective, or "free".
-        where: The unit and the phase in which it was issued.
-        queue: The stream on which it runs, or the host.
-        tick: Its number there.
-        clock: For each queue, the last action that comes before it, itself included.
-    """
+    """One thing that the device or the host does."""
 
     what: str
+    """The operator, the collective, or "free"."""
     where: str
+    """The unit and the phase in which it was issued."""
     queue: str
     tick: int
     clock: Clock
+    """For each queue, the last action that comes before it, itself included."""
     reads: list[Region]
     writes: list[Region]
 
@@ -124,14 +114,7 @@ def intervals_of(tensor: torch.Tensor) -> Sequence[Interval]:
 
 @lru_cache(maxsize=4096)
 def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Interval]:
-    """Returns the bytes of a tensor that is not contiguous.
-
-    Args:
-        start: Its first byte.
-        size: Bytes of an element.
-        lengths: Its shape.
-        strides: Its strides, in elements.
-    """
+    """Returns the bytes of a tensor that is not contiguous, by its first byte and those of an element."""
     run, outer = size, []
     for stride, length in sorted(zip(strides, lengths)):
         if stride == 0 or length == 1:
@@ -140,10 +123,7 @@ def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, 
             run *= length
         else:
             outer.append([step * stride * size for step in range(length)])
-    rows = 1
-    for steps in outer:
-        rows *= len(steps)
-    if rows > _MOST_ROWS:
+    if math.prod(map(len, outer)) > _MOST_ROWS:
         return ((start, start + sum(steps[-1] for steps in outer) + run),)
     firsts = sorted(start + sum(steps) for steps in itertools.product(*outer))
     return tuple((first, first + run) for first in firsts)
@@ -153,9 +133,8 @@ def conflicts(action: Action) -> list[str]:
     """Returns the conflicts of an action with earlier ones, and remembers its accesses."""
     found = []
     for writes, regions in ((False, action.reads), (True, action.writes)):
-        for region in regions:
-            if region.intervals:
-                found += _conflicts(action, region, writes)
+        for region in filter(lambda region: region.intervals, regions):
+            found += _conflicts(action, region, writes)
     return found
 
 
@@ -167,18 +146,12 @@ def _conflicts(action: Action, region: Region, writes: bool) -> list[str]:
         before = access.action
         follows = action.follows(before)
         if not follows and (writes or access.writes) and region.overlaps(access.intervals):
-            verb = "writes" if writes else "reads"
-            did = "wrote" if access.writes else "read"
-            found.append(
-                f"{action} {verb} {_size(region)} of a block of {block.nbytes} that {before} {did}: "
-                "no event orders them"
-            )
+            verb, did = "writes" if writes else "reads", "wrote" if access.writes else "read"
+            size = f"{sum(stop - start for start, stop in region.intervals)} bytes"
+            what = f"{action} {verb} {size} of a block of {block.nbytes} that {before} {did}"
+            found.append(f"{what}: no event orders them")
         if not (follows and (writes or not access.writes) and region.covers(access.intervals)):
             kept.append(access)
     kept.append(Access(action, region.intervals, writes))
     block.accesses = kept
     return found
-
-
-def _size(region: Region) -> str:
-    return f"{sum(stop - start for start, stop in region.intervals)} bytes"

@@ -46,59 +46,24 @@ class View:
 
 @dataclass(eq=False)
 class Part:
-    """One rank's part in a collective.
-
-    Attributes:
-        key: Identifies the collective.
-        rank: This rank in the group.
-        size: How many ranks there are in the group.
-        work: The function that does it, given the data of all ranks.
-        data: This rank's data, views in the place of tensors.
-    """
+    """One rank's part in a collective."""
 
     key: Key
     rank: int
+    """This rank in the group."""
     size: int
     work: Any
+    """The function that does it, given the data of all ranks."""
     data: Any
-
-
-@dataclass(eq=False)
-class Arguments:
-    """The arguments of an operator, views in the place of tensors.
-
-    Attributes:
-        given: The arguments by position.
-        named: The arguments by name.
-        places: Arguments that hold tensors: the position or the name, and views as they lie there.
-    """
-
-    given: Sequence[Any]
-    named: dict[str, Any]
-    places: Sequence[tuple[int | str, View | list[View | None]]]
-
-    def within(self, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments as they are in some memory."""
-        given, named = list(self.given), self.named and dict(self.named)
-        for place, views in self.places:
-            found = memory.tensor(views) if isinstance(views, View) else memory.tensors(views)
-            if isinstance(place, int):
-                given[place] = found
-            else:
-                named[place] = found
-        return given, named
+    """This rank's data, views in the place of tensors."""
 
 
 class Recording:
-    """How one rank's actions are done again.
-
-    Attributes:
-        queues: The actions by queue, in their order there.
-        parts: Which of them are parts of collectives.
-    """
+    """How one rank's actions are done again."""
 
     def __init__(self, block_of: Callable[[torch.Tensor], Block]) -> None:
         self.queues: dict[str, list[Action]] = defaultdict(list)
+        """The actions by queue, in their order there."""
         self.parts: dict[Action, Part] = {}
         self._again: dict[Action, Callable[[Memory], object]] = {}
         self._last: list[tuple[Block, torch.Tensor, torch.Tensor]] = []
@@ -112,23 +77,12 @@ class Recording:
         """Puts views in the place of tensors."""
         return _replaced(tree, torch.Tensor, self.view)
 
-    def arguments(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-        """Describes what an operator is called with, before it runs."""
-        places = [(place, _replaced(value, torch.Tensor, self.view)) for place, value in call.places]
-        given, named = list(args), dict(kwargs)
-        for place, _ in places:  # which lets the tensors go
-            if isinstance(place, int):
-                given[place] = None
-            else:
-                named[place] = None
-        return Arguments(given, named, places)
-
     def add(self, action: Action, again: Callable[[Memory], object]) -> None:
         """Adds what was done last."""
         self._again[action] = again
 
     def add_call(
-        self, action: Action, call: Call, arguments: Arguments, result: Any, fresh: list[torch.Tensor]
+        self, action: Action, call: Call, arguments: Any, result: Any, fresh: list[torch.Tensor]
     ) -> None:
         """Adds an operator; what is random has the outcome that it had."""
         if call.leaves_undefined:
@@ -142,7 +96,7 @@ class Recording:
         seen = [None if isinstance(each, torch.Tensor) else each for each in returned]
 
         def again(memory: Memory) -> None:
-            args, kwargs = arguments.within(memory)
+            args, kwargs = memory.tensors(arguments)
             for target, known, found in zip(targets, seen, leaves(operator(*args, **kwargs))):
                 if target is not None:
                     memory.tensor(target).copy_(found)
@@ -186,24 +140,13 @@ class Recording:
             again(memory)
 
     def compare(self, memory: Memory) -> None:
-        """Compares what is there in the end, where anything was written.
-
-        Raises:
-            Different: If it is something else.
-        """
+        """Compares what is there in the end, where anything was written; raises `Different`."""
         for block, expected, touched in self._last:
-            found = memory.bytes(block)
-            if torch.equal(found, expected):
-                continue
-            wrong = (found != expected) & touched
+            wrong = (memory.bytes(block) != expected) & touched
             if wrong.any():
                 byte = int(wrong.nonzero()[0])
-                writers = [
-                    action
-                    for queue in self.queues.values()
-                    for action in queue
-                    if any(region.block is block for region in action.writes)
-                ]
+                actions = (action for queue in self.queues.values() for action in queue)
+                writers = [each for each in actions if any(one.block is block for one in each.writes)]
                 raise Different(
                     f"byte {byte} of {block.nbytes} has another value in the end; written by "
                     + ", then ".join(map(str, writers[-3:]))
@@ -239,42 +182,28 @@ class Memory:
         return _replaced(tree, View, self.tensor)
 
 
+@dataclass(eq=False)
 class _Queue:
-    """One queue of one rank in one run.
+    """One queue of one rank in one run."""
 
-    Attributes:
-        rank: The rank that has it.
-        name: Its name.
-        done: How many of its actions are done.
-        in_meeting: Whether its next one is a part of a collective for which other ranks have not come.
-
-    Args:
-        needs: For each of its actions, the new dependencies on other queues, as `(queue, tick)`.
-    """
-
-    def __init__(
-        self, rank: int, name: str, actions: Sequence[Action], needs: Sequence[Sequence[tuple[str, int]]]
-    ) -> None:
-        self.rank, self.name, self.done, self.in_meeting = rank, name, 0, False
-        self._actions, self._needs = actions, needs
+    rank: int
+    name: str
+    actions: Sequence[Action]
+    needs: Sequence[Sequence[tuple[str, int]]]
+    """For each of its actions, the new dependencies on other queues, as `(queue, tick)`."""
+    done: int = 0
+    in_meeting: bool = False
+    """Whether its next one is a part of a collective for which other ranks have not come."""
 
     @property
     def next(self) -> Action:
-        return self._actions[self.done]
-
-    @property
-    def left(self) -> int:
-        return len(self._actions) - self.done
+        return self.actions[self.done]
 
     def is_ready(self, others: dict[str, _Queue]) -> bool:
-        """Whether its next action may run.
-
-        Args:
-            others: The queues of its rank.
-        """
-        if self.in_meeting or self.done == len(self._actions):
+        """Whether its next action may run, beside the queues of its rank."""
+        if self.in_meeting or self.done == len(self.actions):
             return False
-        return all(others[name].done >= ticks for name, ticks in self._needs[self.done])
+        return all(others[name].done >= ticks for name, ticks in self.needs[self.done])
 
 
 def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int]]]:
@@ -288,21 +217,14 @@ def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int
     return found
 
 
+_Turns = Callable[[], Iterable[_Queue]]
+"""Tells in which order to look for a queue that can go on."""
+
+
 class _Run:
-    """One run of all ranks.
+    """One run of all ranks."""
 
-    Args:
-        recordings: One of each rank.
-        queues: The queues of all ranks.
-        turns: Tells in which order to look for a queue that can go on.
-    """
-
-    def __init__(
-        self,
-        recordings: Sequence[Recording],
-        queues: Sequence[_Queue],
-        turns: Callable[[], Iterable[_Queue]],
-    ) -> None:
+    def __init__(self, recordings: Sequence[Recording], queues: Sequence[_Queue], turns: _Turns) -> None:
         self._recordings, self._queues, self._turns = recordings, queues, turns
         self._memories = [Memory() for _ in recordings]
         self._of_rank: list[dict[str, _Queue]] = [{} for _ in recordings]
@@ -311,12 +233,8 @@ class _Run:
         self._arrived: dict[Key, list[_Queue]] = defaultdict(list)
 
     def run(self) -> None:
-        """Does everything and compares.
-
-        Raises:
-            Different: If another order leads to other numbers.
-        """
-        left = sum(queue.left for queue in self._queues)
+        """Does everything and compares; raises `Different`."""
+        left = sum(len(queue.actions) for queue in self._queues)
         while left:
             queue = next((one for one in self._turns() if one.is_ready(self._of_rank[one.rank])), None)
             if queue is None:
@@ -373,8 +291,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def replay(recordings: Sequence[Recording], seeds: int) -> None:
     """Does everything again: all but the computation as late as can be, then as early, then by chance.
 
-    Raises:
-        Different: If another order leads to other numbers.
+    It raises `Different` if another order leads to other numbers.
     """
     told = [
         (rank, name, actions, _needs(name, actions))
@@ -382,7 +299,7 @@ def replay(recordings: Sequence[Recording], seeds: int) -> None:
         for name, actions in each.queues.items()
     ]
 
-    def run(turns_of: Callable[[list[_Queue]], Callable[[], Iterable[_Queue]]]) -> None:
+    def run(turns_of: Callable[[list[_Queue]], _Turns]) -> None:
         queues = [_Queue(*each) for each in told]
         _Run(recordings, queues, turns_of(queues)).run()
 
@@ -397,7 +314,7 @@ def _is_beside(queue: _Queue) -> bool:
     return queue.name not in ("compute", HOST)
 
 
-def _by_chance(queues: list[_Queue], generator: random.Random) -> Callable[[], Iterable[_Queue]]:
+def _by_chance(queues: list[_Queue], generator: random.Random) -> _Turns:
     def turns() -> Iterable[_Queue]:
         first = generator.randrange(len(queues))
         return queues[first:] + queues[:first]

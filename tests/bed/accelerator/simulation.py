@@ -20,13 +20,10 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bed.accelerator.memory import Action, Block, Region, conflicts, intervals_of
-from bed.accelerator.operators import Call, facts_of, leaves
+from bed.accelerator.operators import Call, leaves
 from bed.accelerator.replay import Part, Recording, bytes_of, poison
 from bed.accelerator.streams import HOST, Clock, Event, Stream, join
 from fsdp_wrap._comm.device import Accelerator, simulating
@@ -72,19 +69,12 @@ def _forget_in(simulation: weakref.ref[Simulation], number: int) -> None:
 
 
 class Simulation(Accelerator):
-    """The streams, the memory and the host of one rank.
+    """The streams, the memory and the host of one rank; it `records` actions for replays in other orders.
 
     Attributes:
-        faults: Its objections.
-        host_waits: The host's waits: for which call, and where.
-        actions: All actions, in the order of the program.
         group_has_stream: Whether process groups run collectives on a stream of their own.
         runs_ahead: Whether the host goes on before the other ranks have come to a collective, which moves
             nothing then: for tests of missing ranks, not of numbers.
-        recording: The actions for a replay in another order, if that was asked for.
-
-    Args:
-        records: Whether a replay is asked for.
     """
 
     _of_thread: ClassVar[threading.local] = threading.local()
@@ -92,9 +82,11 @@ class Simulation(Accelerator):
     def __init__(self, records: bool = False) -> None:
         self.faults: list[str] = []
         self.host_waits: list[str] = []
+        """For which call, and where."""
         super().__init__(torch.device("cpu"))
         self.group_has_stream = self.runs_ahead = False
         self.actions: list[Action] = []
+        """In the order of the program."""
         self.recording = Recording(self._block) if records else None
         self._host_clock: Clock = {}
         self._host_queue = HOST
@@ -217,11 +209,7 @@ class Simulation(Accelerator):
 
     @contextmanager
     def in_host_lane(self, clock: Clock) -> Iterator[None]:
-        """Counts the host's actions as another thread's.
-
-        Args:
-            clock: The clock of that thread; it grows by these actions.
-        """
+        """Counts the host's actions as another thread's, whose clock grows by them."""
         join(clock, self._host_clock)
         before, self._host_clock, self._host_queue = self._host_clock, clock, HOST_LANE
         try:
@@ -264,7 +252,7 @@ class Simulation(Accelerator):
     def note_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Runs an operator, and notes it."""
         given = [self._block(each) for each in call.given]
-        arguments = None if self.recording is None else self.recording.arguments(call, args, kwargs)
+        arguments = None if self.recording is None else self.recording.describe((args, kwargs))
         result = call.operator(*args, **kwargs)
         fresh = self._fresh(call, result)
         tells = call.tells_the_host(result)
@@ -445,7 +433,7 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if not all(map(_is_plain, types)):
             return NotImplemented  # which calls operators on plain tensors
-        if facts_of(func).is_view:
+        if func.is_view:
             return func(*args, **kwargs)
         call = Call(func, args, kwargs)
         if not all(each.is_cpu for each in call.given):

@@ -28,16 +28,19 @@ def join(clock: Clock, other: Clock) -> None:
             clock[queue] = ticks
 
 
+HostWaits = Callable[[Clock, str], None]
+"""Called with a clock that the host waits for, and by what."""
+
+
 class Stream:
     """A queue of the device, with the methods of `torch.Stream` that anybody uses.
 
     Args:
         name: For messages; no two streams have the same.
         current: The stack of those that are current.
-        host_waits: Called with a clock that the host waits for, and by what.
     """
 
-    def __init__(self, name: str, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
+    def __init__(self, name: str, current: list[Stream], host_waits: HostWaits) -> None:
         self.name, self.clock = name, Clock()
         self._current, self._host_waits = current, host_waits
         self.behind: list[Arrivals] = []
@@ -73,7 +76,7 @@ class Stream:
 class Event:
     """A point in a stream, with the methods of `torch.Event` that anybody uses."""
 
-    def __init__(self, clock: Clock, current: list[Stream], host_waits: Callable[[Clock, str], None]) -> None:
+    def __init__(self, clock: Clock, current: list[Stream], host_waits: HostWaits) -> None:
         self.clock, self._current, self._host_waits = clock, current, host_waits
         self.behind: list[Arrivals] = []
         self.at = perf_counter()  # operators run at once, so it has happened when it is recorded
