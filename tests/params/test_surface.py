@@ -17,19 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from bed import RankFailure, run_isolated
+from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, LENGTH = 8, 3
 PRIVATE_BUT_PROMISED = {"_flat_param", "_fsdp_wrapped_module", "_has_params"}
-
-
-class Halved(nn.Module):
-    def forward(self, weight):
-        return weight / 2
 
 
 class Mixer(nn.Module):
@@ -39,18 +35,16 @@ class Mixer(nn.Module):
         super().__init__()
         self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.halved = parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Halved())
+        self.computed = parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", nn.Tanh())
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x):
         x = x + self.recurrent(x)[0]
         y = self.norm(x)
-        return self.halved(x + self.attention(y, y, y, need_weights=False)[0])
+        return self.computed(x + self.attention(y, y, y, need_weights=False)[0])
 
 
 class Net(nn.Module):
-    """Every kind of tensor that a module may hold, ties, and a failure at will."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
@@ -68,44 +62,23 @@ class Net(nn.Module):
     def forward(self, tokens):
         x = self.mixers[0](self.embed(tokens))
         if self.fails == "forward":
-            raise ZeroDivisionError("in the forward")
+            raise ZeroDivisionError
         if self.fails == "backward":
-            x.register_hook(fail)
+            x.register_hook(lambda grad: 1 / 0)
         x = self.mixers[1](x * self.scales[0] + self.shifts["a"] + self.offset)
         return self.head(x * self.scales[1] * self.frozen)
-
-
-def fail(grad: torch.Tensor) -> None:
-    raise ZeroDivisionError("in the backward")
 
 
 # Walking.
 
 
-def span(tensor: torch.Tensor) -> int:
-    """Bytes that a strided tensor's storage must have for its elements to be there."""
-    if tensor.numel() == 0:
-        return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
-
-
 def read(path: str, tensor: torch.Tensor) -> None:
-    """Reads a tensor's values in several ways."""
     held = tensor.untyped_storage().nbytes()
-    assert held >= span(tensor), f"{path} reaches freed memory: {span(tensor)} bytes needed, {held} there"
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    span = (int(tensor.storage_offset()) + reach + 1) * tensor.element_size() if tensor.numel() else 0
+    assert held >= span, f"{path} reaches freed memory: {span} bytes needed, {held} there"
     tensor.detach().clone().sum(), (tensor * 2).sum(), tensor.data.tolist()
     assert repr(tensor)
-
-
-def duplicate(path: str, tensor: torch.Tensor) -> None:
-    """Copies a tensor in those ways that it allows."""
-    for copied in (attempt(way, tensor) for way in COPIES):
-        assert copied is None or torch.equal(copied.detach(), tensor.detach()), path
-
-
-def via_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 def via_torch_save(value: Any) -> Any:
@@ -115,7 +88,7 @@ def via_torch_save(value: Any) -> Any:
     return torch.load(stream, weights_only=False)
 
 
-COPIES = (copy.copy, copy.deepcopy, via_pickle, via_torch_save)
+COPIES = (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), via_torch_save)
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> Any:
@@ -127,7 +100,6 @@ def attempt(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def tensors_in(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in nested containers and objects, each with the path to it."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (str, bytes, type, nn.Module)) or callable(value) or depth > 5:
@@ -147,8 +119,6 @@ def public(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Walk:
-    """Reads the tensors that it meets, each object once."""
-
     def __init__(self) -> None:
         self.read: dict[int, torch.Tensor] = {}
 
@@ -161,7 +131,6 @@ class Walk:
                     self.over(f"{where}.grad", tensor.grad)
 
     def module(self, path: str, module: nn.Module) -> None:
-        """What one module shows: attributes, what it holds, its generators and texts."""
         names = {name for name in dir(module) if not name.startswith("_")} | PRIVATE_BUT_PROMISED
         for name in sorted(names):
             self.over(f"{path}.{name}", attempt(getattr, module, name))
@@ -173,6 +142,10 @@ class Walk:
             assert list(getattr(module, method)()) is not None
         assert repr(module) and str(module) and module.extra_repr() is not None
 
+    def modules(self, model: nn.Module) -> None:
+        for path, module in list(model.named_modules()):
+            self.module(path or "model", module)
+
     def copies(self, path: str, module: nn.Module) -> None:
         for way in COPIES:
             found = attempt(way, module)
@@ -183,24 +156,18 @@ class Walk:
 
 
 def walk(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Everything that needs no other rank, then what does."""
     walk = Walk()
-    for path, module in list(model.named_modules()):
-        walk.module(path or "model", module)
-        if not any(isinstance(child, FSDP) for child in module.modules()):
-            walk.over(f"{path}.state_dict()", module.state_dict())
+    walk.modules(model)
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        duplicate(path, tensor)
+        for copied in (attempt(way, tensor) for way in COPIES):
+            assert copied is None or torch.equal(copied.detach(), tensor.detach()), path
     for path, module in list(model.named_modules()):
         walk.copies(path, module)
     walk.over("optimizer.param_groups", optimizer.param_groups)
     walk.over("optimizer.state", dict(optimizer.state))
     walk.over("optimizer.state_dict()", optimizer.state_dict())
     for path, module in list(model.named_modules()):
-        if isinstance(module, FSDP):
-            walk.over(f"{path}.state_dict()", module.state_dict())
-            assert module.check_is_root() == (module is model)
-            assert module in FSDP.fsdp_modules(model)
+        walk.over(f"{path}.state_dict()", module.state_dict())
     assert len(walk.read) > 50
 
 
@@ -208,7 +175,6 @@ def walk(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def tokens() -> torch.Tensor:
-    """One batch for each rank, the same on every rank."""
     return torch.randint(0, 11, (dist.get_world_size(), 2, LENGTH))
 
 
@@ -241,11 +207,7 @@ class Situations:
             optimizer.step()
 
     def walk(self) -> None:
-        """Looks at everything, calls what leaves the values as they are, and looks again."""
         walk(self.model, self.optimizers[0])
-        self._call_methods()
-
-    def _call_methods(self) -> None:
         trainable = [(param, param.requires_grad) for param in self.model.parameters()]
         for module in list(self.model.modules()):
             module.requires_grad_(True)
@@ -260,27 +222,11 @@ class Situations:
             param.requires_grad_(flag)
         self.model.apply(lambda each: Walk().over("inside apply", list(each.parameters(recurse=False))))
 
-    def fail(self, where: str) -> None:
-        self.model.module.fails = where
-        with pytest.raises(ZeroDivisionError, match=f"in the {where}"):
-            loss_of(self.model, tokens()[dist.get_rank()]).backward()
-        self.model.module.fails = ""
-
     def summon(self, **options: Any) -> None:
         with FSDP.summon_full_params(self.model, **options):
-            shown = Walk()
-            for path, module in list(self.model.named_modules()):
-                shown.module(path, module)
-
-    def copied(self) -> None:
-        second = copy.deepcopy(self.model)
-        optimizer = torch.optim.AdamW(second.parameters())
-        loss_of(second, tokens()[0]).backward()
-        optimizer.step()
-        walk(second, optimizer)
+            Walk().modules(self.model)
 
     def check(self) -> None:
-        """The model still trains as the plain one does."""
         self.step()
         found = self.model.state_dict()
         for name, expected in self.plain.state_dict().items():
@@ -289,18 +235,17 @@ class Situations:
     def run(self) -> None:
         self.walk()
         self.check()
-        self.walk()
         self.step(between=self.walk)  # after the forward, before the backward
         self.walk()
-        self.check()
-        self.model.eval()
         with torch.no_grad():
-            self.model(tokens()[0])
+            self.model.eval()(tokens()[0])
         self.walk()
         self.model.train()
-        self.check()
         for where in ("forward", "backward"):
-            self.fail(where)
+            self.model.module.fails = where
+            with pytest.raises(ZeroDivisionError):
+                loss_of(self.model, tokens()[dist.get_rank()]).backward()
+            self.model.module.fails = ""
             self.walk()
             self.check()
         scores = self.model(tokens()[0])
@@ -311,7 +256,11 @@ class Situations:
         self.summon(rank0_only=True, offload_to_cpu=True, with_grads=True)
         self.walk()
         self.check()
-        self.copied()
+        second = copy.deepcopy(self.model)
+        optimizer = torch.optim.AdamW(second.parameters())
+        loss_of(second, tokens()[0]).backward()
+        optimizer.step()
+        walk(second, optimizer)
         self.walk()
         self.check()
         for module in self.modules:
@@ -339,9 +288,6 @@ def run(body: Callable[..., None], *args: Any, world_size: int = 1) -> None:
         raise RankFailure(outcomes)
 
 
-each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-
-
 @pytest.mark.parametrize("wrap", ["nested", "whole"])
 @each_form
 def test_nothing_public_reaches_freed_memory(wrap, use_orig_params):
@@ -351,19 +297,10 @@ def test_nothing_public_reaches_freed_memory(wrap, use_orig_params):
 # Misuse: what breaks the model must still not crash the process.
 
 
-def resize_data(model: FSDP) -> None:
+def change_data(model: FSDP, change: Callable[[nn.Parameter], Any]) -> None:
     for param in model.parameters():
         with contextlib.suppress(RuntimeError):
-            param.data.resize_(1)
-
-
-def replace_data(model: FSDP) -> None:
-    for param in model.parameters():
-        param.data = torch.zeros(2, dtype=torch.float64)
-
-
-def replace_parameter(model: FSDP) -> None:
-    model.module.head.weight = nn.Parameter(torch.zeros(11, WIDTH, dtype=torch.float64))
+            change(param)
 
 
 MISUSES: list[Callable[[Any], Any]] = [
@@ -372,7 +309,9 @@ MISUSES: list[Callable[[Any], Any]] = [
     lambda model: delattr(model.module, "frozen"),
     lambda model: model.module.load_state_dict(model.state_dict(), strict=False),
     lambda model: model.share_memory(),
-    *(replace_parameter, replace_data, resize_data),
+    lambda model: setattr(model.module.head, "weight", nn.Parameter(torch.zeros(11, WIDTH).double())),
+    lambda model: change_data(model, lambda param: setattr(param, "data", torch.zeros(2).double())),
+    lambda model: change_data(model, lambda param: param.data.resize_(1)),
 ]
 
 
@@ -382,8 +321,7 @@ def run_misuses(rank: int, world_size: int, use_orig_params: bool) -> None:
         loss_of(model, tokens()[0]).backward()
         attempt(misuse, model)
         for _ in range(2):
-            for path, module in model.named_modules():
-                Walk().module(path or "model", module)
+            Walk().modules(model)
             attempt(lambda model=model: loss_of(model, tokens()[0]).backward())
 
 
@@ -400,16 +338,7 @@ def read_numbers_in_forward(rank: int, world_size: int, use_orig_params: bool) -
     assert (seen[0] == 1).all()
 
 
-def read_normed_weight(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Torch's kernel behind it writes out of bounds where shapes do not fit; many calls make that show."""
-    net = parametrizations.weight_norm(nn.Linear(64, 64))
-    model = FSDP(nn.Sequential(net), use_orig_params=use_orig_params)
-    for _ in range(50):
-        attempt(lambda: net.weight.sum())
-    model(torch.randn(2, 64)).sum().backward()
-
-
-@pytest.mark.parametrize("body", [run_misuses, read_numbers_in_forward, read_normed_weight])
+@pytest.mark.parametrize("body", [run_misuses, read_numbers_in_forward])
 @each_form
 def test_misuse_does_not_crash(body, use_orig_params):
     run(body, use_orig_params)
@@ -418,19 +347,14 @@ def test_misuse_does_not_crash(body, use_orig_params):
 # The walk itself.
 
 
-def walk_over_freed_memory(rank: int, world_size: int, checked: bool) -> None:
+def walk_over_freed_memory(rank: int, world_size: int) -> None:
     module = nn.Linear(200, 200)
     module.kept = [{"view": module.weight.detach()[1:]}]
     module.weight.untyped_storage().resize_(0)
-    if checked:
-        Walk().module("module", module)
-    else:
-        module.kept[0]["view"].sum()
+    Walk().module("module", module)
 
 
-def test_the_walk_names_the_path_to_freed_memory_and_reading_it_is_noticed():
-    (outcome,) = run_isolated(walk_over_freed_memory, True)
+def test_the_walk_names_the_path_to_freed_memory():
+    (outcome,) = run_isolated(walk_over_freed_memory)
     assert outcome.kind == "failed"
     assert "module.kept[0]['view'] reaches freed memory" in outcome.text
-    (outcome,) = run_isolated(walk_over_freed_memory, False)
-    assert (outcome.kind, outcome.headline) == ("died", "killed by SIGSEGV")

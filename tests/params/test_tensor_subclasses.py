@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
@@ -23,7 +23,7 @@ from bed.sampling import few_fast
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecisionPolicy, fully_shard, record_events
 from params.subclasses import Packed, Rounded, quantised, restored
-from scenario import Scenario, name_of, pairwise
+from scenario import name_of, pairwise
 
 WIDTH, HIDDEN = 6, 8
 
@@ -35,30 +35,17 @@ class Old(Rounded):
         return quantised(self.values_), "told"
 
 
-class Straight(torch.autograd.Function):
-    """Rounds as `Rounded` does, and hands gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return restored(*quantised(values), values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 class Rounding(nn.Linear):
-    """A plain layer that computes with rounded weights."""
-
     rounds = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, Straight.apply(self.weight) if self.rounds else self.weight, self.bias)
+        weight, values = self.weight, self.weight.detach()
+        if self.rounds:  # and hands gradients on
+            weight = weight + (restored(*quantised(values), values.dtype) - values)
+        return F.linear(x, weight, self.bias)
 
 
 class Block(nn.Module):
-    """Two layers, a residual connection, and perhaps a checkpoint around."""
-
     def __init__(self, hidden: int, checkpointed: bool) -> None:
         super().__init__()
         self.up, self.down = Rounding(WIDTH, hidden), Rounding(hidden, WIDTH)
@@ -73,13 +60,12 @@ class Block(nn.Module):
         return checkpoint(self._compute, x, use_reentrant=False) if self.checkpointed else self._compute(x)
 
 
-def plain_net(hidden: int = HIDDEN, checkpointed: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
+def plain_net(hidden: int = HIDDEN, checkpointed: bool = False, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(*(Block(hidden, checkpointed) for _ in range(3)), nn.Linear(WIDTH, 3)).double()
 
 
 def converted(net: nn.Sequential, kind: Any = Rounded, frozen: bool = False) -> nn.Sequential:
-    """A copy whose layers have weights of a subclass, which rounds in their stead."""
     net = copy.deepcopy(net)
     for layer in (each for each in net.modules() if isinstance(each, Rounding)):
         layer.rounds = False
@@ -95,7 +81,6 @@ def sharded(net: nn.Sequential, **options: Any) -> Any:
 
 
 def values_of(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as a plain tensor."""
     local = param.to_local() if isinstance(param, DTensor) else param
     return local.values_ if isinstance(local, Rounded) else local.detach()
 
@@ -136,22 +121,17 @@ SPACE: dict[str, Sequence[Any]] = {
 }
 
 
-def check(scenario: Scenario) -> None:
-    world_size = dist.get_world_size()
-    mesh = None
-    if scenario["mesh"] == "hybrid":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    within = scenario["reshard"]
-    if within == 2 and mesh is not None:
-        within = True
+@pytest.mark.parametrize("scenario", few_fast(pairwise(SPACE, seed=22), step=9), ids=name_of)
+@ranks(4)
+def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenario):
+    hybrid, low = scenario["mesh"] == "hybrid", scenario["precision"] == "float32"
+    shape, names = ((2, world_size // 2), ("replicate", "shard")) if hybrid else ((world_size,), ("shard",))
     reference = plain_net(scenario["hidden"])
-    model = converted(plain_net(scenario["hidden"], scenario["checkpointed"]), scenario["kind"])
-    dtype = torch.float64 if scenario["precision"] == "none" else torch.float32
     model = sharded(
-        model,
-        mesh=mesh,
-        reshard_after_forward=within,
-        mp_policy=MixedPrecisionPolicy(dtype if dtype == torch.float32 else None, cast_forward_inputs=True),
+        converted(plain_net(scenario["hidden"], scenario["checkpointed"]), scenario["kind"]),
+        mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+        reshard_after_forward=True if scenario["reshard"] == 2 and hybrid else scenario["reshard"],
+        mp_policy=MixedPrecisionPolicy(torch.float32 if low else None, cast_forward_inputs=True),
         shared_memory=scenario["shared_memory"],
         travel_together_bytes=scenario["together"],
         keep_unsharded_bytes=scenario["stays"],
@@ -165,21 +145,14 @@ def check(scenario: Scenario) -> None:
             model.set_requires_gradient_sync(syncs == "T")
             for part in x:
                 (reference(part).square().mean() / world_size).backward()
-            model(x[dist.get_rank()]).square().mean().backward()
-        assert_same(model, reference, 1e-12 if dtype == torch.float64 else 1e-5)
+            model(x[rank]).square().mean().backward()
+        assert_same(model, reference, 1e-5 if low else 1e-12)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("scenario", few_fast(pairwise(SPACE, seed=22), step=9), ids=name_of)
-@ranks(4)
-def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenario):
-    check(scenario)
-
-
 def steps(model: Any, number: int = 2, world_size: int = 1, part: int | None = None) -> list[torch.Tensor]:
-    """Trains by some batches, of which this rank may take a part; returns the outputs."""
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
     batches, outputs = torch.Generator().manual_seed(3), []
     for _ in range(number):
@@ -273,43 +246,31 @@ def test_what_is_on_the_meta_device_gets_values_later(rank, world_size):
 
 
 @ranks(2)
-def test_states_and_checkpoints_have_tensors_of_the_subclass(rank, world_size, tmp_path):
+def test_states_checkpoints_and_copies_have_tensors_of_the_subclass(rank, world_size, tmp_path):
     torch.serialization.add_safe_globals([Rounded, Packed])
     for kind in (Rounded, Packed):
         model = sharded(converted(plain_net(), kind, frozen=kind is Packed))
         steps(model)
         state = model.state_dict()
         entry = state["1.up.weight"]
-        assert (
-            isinstance(entry, DTensor) and type(entry.to_local()) is kind and entry.placements == (Shard(0),)
-        )
+        assert isinstance(entry, DTensor) and entry.placements == (Shard(0),)
+        assert type(entry.to_local()) is kind
         dcp.save(state, checkpoint_id=tmp_path / kind.__name__)
-        torch.manual_seed(7)
-        fresh = nn.Sequential(*(Block(HIDDEN, False) for _ in range(3)), nn.Linear(WIDTH, 3)).double()
-        loaded = sharded(converted(fresh, kind, frozen=kind is Packed))
+        loaded = sharded(converted(plain_net(seed=7), kind, frozen=kind is Packed))
         steps(loaded, 1)
         target = loaded.state_dict()
         dcp.load(target, checkpoint_id=tmp_path / kind.__name__)
         loaded.load_state_dict(target)
         x = torch.randn(2, WIDTH, dtype=torch.float64)
-        assert torch.equal(loaded(x), model(x)), kind
-
-
-@ranks(2)
-def test_a_copy_trains_by_itself(rank, world_size):
-    model = sharded(converted(plain_net()))
-    steps(model, 1)
-    twin = copy.deepcopy(model)
-    x = torch.randn(2, WIDTH, dtype=torch.float64)
-    before = model(x)
-    assert torch.equal(twin(x), before) and type(twin[0].up.weight.to_local()) is Rounded
-    steps(twin, 1)
-    assert torch.equal(model(x), before) and not torch.equal(twin(x), before)
+        before = model(x)
+        assert torch.equal(loaded(x), before), kind
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), before) and type(twin[0].up.weight.to_local()) is kind
+        steps(twin, 1)
+        assert torch.equal(model(x), before) and not torch.equal(twin(x), before)
 
 
 class Moody(Rounded):
-    """Gives something else each time."""
-
     times = 0
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
@@ -324,20 +285,24 @@ NOTHING = property()  # as good as no method
 
 
 def wrong(before: Any = NOTHING, after: Any = NOTHING) -> Any:
-    """A subclass with other methods."""
     return type("Wrong", (Rounded,), {"fsdp_pre_all_gather": before, "fsdp_post_all_gather": after})
 
 
 @ranks(2)
-def test_methods_that_cannot_be_called_are_refused_before_anything_changes(rank, world_size):
+def test_what_cannot_be_sharded_is_refused_before_anything_changes(rank, world_size):
     half = wrong(before=Rounded.fsdp_pre_all_gather)
     odd = wrong(lambda self, mesh, size: None, Rounded.fsdp_post_all_gather)
-    for kind, said in ((half, "fsdp_post_all_gather"), (odd, "mesh, size")):
-        net = converted(plain_net())
-        net[1].up.weight = nn.Parameter(kind(net[1].up.weight.values_.detach()))
-        with pytest.raises(TypeError, match=f"'up.weight'.*{said}|{said}.*'up.weight'"):
-            fully_shard(net[1])
-        assert type(net[1]) is Block and type(net[1].up.weight) is kind
+    columns = partial(fully_shard, shard_placement_fn=lambda param: Shard(1))
+    for kind, shard, error, said in (
+        (half, fully_shard, TypeError, "fsdp_post_all_gather.*'up.weight'|'up.weight'.*fsdp_post_all_gather"),
+        (odd, fully_shard, TypeError, "mesh, size.*'up.weight'|'up.weight'.*mesh, size"),
+        (Rounded, FSDP, TypeError, "'up.weight' is a Rounded"),
+        (Rounded, columns, ValueError, "'up.weight' is a Rounded.*dimension 0"),
+    ):
+        block: Any = converted(plain_net(), kind)[1]
+        with pytest.raises(error, match=said):
+            shard(block)
+        assert type(block) is Block and type(block.up.weight) is kind
 
 
 @ranks(2)
@@ -354,14 +319,3 @@ def test_what_a_subclass_does_wrong_is_named_in_the_forward(rank, world_size):
             for _ in range(2):
                 model(x)
         assert said in str(caught.value)
-
-
-@ranks(2)
-def test_wrapping_and_other_dimensions_are_refused_by_name(rank, world_size):
-    net = converted(plain_net())
-    with pytest.raises(TypeError, match="'0.up.weight' is a Rounded"):
-        FSDP(net)
-    with pytest.raises(ValueError, match="'up.weight' is a Rounded.*dimension 0"):
-        fully_shard(net[0], shard_placement_fn=lambda param: Shard(1))
-    sharded(net)
-    steps(net, 1)

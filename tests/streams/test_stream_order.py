@@ -21,151 +21,131 @@ def _run(program, records=False):
     return device
 
 
-def _fault(program):
-    """What is the matter with a program: one thing, by order and by outcome."""
+def _writes_beside(device):
+    values = torch.ones(64)
+    with device.stream("side"):
+        values.mul_(2)
+    return values
+
+
+def _writes_in_order(device):
+    values = torch.ones(64)
+    side = device.stream("side")
+    side.wait_stream(device.compute)
+    with side:
+        values.mul_(2)
+        done = side.record_event()
+    other = torch.ones(64)
+    device.compute.wait_event(done)
+    values.add_(other)
+
+
+def _reads_twice(device):
+    values = torch.ones(64)
+    side = device.stream("side")
+    side.wait_stream(device.compute)
+    with side:
+        doubled, tripled = values * 2, values[:8] * 3
+    values.sum()
+    side.wait_stream(device.compute)
+    device.compute.wait_stream(side)
+    del doubled, tripled
+
+
+def _writes_columns(device, first=3):
+    values = torch.ones(8, 8)
+    side = device.stream("side")
+    side.wait_stream(device.compute)
+    with side:
+        values[:, :4].mul_(2)
+    values[:, first:].mul_(3)
+    device.compute.wait_stream(side)
+
+
+def _frees_and_takes_memory(device):
+    values = torch.ones(64)
+    values.untyped_storage().resize_(0)
+    values.untyped_storage().resize_(256)
+
+
+def _frees_what_a_gather_writes(device):
+    """Nobody waits for the gather, and the allocator gives its buffer to the next kernel."""
+    buffer, shard = torch.empty(64), torch.ones(64)
+    gather = device.stream("gather")
+    gather.wait_stream(device.compute)
+    with gather:
+        buffer.copy_(shard)
+    buffer.untyped_storage().resize_(0)
+    device.compute.wait_stream(gather)
+
+
+def _copies_what_is_being_reduced(device):
+    """Hybrid with offload: the copy waits for the sum within the copy, not for that over the replicas."""
+    gradient, home = torch.ones(64), device.empty_on_host(64, torch.float32, pin=True)
+    reduce, replicas = device.stream("reduce"), device.stream("replicas")
+    reduce.wait_stream(device.compute)
+    with reduce:
+        gradient.mul_(2)
+        reduced = reduce.record_event()
+    replicas.wait_event(reduced)
+    with replicas:
+        gradient.mul_(2)
+    device.compute.wait_event(reduced)
+    home.copy_(gradient, non_blocking=True)
+    device.compute.wait_stream(replicas)
+    return home
+
+
+def _reads_what_has_not_arrived(device):
+    home = device.empty_on_host(4, torch.float32, pin=True)
+    home.copy_(torch.ones(4), non_blocking=True)
+    home.tolist()
+
+
+def _writes_what_a_copy_reads(device):
+    home, there = device.empty_on_host(4, torch.float32, pin=True), torch.empty(4)
+    home.fill_(1)
+    there.copy_(home, non_blocking=True)
+    home.fill_(2)
+    return there
+
+
+def _mixes_memory(device):
+    torch.ones(4).add_(device.empty_on_host(4, torch.float32, pin=True))
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "differs"),
+    [
+        (_writes_beside, ("aten::mul_ on side", "aten::ones on compute", "256 bytes", "no event"), True),
+        (_writes_columns, ("aten::mul_ on compute", "aten::mul_ on side"), False),
+        (_frees_what_a_gather_writes, ("free on compute", "aten::copy_ on gather"), False),
+        (_copies_what_is_being_reduced, ("aten::copy_ on compute", "aten::mul_ on replicas"), True),
+        (_reads_what_has_not_arrived, ("tolist on host", "aten::copy_ on compute"), False),
+        (_writes_what_a_copy_reads, ("aten::fill_ on host",), True),
+        (_mixes_memory, ("mixes memory",), False),
+    ],
+)
+def test_a_fault_is_named_with_both_sides_and_differs_in_another_order(program, words, differs):
     device = _run(program, records=True)
-    assert len(device.faults) == 1, device.faults
-    return device.faults[0]
+    (fault,) = device.faults
+    assert all(each in fault for each in words), fault
+    if differs:
+        with pytest.raises(Different):
+            replay([device.recording], seeds=8)
 
 
-def _differs(program):
-    with pytest.raises(Different):
-        replay([_run(program, records=True).recording], seeds=8)
-
-
-def test_what_no_event_orders_is_named_with_both_sides():
-    def program(device):
-        values = torch.ones(64)
-        side = device.stream("side")
-        with side:
-            values.mul_(2)
-        return values
-
-    fault = _fault(program)
-    for told in ("aten::mul_ on side", "aten::ones on compute", "256 bytes", "no event orders them"):
-        assert told in fault
-    _differs(program)
-
-
-def test_what_an_event_orders_is_fine():
-    def program(device):
-        values = torch.ones(64)
-        side = device.stream("side")
-        side.wait_stream(device.compute)
-        with side:
-            values.mul_(2)
-            done = side.record_event()
-        other = torch.ones(64)
-        device.compute.wait_event(done)
-        values.add_(other)
-
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(_writes_in_order, _reads_twice, _frees_and_takes_memory),
+        lambda device: _writes_columns(device, first=4),  # bytes that take turns
+    ],
+)
+def test_what_needs_no_order_or_has_it_is_fine(program):
     device = _run(program, records=True)
     assert not device.faults
     replay([device.recording], seeds=8)
-
-
-def test_two_that_read_need_no_order():
-    def program(device):
-        values = torch.ones(64)
-        side = device.stream("side")
-        side.wait_stream(device.compute)
-        with side:
-            doubled = values * 2
-            tripled = values[:8] * 3
-        values.sum()
-        side.wait_stream(device.compute)
-        device.compute.wait_stream(side)
-        del doubled, tripled
-
-    assert not _run(program).faults
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_bytes_that_do_not_overlap_need_no_order(apart):
-    """Also not if they take turns, as the columns of a matrix do."""
-
-    def program(device):
-        values = torch.ones(8, 8)
-        side = device.stream("side")
-        side.wait_stream(device.compute)
-        with side:
-            values[:, :4].mul_(2)
-        values[:, 4 if apart else 3 :].mul_(3)
-        device.compute.wait_stream(side)
-
-    assert bool(_run(program).faults) is not apart
-
-
-def test_memory_that_is_used_after_it_was_freed():
-    def program(device):
-        values = torch.ones(64)
-        view = values.view(8, 8)
-        values.untyped_storage().resize_(0)
-        values.untyped_storage().resize_(256)
-        del view
-
-    assert not _run(program).faults
-
-
-def test_a_buffer_freed_on_the_compute_stream_while_the_gather_still_writes():
-    """Nobody waits for the gather, and the allocator gives its buffer to the next kernel."""
-
-    def program(device):
-        buffer, shard = torch.empty(64), torch.ones(64)
-        gather = device.stream("gather")
-        gather.wait_stream(device.compute)
-        with gather:
-            buffer.copy_(shard)
-        buffer.untyped_storage().resize_(0)
-        device.compute.wait_stream(gather)
-
-    fault = _fault(program)
-    assert "free on compute" in fault and "aten::copy_ on gather" in fault
-
-
-def test_a_gradient_copied_to_the_host_before_its_reduction_ends():
-    """Hybrid with offload: the copy waits for the sum within the copy, not for that over the replicas."""
-
-    def program(device):
-        gradient, home = torch.ones(64), device.empty_on_host(64, torch.float32, pin=True)
-        reduce, replicas = device.stream("reduce"), device.stream("replicas")
-        reduce.wait_stream(device.compute)
-        with reduce:
-            gradient.mul_(2)
-            reduced = reduce.record_event()
-        replicas.wait_event(reduced)
-        with replicas:
-            gradient.mul_(2)
-        device.compute.wait_event(reduced)
-        home.copy_(gradient, non_blocking=True)
-        device.compute.wait_stream(replicas)
-        return home
-
-    fault = _fault(program)
-    assert "aten::copy_ on compute" in fault and "aten::mul_ on replicas" in fault
-    _differs(program)
-
-
-def test_the_host_that_reads_before_a_copy_has_arrived():
-    def program(device):
-        home = device.empty_on_host(4, torch.float32, pin=True)
-        home.copy_(torch.ones(4), non_blocking=True)
-        home.tolist()
-
-    fault = _fault(program)
-    assert "tolist on host" in fault and "aten::copy_ on compute" in fault
-
-
-def test_the_host_that_writes_what_a_copy_still_reads():
-    def program(device):
-        home, there = device.empty_on_host(4, torch.float32, pin=True), torch.empty(4)
-        home.fill_(1)
-        there.copy_(home, non_blocking=True)
-        home.fill_(2)
-        return there
-
-    assert "aten::fill_ on host" in _fault(program)
-    _differs(program)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -185,22 +165,13 @@ def test_waits_of_the_host_are_counted(pinned):
     assert waits == ([] if pinned else ["aten::copy_ to the host"]) + expected
 
 
-def test_operators_that_mix_memory_of_the_host_and_of_the_device():
-    def program(device):
-        torch.ones(4).add_(device.empty_on_host(4, torch.float32, pin=True))
-
-    assert "mixes memory" in _fault(program)
-
-
 def test_peaks_by_stream():
     def program(device):
         kept = torch.ones(1024)
-        side = device.stream("side")
-        with side:
+        with device.stream("side"):
             torch.ones(256)
             torch.ones(256)
-        _, peaks = device.end_step()
-        assert peaks == {"compute": 4096, "side": 1024}
+        assert device.end_step()[1] == {"compute": 4096, "side": 1024}
         torch.ones(64), kept
         assert device.end_step()[1] == {"compute": 4096 + 512, "side": 0}
 
