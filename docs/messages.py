@@ -77,7 +77,7 @@ which one it is.
 FEWEST = 3
 """Words that depend on no case: a message with fewer cannot be found by them."""
 WORDS = {
-    "by": "function",
+    "by": "fully_shard",
     "cls": "class",
     "comm": "communicator",
     "detach": "value",
