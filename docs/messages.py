@@ -166,7 +166,7 @@ class Reader(ast.NodeVisitor):
     def _told(self, given: ast.expr) -> Iterator[str]:
         """What a message may be: of a name, all texts that it is given."""
         found = self._known(given.id) if isinstance(given, ast.Name) else []
-        for each in found or [given]:
+        for each in found or alternatives(given):
             yield " ".join(self._text(each).split())
 
     def _text(self, node: ast.expr) -> str:
@@ -177,6 +177,12 @@ class Reader(ast.NodeVisitor):
             return "".join(map(self._text, node.values))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._text(node.left) + self._text(node.right)
+        if (
+            isinstance(node, ast.Call)
+            and last_name(node.func) == "join"
+            and isinstance(node.args[0], ast.List)
+        ):
+            return " ".join(map(self._text, node.args[0].elts))
         if isinstance(node, ast.FormattedValue):
             node = node.value
         known = self._known(node.id) if isinstance(node, ast.Name) else []
@@ -195,6 +201,13 @@ def assigned_in(body: Sequence[ast.stmt]) -> Texts:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
     return found
+
+
+def alternatives(node: ast.expr) -> list[ast.expr]:
+    """What an expression may give where it chooses between two."""
+    if isinstance(node, ast.IfExp):
+        return [*alternatives(node.body), *alternatives(node.orelse)]
+    return [node]
 
 
 def is_text(node: ast.expr) -> bool:
@@ -280,7 +293,8 @@ def anchor_of(text: str) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", CASE.sub(" ", text).lower())[:9])
 
 
-CASE = re.compile(r"\{([^{}]*)\}")
+CASE = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")
+"""What depends on the case; braces in it are those of texts within."""
 
 
 def shown(text: str, written: Callable[[str], str]) -> str:

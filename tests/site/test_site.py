@@ -118,6 +118,18 @@ def test_pages_hide_nothing():
         assert "invisible-code-block" not in page.read_text("utf-8"), name_of(page)
 
 
+def test_messages_stand_alone_and_read_plainly():
+    """Each has a heading of its own, by which the search finds it, and shows no code of the source."""
+    text = (DOCS / "messages.md").read_text("utf-8")
+    found = re.findall(r'^<h5 class="message" id="([\w-]+)">(.*)<a class="headerlink".*</h5>$', text, re.M)
+    assert len(found) > 450 and len(found) == text.count("<h5")
+    assert len({place for place, _ in found}) == len(found)
+    for place, message in found:
+        assert re.sub(r"<var>.*?</var>", "", message).count("{") == message.count("{"), place
+        cases = re.findall(r"<var>(.*?)</var>", message)
+        assert all(re.fullmatch(r"[\w' ./-]+|&hellip;", case) for case in cases), (place, cases)
+
+
 def test_pages_write_into_folders_of_their_own():
     """So that a reader may try one page after the other."""
     owners: dict[str, set[str]] = {}
