@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
 
 MOST_RANKS = 8  # in the picture
 COLORS = {
-    "forward": "#6fa8dc",
     "recompute": "#b3a2d9",
+    "forward": "#6fa8dc",
     "backward": "#6fa8dc",
     "optimizer": "#98a2ad",
     "wait for a late rank": "#d64b3c",
@@ -107,13 +108,9 @@ def _label(axes: Any, shown: Sequence[RankRecord], ranks: Sequence[RankRecord], 
         ticks[-_ROW * row + _COMPUTE] = f"rank {record.rank}"
         ticks[-_ROW * row + _TRANSFERS - _HEIGHT / 4] = "on its way"
     axes.set_yticks([*ticks], [*ticks.values()])
-    told: dict[str, list[str]] = {}
-    for what in (each for each in COLORS if each in used):
-        told.setdefault(COLORS[what], []).append(what)
-    handles = [Patch(color=color, label=", ".join(names)) for color, names in told.items()]
-    axes.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=5, frameon=False, fontsize=8
-    )
+    groups = groupby((what for what in COLORS if what in used), COLORS.__getitem__)
+    keys = [Patch(color=color, label=", ".join(names)) for color, names in groups]
+    axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=5, frameon=False, fontsize=8)
     if len(ranks) > len(shown):
         axes.set_xlabel(f"the first {len(shown)} of {len(ranks)} ranks", fontsize=9)
     for side in ("top", "right", "left"):
