@@ -1,6 +1,7 @@
 """Asks all questions and writes the page of results.
 
 python -m benchmarks [--only step,memory] [--cases gpt,lora] [--out DIR]
+python -m benchmarks --render    writes page and pictures anew from the figures that were kept
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(known), metavar="A,B", help=f"of {', '.join(known)}")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="where performance.md goes")
     parser.add_argument("--cases", default="", metavar="A,B", help="tables to measure anew, by their titles")
+    parser.add_argument("--render", action="store_true", help="measure nothing: write the page anew")
     options = parser.parse_args()
+    if options.render:
+        print(run([], options.out, Settings()))
+        return
     settings = Settings(cases=tuple(filter(None, options.cases.split(","))))
     if unknown := [name for name in options.only.split(",") if name not in known]:
         parser.error(f"{', '.join(unknown)} unknown; there are {', '.join(known)}")

@@ -7,10 +7,13 @@ draws it anew from the figures that were kept; `python -m benchmarks` does so as
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.drawing import picture
 
 TITLE = "Step time and peak memory, relative to torch's own"
 NAME = "overview.svg"
@@ -26,14 +29,13 @@ class Bar(NamedTuple):
     beside: str
     forms: tuple[str, ...]
     color: str
-    ink: str
 
 
 BARS = (
-    Bar("wrapper, gloo", "fsdp_wrap", "fsdp1", ("fsdp1", "fsdp1_flat"), "#9ec5e8", "black"),
-    Bar("wrapper, shared memory", "fsdp_wrap_shared", "fsdp1", ("fsdp1", "fsdp1_flat"), "#2b6cb0", "white"),
-    Bar("fully_shard, gloo", "fully_shard", "fsdp2", ("fsdp2",), "#f5c28b", "black"),
-    Bar("fully_shard, shared memory", "fully_shard_shared", "fsdp2", ("fsdp2",), "#c05621", "white"),
+    Bar("wrapper, gloo", "fsdp_wrap", "fsdp1", ("fsdp1", "fsdp1_flat"), "#b3d3f2"),
+    Bar("wrapper, shared memory", "fsdp_wrap_shared", "fsdp1", ("fsdp1", "fsdp1_flat"), "#66a5e3"),
+    Bar("fully_shard, gloo", "fully_shard", "fsdp2", ("fsdp2",), "#f7cfa8"),
+    Bar("fully_shard, shared memory", "fully_shard_shared", "fsdp2", ("fsdp2",), "#ea9a56"),
 )
 
 
@@ -61,47 +63,36 @@ def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def draw_overview(path: Path, answers: Mapping[str, Any]) -> bool:
-    """Draws both as groups of bars on white; returns whether it could."""
+    """Draws both as groups of bars; returns whether it could."""
     panels = {
         "Time of a step": ratios_of_times(answers),
         "Peak memory of a host": ratios_of_memory(answers),
     }
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("matplotlib") is None or not all(panels.values()):
         return False
-    if not all(panels.values()):
-        return False
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     widths = [len(groups) for groups in panels.values()]
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
-        figure, places = pyplot.subplots(
-            1, len(panels), figsize=(9, 3.3), sharey=True, layout="constrained", width_ratios=widths
-        )
+    with picture(path, (7.2, 2.9), 9) as figure:
+        places = figure.subplots(1, len(panels), sharey=True, width_ratios=widths)
         for axes, (title, groups) in zip(places, panels.items()):
             _draw_groups(axes, title, groups)
-        places[0].set_ylabel("relative to torch's, less is better")
         handles, labels = places[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return True
 
 
 def _draw_groups(axes: Any, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
-    width = 1 / (len(BARS) + 1)
+    width = 1 / (len(BARS) + 0.5)
     for index, bar in enumerate(BARS):
         heights = [values[bar.label] for values in groups.values()]
-        places = [group + (index + 1) * width for group in range(len(groups))]
-        drawn = axes.bar(places, heights, width=width * 0.94, label=bar.label, color=bar.color)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=-10, color=bar.ink)
-    axes.axhline(1, color="#444444", linewidth=1, linestyle="--")
-    axes.text(0, 1.01, "torch's", fontsize=8, va="bottom")
+        places = [group + (index + 0.75) * width for group in range(len(groups))]
+        drawn = axes.bar(places, heights, width=width * 0.92, label=bar.label, color=bar.color)
+        axes.bar_label(drawn, fmt="%.2f", label_type="center", rotation=90, color="#1f2328")
+    axes.axhline(1, color="#8b95a1", linewidth=1, linestyle="--", zorder=0)
     axes.set_xticks([group + 0.5 for group in range(len(groups))], list(groups))
     axes.set_title(title, fontsize=10)
-    axes.set_ylim(0, 1.2)
+    axes.set_ylim(0, 1.15)
+    axes.set_yticks([0, 0.5, 1], ["0", "0.5", "torch's 1"])
+    axes.tick_params(length=0)
     axes.spines[["top", "right"]].set_visible(False)
 
 

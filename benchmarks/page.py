@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import color_of, picture
 from benchmarks.goals import GOALS as ALL_GOALS
 from benchmarks.goals import judged
 from benchmarks.harness import Figures, Question, as_markdown
@@ -16,13 +18,10 @@ HEAD = """# Performance
 Measured by `python -m benchmarks`, which writes this page, its pictures and the
 [figures](performance/figures.json). Two ranks on two cores of one host, in fp32, beside torch's own.
 """
-HOW = """## How it was measured
-
-`--only step,memory` measures some questions anew and keeps the others,
+HOW = """`--only step,memory` measures some questions anew and keeps the others,
 `--cases gpt,lora` some of their tables, `--out DIR` writes elsewhere. Each question is a script of its own
 with `--impl`, `--cases`, `--ranks` and `--rounds`, such as
 `python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`. The end of the page tells how long each took.
-Tables are folded: click on a title to see its figures.
 
 Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
 original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
@@ -41,15 +40,16 @@ of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better 
 parameters. A form that is named above and stands in no table takes part where `--impl` names it.
 """
 TORCHS = {"fsdp1": "`FullyShardedDataParallel`", "fsdp2": "`fully_shard`"}
-GOALS = """## Goals
-
-Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses; what
-misses its goal is bold. A goal is met where all of our implementations that it names, and that took part,
-meet it. Rows of shared memory and of gradients in place stand in the column of the same form without.
+CONCLUSIONS = """Torch's own is 1, and less is better. Each range is over the models of the picture: `gpt`
+with 8 blocks, `small` with 12 narrow ones, `mlp` with wide layers and little to compute, `lora` with frozen
+blocks. Shared memory is what the ranks of one host get without doing anything."""
+MORE = """Each question has a heading below. Click on the line under it to unfold its picture and its tables.
 """
-DURATIONS = """## Durations
-
-Seconds that each question took, `python -m benchmarks.<name>`.
+GOALS = """Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses;
+what misses its goal is bold. A goal is met where all of our implementations that it names, and that took
+part, meet it. Rows of shared memory and of gradients in place stand in the column of the same form without.
+"""
+DURATIONS = """Seconds that each question took, `python -m benchmarks.<name>`.
 """
 
 
@@ -61,8 +61,13 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
     results = {name: answer["figures"] for name, answer in answers.items()}
     drawn = draw_overview(folder / "performance" / NAME, answers)
     overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
-    lines = [HEAD, *overview, conclusions(answers, results), HOW, *sections]
-    lines += [GOALS, folded("All goals", judged(results)), DURATIONS, durations(answers), ""]
+    lines = [HEAD, *overview, conclusions(answers, results), MORE, *sections]
+    lines += ["## Goals\n", folded("All goals, and those that are met", f"{GOALS}\n{judged(results)}")]
+    lines += ["## How it was measured\n", folded("Commands, implementations, ratios", HOW)]
+    lines += [
+        "## Durations\n",
+        folded("Seconds that each question took", f"{DURATIONS}\n{durations(answers)}"),
+    ]
     page = folder / "performance.md"
     page.write_text("\n".join(lines))
     return page
@@ -70,16 +75,17 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
 
 def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> str:
     """Summarises the figures: the range over the models for each front-end, and how many goals are met."""
-    lines = []
-    for what, ratios in (("A step takes", ratios_of_times), ("A host's peak memory is", ratios_of_memory)):
-        by_bar = [[values[bar.label] for values in ratios(answers).values()] for bar in BARS]
-        lines += [
-            f"- {what} {min(found):.2f} to {max(found):.2f} of torch's {TORCHS[bar.beside]}: {bar.label}."
-            for bar, found in zip(BARS, by_bar)
-            if found
-        ]
+    lines = ["| | beside torch's | time of a step | peak memory of a host |", "|---|---|---:|---:|"]
+    tables = [ratios(answers).values() for ratios in (ratios_of_times, ratios_of_memory)]
+    for bar in BARS:
+        found = [[values[bar.label] for values in table] for table in tables]
+        ranges = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in found]
+        lines.append(f"| {bar.label} | {TORCHS[bar.beside]} | {ranges[0]} | {ranges[1]} |")
     verdicts = [verdict for goal in ALL_GOALS if (verdict := goal.met(results)) is not None]
-    return "\n".join([*lines, f"- Of {len(verdicts)} [goals](#goals) {sum(verdicts)} are met.", ""])
+    met = f"Of {len(verdicts)} [goals](#goals) {sum(verdicts)} are met."
+    if not results.get("gpu"):
+        met += " Nothing was measured on a GPU yet."
+    return "\n".join([*lines, "", f"{CONCLUSIONS} {met}", ""])
 
 
 def folded(title: str, content: str) -> str:
@@ -95,20 +101,17 @@ def durations(answers: Mapping[str, Any]) -> str:
 
 
 def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str:
-    lines = [
-        f"## {question.title}\n",
-        f"`python -m benchmarks.{question.name}`. {question.about}\n",
-        _measured(answer),
-    ]
+    """Returns a heading, and all else folded: how it was measured, the picture and the tables."""
+    parts = [f"`python -m benchmarks.{question.name}`. {question.about}\n", _measured(answer)]
     if draw(folder / "performance" / f"{question.name}.svg", question, answer["figures"]):
-        lines.append(f"![{question.title}](performance/{question.name}.svg)\n")
+        parts.append(f"![{question.title}](performance/{question.name}.svg)\n")
     if not answer["figures"]:
-        lines.append("This machine cannot answer it.\n")
+        parts.append("This machine cannot answer it.\n")
     later: Mapping[str, Any] = answer.get("later", {})
     for title, table in answer["figures"].items():
         apart = [_measured(later[title])] if title in later else []
-        lines.append(folded(title, "\n".join([*apart, as_markdown(table)])))
-    return "\n".join(lines)
+        parts += [f"**{title}**\n", *apart, as_markdown(table), ""]
+    return f"## {question.title}\n\n" + folded("Picture, tables, and how it was measured", "\n".join(parts))
 
 
 def _measured(answer: Mapping[str, Any]) -> str:
@@ -121,30 +124,46 @@ def _measured(answer: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, question: Question, figures: Figures) -> bool:
-    """Draws one column of all tables as groups of bars; returns whether it could."""
+    """Draws one column of all tables as bars, each with its name and its figure; returns whether it could."""
     groups = {title: table for title, table in figures.items() if _has(table, question.chart)}
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("matplotlib") is None or not groups:
         return False
-    if not groups:
-        return False
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    rows = list(dict.fromkeys(row for table in groups.values() for row in table))
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 8}):
-        figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
-        for index, row in enumerate(rows):
-            heights = [table.get(row, {}).get(question.chart, 0.0) for table in groups.values()]
-            places = [group + (index + 0.5) / (len(rows) + 1) for group in range(len(groups))]
-            axes.bar(places, heights, width=1 / (len(rows) + 1), label=row, color=f"C{index % 10}")
-        axes.set_xticks([group + 0.5 for group in range(len(groups))], list(groups))
-        axes.set_ylabel(question.chart)
-        axes.legend(fontsize=6, ncols=2)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+    ticks: list[tuple[float, str]] = []
+    bars: list[tuple[float, float, str]] = []
+    headings: list[tuple[float, str]] = []
+    place = 0.0
+    for title, table in groups.items():
+        headings.append((place, title))
+        for row, cells in table.items():
+            if question.chart in cells:
+                place += 1
+                ticks.append((place, row))
+                bars.append((place, cells[question.chart], color_of(row)))
+        place += 1.6
+    with picture(path, (7.2, 0.6 + 0.19 * place), 9) as figure:
+        axes = figure.subplots()
+        drawn = axes.barh(*zip(*[bar[:2] for bar in bars]), height=0.8, color=[bar[2] for bar in bars])
+        axes.bar_label(drawn, fmt=_written, padding=3)
+        axes.set_yticks(*zip(*ticks))
+        for height, title in headings:
+            axes.annotate(title, (0, height), (4, 0), textcoords="offset points", weight="bold", va="center")
+        axes.set_ylim(place - 0.9, -0.7)
+        axes.margins(x=0.12)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.set_title(_unit(question.chart), fontsize=9, loc="left")
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
     return True
+
+
+def _written(value: float) -> str:
+    """Writes a figure beside its bar."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _unit(column: str) -> str:
+    """Says what the bars show."""
+    return f"relative to {column[2:]}" if column.startswith("/ ") else column
 
 
 def _has(table: Mapping[str, Mapping[str, float]], column: str) -> bool:

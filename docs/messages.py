@@ -1,9 +1,9 @@
-"""Writes docs/messages.md: every error and warning of the package, by folder, with its place.
+"""Writes docs/messages.md: every error and warning of the package, each under a heading of its own.
 
     python docs/messages.py
 
-A place is a file and a function: lines would change with every edit. What a message says of a case stands in
-braces.
+A place is a file and a function: lines would change with every edit. What a message says of a case is kept in
+braces here, and slanted on the page.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import string
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from html import escape
 from itertools import groupby
 from pathlib import Path
 
@@ -35,10 +38,69 @@ PLAINER = (
 )
 HEAD = """# Messages
 
-Every error and warning of the package, by folder, written by `docs/messages.py` from the source, not by hand.
-A message says the rule, names what broke it, and says what to do. What depends on the case stands in
-{braces}. Where the text is another error's, or is put together at run time, braces are all there is.
+Every error and warning of the package has an entry here. Put the words of yours into the search above, or
+into the search of your browser. Names, shapes and numbers are *slanted* here, since each case has others:
+leave them out in the browser's search. Under a message stand its class and the function that raises it, as a
+traceback has them. `docs/messages.py` writes this page from the source.
 """
+AREAS = {
+    ".": "Wrapping and sharding",
+    "_comm": "Ranks and process groups",
+    "_comm/shared_memory": "Shared memory of a host",
+    "_comm/watching": "Ranks that do not come",
+    "_compression": "Compressed communication",
+    "_core": "Settings, modules and hooks",
+    "_core/optimizers": "Optimizers as they are given",
+    "_params": "Parameters",
+    "_params/extensions": "Parameters of other libraries",
+    "_params/parallel": "Parameters on meshes",
+    "_runtime": "Forward and backward",
+    "_state": "State dicts and full parameters",
+    "_state/gradients": "Gradients: norms, clipping, scaling, hooks",
+    "checkpoint": "Checkpoints",
+    "compat": "Programs for torch's FSDP",
+    "optim": "Optimizers for sharded parameters",
+    "tools": "Tools",
+    "tools/command": "The command line",
+    "tools/fitting": "Fits",
+    "tools/machines": "Machines",
+    "tools/planning": "Plans",
+    "tools/timeline": "Timelines",
+    "weights": "Weights for an engine",
+}
+"""The headings, by folder."""
+PASSED_ON = """## Errors that pass on another text
+
+Their words are those of another error, or are put together at run time. The function in the traceback tells
+which one it is.
+"""
+FEWEST = 3
+"""Words that depend on no case: a message with fewer cannot be found by them."""
+WORDS = {
+    "by": "fully_shard",
+    "cls": "class",
+    "comm": "communicator",
+    "detach": "value",
+    "dir": "folder",
+    "doing": "saving or loading",
+    "found": "what was given",
+    "fqn": "name",
+    "fqns": "name",
+    "func": "function",
+    "info": "argument",
+    "nbytes": "bytes",
+    "ndim": "dimensions",
+    "numel": "elements",
+    "p": "parameter",
+    "param": "parameter",
+    "placements": "placement",
+    "str": "text",
+    "strerror": "reason",
+    "torchs": "torch's",
+}
+"""Words for what has short names in the source."""
+CALLS = {"len": "number", "sum": "number", "format_bytes": "bytes", "name_of": "name", "describe": "module"}
+"""Words for what a function returns, where that is not what it takes."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +166,7 @@ class Reader(ast.NodeVisitor):
     def _told(self, given: ast.expr) -> Iterator[str]:
         """What a message may be: of a name, all texts that it is given."""
         found = self._known(given.id) if isinstance(given, ast.Name) else []
-        for each in found or [given]:
+        for each in found or alternatives(given):
             yield " ".join(self._text(each).split())
 
     def _text(self, node: ast.expr) -> str:
@@ -115,6 +177,12 @@ class Reader(ast.NodeVisitor):
             return "".join(map(self._text, node.values))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._text(node.left) + self._text(node.right)
+        if (
+            isinstance(node, ast.Call)
+            and last_name(node.func) == "join"
+            and isinstance(node.args[0], ast.List)
+        ):
+            return " ".join(map(self._text, node.args[0].elts))
         if isinstance(node, ast.FormattedValue):
             node = node.value
         known = self._known(node.id) if isinstance(node, ast.Name) else []
@@ -133,6 +201,13 @@ def assigned_in(body: Sequence[ast.stmt]) -> Texts:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
     return found
+
+
+def alternatives(node: ast.expr) -> list[ast.expr]:
+    """What an expression may give where it chooses between two."""
+    if isinstance(node, ast.IfExp):
+        return [*alternatives(node.body), *alternatives(node.orelse)]
+    return [node]
 
 
 def is_text(node: ast.expr) -> bool:
@@ -181,21 +256,108 @@ def read() -> list[Message]:
 
 
 def page() -> str:
-    """The page: a table for each folder."""
-    lines = [HEAD]
+    """The page: a heading for each folder, and one for each message, by which the site's search finds it."""
+    lines, passed_on, taken = [HEAD], [PASSED_ON], Counter[str]()
     for folder, messages in groupby(read(), lambda each: each.folder):
-        title = "`fsdp_wrap`" if folder == "." else f"`{folder}`"
-        lines += [f"## {title}", "", "| place | kind | message |", "|---|---|---|"]
-        for each in messages:
-            place = f"`{Path(each.file).name}` {each.place}".rstrip()
-            lines.append(f"| {place} | {each.kind} | {cell(each.text)} |")
-        lines.append("")
-    return "\n".join(lines)
+        lines += [f"## {AREAS[folder]}", ""]
+        for each in (each for each in messages if each.kind[0] in string.ascii_uppercase + "_"):
+            told = f"`{each.kind}`, from {source_of(each)}"
+            if fixed_words(each.text) < FEWEST:
+                passed_on.append(f"- {shown(each.text, cell)} ({told})")
+                continue
+            anchor = anchor_of(each.text)
+            taken[anchor] += 1
+            anchor += f"-{taken[anchor]}" if taken[anchor] > 1 else ""
+            link = f'<a class="headerlink" href="#{anchor}" title="Permanent link">&para;</a>'
+            lines += [
+                f'<h5 class="message" id="{anchor}">{shown(each.text, escape)}{link}</h5>',
+                "",
+                told,
+                "",
+            ]
+    return "\n".join([*lines, *passed_on, ""])
+
+
+def source_of(message: Message) -> str:
+    """Where a message comes from, as a traceback tells it."""
+    return f"`{message.place}` in `{message.file}`" if message.place else f"`{message.file}`"
+
+
+def fixed_words(text: str) -> int:
+    """How many words of a message are the same in all cases."""
+    return len(re.findall(r"[A-Za-z]{2,}", CASE.sub(" ", text)))
+
+
+def anchor_of(text: str) -> str:
+    """A message's place on the page, from its first words."""
+    return "-".join(re.findall(r"[a-z0-9]+", CASE.sub(" ", text).lower())[:9])
+
+
+CASE = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")
+"""What depends on the case; braces in it are those of texts within."""
+
+
+def shown(text: str, written: Callable[[str], str]) -> str:
+    """A message whose fixed words are written by a function; what depends on the case is slanted."""
+    parts = CASE.split(text)  # texts, and between them what stood in braces
+    marked = (f"<var>{plain(each)}</var>" if place % 2 else written(each) for place, each in enumerate(parts))
+    return "".join(marked)
+
+
+def plain(case: str) -> str:
+    """Words for an expression of the source, as a reader of the message needs them."""
+    if case.startswith("class of "):
+        return "class"
+    try:
+        return words_of(ast.parse(case.lstrip("*"), mode="eval").body)
+    except SyntaxError:
+        return "&hellip;"
+
+
+def words_of(node: ast.expr) -> str:
+    """Words for what an expression gives."""
+    if isinstance(node, ast.Name):
+        return constants().get(node.id) or words(node.id)
+    if isinstance(node, ast.Attribute):
+        return words(node.attr)
+    if isinstance(node, ast.Subscript):
+        return words_of(node.value)
+    if isinstance(node, ast.BoolOp):
+        return words_of(node.values[0])
+    if isinstance(node, ast.BinOp | ast.UnaryOp):
+        return "number"
+    if isinstance(node, ast.IfExp):
+        told = [each.value for each in (node.body, node.orelse) if isinstance(each, ast.Constant)]
+        return " or ".join(str(each).strip() for each in told if each) or "&hellip;"
+    if isinstance(node, ast.Call):
+        called = last_name(node.func)
+        if called in CALLS:
+            return CALLS[called]
+        return words_of(node.args[0]) if node.args else words(called)
+    return "&hellip;"
+
+
+def words(name: str) -> str:
+    """A name of the source as words."""
+    return WORDS.get(name) or " ".join(WORDS.get(part, part) for part in name.lower().split("_") if part)
+
+
+@cache
+def constants() -> dict[str, str]:
+    """Texts and numbers that the package names once at the top of a file, by their names."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name) and target.id.strip("_").isupper():
+                        found.setdefault(target.id.strip("_"), set()).add(str(node.value.value))
+    return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
 def cell(text: str) -> str:
     """A text that Markdown shows as it stands; underscores inside of words it does."""
-    return re.sub(r"[\\|<>*]|(?<=\])\[|\b_|_\b", r"\\\g<0>", text)
+    return re.sub(r"[\\|<>*`]|(?<=\])\[|\b_|_\b", r"\\\g<0>", text)
 
 
 def main() -> int:

@@ -28,19 +28,20 @@ PACKAGE = Path(fsdp_wrap.__file__).parent
 PICTURES = Path(__file__).parent / "pictures"
 TOP = "top level"
 
+ADD_ONS, FRONT_ENDS, STATE, RUNTIME, PARAMETERS = "#b9c6d8", "#8fbcec", "#a9d5b0", "#f2cc85", "#efaf98"
 FOLDERS = {
-    "tools": ("plan, timeline, command", "#b8c4d6"),
-    "compat": ("programs written for torch, unchanged", "#b8c4d6"),
-    "optim": ("steps on shards", "#b8c4d6"),
-    "weights": ("weights to engines", "#b8c4d6"),
-    "checkpoint": ("folders on disk", "#b8c4d6"),
-    TOP: ("the wrapper and fully_shard", "#9fc0e8"),
-    "_compression": ("fewer bytes", "#cdbfe3"),
-    "_state": ("full values, state dicts, norms", "#bfe0c5"),
-    "_runtime": ("when each unit does what", "#f4d6a0"),
-    "_params": ("how parameters lie in buffers", "#f1bfa9"),
-    "_comm": ("how bytes travel", "#e8a8b4"),
-    "_core": ("words and small tools", "#d9d9d9"),
+    "tools": ("plan, timeline, command", ADD_ONS),
+    "compat": ("programs for torch, unchanged", ADD_ONS),
+    "optim": ("steps on shards", ADD_ONS),
+    "weights": ("weights to engines", ADD_ONS),
+    "checkpoint": ("folders on disk", ADD_ONS),
+    TOP: ("the wrapper and fully_shard", FRONT_ENDS),
+    "_compression": ("fewer bytes", STATE),
+    "_state": ("full values, state dicts, norms", STATE),
+    "_runtime": ("when each unit does what", RUNTIME),
+    "_params": ("how parameters lie in buffers", PARAMETERS),
+    "_comm": ("how bytes travel", PARAMETERS),
+    "_core": ("words and small tools", ADD_ONS),
 }
 """From the highest to the lowest, with what each answers, and its colour."""
 
@@ -80,21 +81,30 @@ def imports_of(path: Path) -> Iterator[str]:
                 yield below[0] if below and below[0] in FOLDERS else TOP
 
 
+STYLE = "svg{color:#24292f}@media (prefers-color-scheme:dark){svg{color:#e2e8f0}}"
+"""Words that stand on the page itself are dark or light as the page is; those in boxes are always dark."""
+
+
 def text(x: float, y: float, words: str, size: int = 13, **more: str) -> str:
     attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
     return f'<text x="{x}" y="{y}" font-size="{size}"{attributes}>{escape(words)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}"/>'
+def in_box(x: float, y: float, words: str, size: int = 13, **more: str) -> str:
+    return text(x, y, words, size, fill="#1f2328", **more)
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, **more: str) -> str:
+    attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}"{attributes}/>'
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'font-family="sans-serif" fill="#222">'
+        f'font-family="sans-serif" fill="currentColor"><style>{STYLE}</style>'
     )
-    return "\n".join([head, box(0, 0, width, height, "#ffffff"), *parts, "</svg>", ""])
+    return "\n".join([head, *parts, "</svg>", ""])
 
 
 def draw_folders() -> str:
@@ -103,25 +113,26 @@ def draw_folders() -> str:
     for path in PACKAGE.rglob("*.py"):
         files[folder_of(path)].append(path)
     parts, names = [], list(FOLDERS)
+    first, apart, top = 446, 24, 92
     for column, name in enumerate(names):
-        x = 548 + 34 * column
-        parts.append(text(x, 76, name, 11, transform=f"rotate(-45 {x} 76)"))
+        x = first + apart * column
+        parts.append(text(x, top - 8, name, 12, transform=f"rotate(-50 {x} {top - 8})"))
     for row, name in enumerate(names):
         answer, colour = FOLDERS[name]
-        y = 86 + 42 * row
+        y = top + 34 * row
         lines = sum(code_lines(path) for path in files[name])
         parts += [
-            box(10, y, 510, 36, colour),
-            text(20, y + 23, f"{name}/" if name != TOP else name, 14, font_weight="bold"),
-            text(142, y + 23, answer, 12),
-            text(512, y + 23, f"{len(files[name])} files, {lines:,} lines", 11, text_anchor="end"),
+            box(0, y, 424, 29, colour),
+            in_box(8, y + 19, f"{name}/" if name != TOP else name, 13, font_weight="bold"),
+            in_box(118, y + 19, answer, 12),
+            in_box(416, y + 19, f"{lines:,} lines", 12, text_anchor="end"),
         ]
         taken = {folder for path in files[name] for folder in imports_of(path)} - {name}
         for column, other in enumerate(names):
-            centre = f'cx="{552 + 34 * column}" cy="{y + 18}"'
+            centre = f'cx="{first + apart * column}" cy="{y + 15}"'
             full = other in taken and not (name == TOP and column < row)
-            parts.append(f'<circle {centre} r="{6 if full else 1.5}" fill="{"#444" if full else "#bbb"}"/>')
-    return svg(880, 86 + 42 * len(names) + 6, parts)
+            parts.append(f'<circle {centre} r="{5 if full else 1.5}" opacity="{1 if full else 0.4}"/>')
+    return svg(first + apart * len(names) + 30, top + 34 * len(names), parts)
 
 
 # A step.
@@ -186,18 +197,24 @@ def traced() -> dict[str, list[Call]]:
 def draw_step() -> str:
     """Draws a column per folder and a line per call, in the order of time."""
     shown = (TOP, "_runtime", "_params", "_comm", "_core")
-    columns = {name: 12 + 178 * place for place, name in enumerate(shown)}
-    parts = [text(x, 24, name, 14, font_weight="bold") for name, x in columns.items()]
-    y = 44
+    columns = {name: 4 + 134 * place for place, name in enumerate(shown)}
+    parts = [text(x, 16, name, 14, font_weight="bold") for name, x in columns.items()]
+    y, width = 36, 740
     for phase, calls in traced().items():
-        parts += [box(0, y - 8, 906, 22, "#eeeeee"), text(12, y + 8, phase, 13, font_weight="bold")]
-        y += 28
+        parts += [
+            box(0, y - 9, width, 22, "currentColor", opacity="0.1"),
+            text(4, y + 7, phase, 13, font_weight="bold"),
+        ]
+        y += 29
         for call in calls:
-            x, words = columns.get(call.folder, 20), call.name.replace(".<locals>", "")
-            parts += [box(x, y - 11, 172, 15, FOLDERS[call.folder][1]), text(x + 4, y, words, 9)]
-            y += 17
+            words = call.name.replace(".<locals>", "")
+            parts += [
+                box(columns[call.folder], y - 12, 12 + 6.4 * len(words), 16, FOLDERS[call.folder][1]),
+                in_box(columns[call.folder] + 5, y, words, 11),
+            ]
+            y += 18
         y += 12
-    return svg(906, y, parts)
+    return svg(width, y - 12, parts)
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
     mkdocs build --strict && python docs/screenshots.py --out /tmp/pictures
 
-It needs Playwright for Python (`pip install playwright`) and a Chromium, which `--chromium` names. Pictures
-are of the start page, a how-to and a page of the reference, at the widths of a phone and of a desktop, light
-and dark. It ends with 1, and says why, if a link leads nowhere, a picture is missing, a page is wider than
-the screen, something is asked of another host, or the search does not find what is there.
+It needs Playwright for Python (`pip install playwright`) and a Chromium, which `--chromium` names. Pages are
+the start page, a how-to, a page of the reference, and all with pictures, at three widths, light and dark. It
+ends with 1, and says why, if a link leads nowhere, a picture is missing, a page is wider than the screen, the
+start page is longer than one, something is asked of another host, or the search does not find what is there:
+a name, and errors as a user pastes them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,39 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-PAGES = ("index.html", "how-to/lora.html", "reference/wrapper.html")
-WIDTHS = {"phone": (390, 844), "desktop": (1280, 800)}
+PAGES = (
+    *("index.html", "how-to/lora.html", "reference/wrapper.html"),
+    *("architecture.html", "timeline.html", "performance.html", "messages.html"),
+)
+WIDTHS = {"phone": (400, 850), "tablet": (900, 900), "desktop": (1400, 900)}
+FOOTER = 130
+"""Pixels of a page below its text."""
 SCHEMES = ("light", "dark")
 WANTED = "step_in_backward"
+ERRORS = {
+    "FullyShardedDataParallel needs a process group, and there is none: call torch.distributed."
+    "init_process_group() before wrapping (torchrun sets what it reads)": "needs-a-process-group",
+    "this Linear is already wrapped in FullyShardedDataParallel: wrap a module once": "is-already-wrapped-in",
+    "this FSDPLinear is already wrapped, or part of a wrapped module; wrap parts before the whole, each "
+    "once": "already-wrapped-or-part-of",
+    "load_state_dict(assign=True) would replace sharded parameters; leave assign out": "load-state-dict",
+    "no complete checkpoint in /data/runs: there is no such folder": "no-complete-checkpoint-in",
+    "/data/runs/step_00000001 does not fit, and nothing was loaded: weight has shape (2, 2) there and (3, 3) "
+    "here; bias has shape (2,) there and (3,) here": "does-not-fit-and-nothing-was-loaded",
+    "Adafactor computes with whole parameters, of which a shard is a part: it cannot step on shards alone. "
+    "Use an elementwise optimizer, such as AdamW; or for matrices fsdp_wrap.optim.Muon, or a function of "
+    "your own with owned_matrices()": "computes-with-whole-parameters",
+    "grad_norms takes a model, not a list": "grad-norms-takes-a-model",
+    "parameter 's' has no dimension: give it the shape (1,), or pass it in ignored_params": "no-dimension",
+    "reshard_after_forward is a bool, an int or None, not 'yes'": "reshard-after-forward-is-a-bool",
+    "plan() makes a process group of its own, and this process has one already: call plan() before "
+    "torch.distributed.init_process_group() and not in setup(), or in another process": "plan-makes-a",
+    "ignored_modules and ignored_states exclude each other: pass both kinds as ignored_states": "exclude",
+    "owned_matrices takes a torch.nn.Module, not a generator": "owned-matrices-takes-a-torch",
+    "nothing in Linear is wrapped or sharded: pass timeline() the model that FullyShardedDataParallel or "
+    "fully_shard returned, or one around it": "nothing-in-is-wrapped-or-sharded",
+}
+"""Errors of real mistakes, and what the place of the first entry that is found holds."""
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 )
@@ -96,6 +126,9 @@ def look(browser: Any, address: str, out: Path) -> list[str]:
                 where = f"{name} ({width}, {scheme})"
                 if page.evaluate("document.documentElement.scrollWidth") > across:
                     faults.append(f"{where} is wider than the screen")
+                if name == "index.html" and width == "desktop":
+                    below = page.evaluate("document.documentElement.scrollHeight") - FOOTER - down
+                    faults += [f"{where} is {below} pixels longer than the screen"] if below > 0 else []
                 if page.evaluate("[...document.images].some(image => !image.naturalWidth)"):
                     faults.append(f"{where} lacks a picture")
             faults += [f"asks another host: {url}" for url in asked if not url.startswith((address, "data:"))]
@@ -116,7 +149,18 @@ def search(browser: Any, address: str, out: Path) -> list[str]:
     page.wait_for_timeout(500)
     page.screenshot(path=out / "search.png")
     found = page.inner_text(".md-search-result__list")
-    return [] if WANTED in found else [f"the search for {WANTED} finds other things"]
+    faults = [] if WANTED in found else [f"the search for {WANTED} finds other things"]
+    for words, place in ERRORS.items():
+        for pasted in ("", words):  # results of the error before must be gone
+            page.fill(".md-search__input", "")
+            page.keyboard.insert_text(pasted)
+            page.keyboard.press("End")
+            page.wait_for_timeout(1000)
+        links = page.query_selector_all(".md-search-result__link")
+        first = [link.get_attribute("href") or "" for link in links[:2]]  # the page, and its first section
+        if not any(place in link.partition("#")[2] for link in first):
+            faults.append(f"the search for '{words}' finds other things first: {first}")
+    return faults
 
 
 def main() -> int:

@@ -42,17 +42,17 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
 
 first, extra = 1, {"scheduler": scheduler}
-if checkpoint.latest("runs/lm"):
-    first = checkpoint.load("runs/lm", model, optimizer, extra).step + 1
+if checkpoint.latest("runs/resumed"):
+    first = checkpoint.load("runs/resumed", model, optimizer, extra).step + 1
 for step in range(first, 21):
     model(torch.randn(4, 32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
     if step % 10 == 0:
-        checkpoint.save("runs/lm", model, optimizer, extra, step=step, keep_last=3)
+        checkpoint.save("runs/resumed", model, optimizer, extra, step=step, keep_last=3)
 
-pending = checkpoint.async_save("runs/lm", model, optimizer, extra, step=30)
+pending = checkpoint.async_save("runs/resumed", model, optimizer, extra, step=30)
 # Steps go on here, since everything was copied.
 pending.result()  # before destroy_process_group(); raises what went wrong
 
@@ -61,7 +61,7 @@ for block in sharded.blocks:
     fully_shard(block)
 fully_shard(sharded)
 moments = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
-found = checkpoint.load("runs/lm", sharded, moments, {"scheduler": scheduler}, step=20)
+found = checkpoint.load("runs/resumed", sharded, moments, {"scheduler": scheduler}, step=20)
 
 assert found.step == 20 and first == 1 and pending.done()
 with FSDP.summon_full_params(model):

@@ -41,7 +41,7 @@ for number, batch in enumerate(batches, 1):
         scheduler.step()
         optimizer.zero_grad()
 
-checkpoint.save("runs/lm", model, optimizer, {"scheduler": scheduler}, step=number)
+checkpoint.save("runs/from_deepspeed", model, optimizer, {"scheduler": scheduler}, step=number)
 
 offloaded = FSDP(
     nn.Linear(16, 16),

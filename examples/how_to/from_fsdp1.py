@@ -73,10 +73,10 @@ their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
 theirs(batch).square().mean().backward()
 their_optimizer.step()
 saved, optim = get_state_dict(theirs, their_optimizer)
-dcp.save({"model": saved, "optim": optim}, checkpoint_id="runs/theirs")
+dcp.save({"model": saved, "optim": optim}, checkpoint_id="runs/from_fsdp1")
 
 loaded, optim = get_state_dict(model, optimizer)  # gives the names and shapes
-dcp.load({"model": loaded, "optim": optim}, checkpoint_id="runs/theirs")
+dcp.load({"model": loaded, "optim": optim}, checkpoint_id="runs/from_fsdp1")
 set_state_dict(model, optimizer, model_state_dict=loaded, optim_state_dict=optim)
 
 dist.destroy_process_group()

@@ -54,9 +54,9 @@ with fsdp_wrap.compat.install(fully_shard=True):
 assert isinstance(theirs, fsdp_wrap.FSDPModule)
 
 theirs = torch_fully_shard(make())
-dcp.save({"model": theirs.state_dict()}, checkpoint_id="runs/theirs")
+dcp.save({"model": theirs.state_dict()}, checkpoint_id="runs/from_fsdp2")
 
 state = {"model": model.state_dict()}
-dcp.load(state, checkpoint_id="runs/theirs")  # writes into the model's own parameters
+dcp.load(state, checkpoint_id="runs/from_fsdp2")  # writes into the model's own parameters
 
 dist.destroy_process_group()

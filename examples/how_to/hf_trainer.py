@@ -19,7 +19,7 @@ compat.install(cpu=True, fully_shard=True)  # cpu=True only on a host without ac
 from transformers import Trainer, TrainingArguments
 
 arguments = TrainingArguments(
-    "runs/hf",
+    "runs/trainer",
     fsdp=True,
     fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     per_device_train_batch_size=2,
@@ -34,14 +34,14 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model, arguments, train_dataset=data)
 trainer.train()
-trainer.save_model("runs/hf/final")
+trainer.save_model("runs/trainer/final")
 
 import fsdp_wrap
 
 assert isinstance(trainer.model_wrapped, fsdp_wrap.FSDPModule)
 
 trainer.accelerator.wait_for_everyone()
-plain = LlamaForCausalLM.from_pretrained("runs/hf/final")
+plain = LlamaForCausalLM.from_pretrained("runs/trainer/final")
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

@@ -55,7 +55,7 @@ if rank == 0:
 report = recorded.report()
 assert "Rank 1 holds up the others" in report and "`blocks.2`" in report, report
 
-with fsdp_wrap.timeline(model, "runs/seen", gather=False):
+with fsdp_wrap.timeline(model, "runs/ranks", gather=False):
     step(batches[0])
 
 dist.destroy_process_group()

@@ -13,11 +13,12 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<source>.*?)^(
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and the line on which it begins."""
+    """A fenced block: its language, its text, the line on which it begins, and whether a comment skips it."""
 
     language: str
     source: str
     line: int
+    skipped: bool
 
 
 def pages() -> list[Path]:
@@ -29,7 +30,12 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order; those in comments, which readers do not see, are none."""
     text = page.read_text("utf-8")
     return [
-        Block(found["language"].strip(), found["source"], text.count("\n", 0, found.start()) + 1)
+        Block(
+            found["language"].strip(),
+            found["source"],
+            text.count("\n", 0, found.start()) + 1,
+            text[: found.start()].rstrip().rpartition("\n")[2].startswith("<!--- skip: next"),
+        )
         for found in _FENCE.finditer(text)
     ]
 
@@ -42,6 +48,8 @@ def name_of(page: Path) -> str:
 def program_of(page: str) -> Path | None:
     """The program of which a page shows parts, which is one of its commands."""
     found = re.search(
-        r"(?:torchrun --nproc-per-node 2|python) (examples/how_to/\w+\.py)$", (ROOT / page).read_text(), re.M
+        r"(?:torchrun --nproc-per-node 2|python) (examples/how_to/(?:in_depth/)?\w+\.py)$",
+        (ROOT / page).read_text(),
+        re.M,
     )
     return ROOT / found[1] if found else None

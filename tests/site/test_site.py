@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 import fsdp_wrap
 from bed.paths import ROOT
 from bed.scripts import run
@@ -24,6 +26,8 @@ COMMANDS = [
     "pip install -e . && torchrun --nproc-per-node 2 examples/train_lm.py",
     'pip install -e ".[test]" && pytest -n 2',
 ]
+INK = "#1f2328"
+"""Of words in coloured boxes, which are alike on light and dark pages."""
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _FENCED = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -82,7 +86,9 @@ def test_blocks_say_what_they_are():
 
 def statements(code: str) -> tuple[set[str], list[str]]:
     """The imports of a program or of a part of one, and its other statements; without comments and layout."""
-    nodes = ast.parse(code).body
+    nodes = []
+    for node in ast.parse(code).body:
+        nodes += [node, *node.body] if isinstance(node, ast.If) else [node]
     imports = {
         f"{getattr(node, 'module', '')} {name.name} {name.asname}"
         for node in nodes
@@ -94,11 +100,11 @@ def statements(code: str) -> tuple[set[str], list[str]]:
 
 def test_pages_that_show_parts_of_a_program_show_it_as_it_is():
     shown = {page: program for page in pages() if (program := program_of(name_of(page)))}
-    assert {*shown.values()} == {*(ROOT / "examples" / "how_to").glob("*.py")}
+    assert {*shown.values()} == {*(ROOT / "examples" / "how_to").rglob("*.py")}
     for page, program in shown.items():
         imports, whole = statements(program.read_text("utf-8"))
         begin = 0
-        for block in (block for block in blocks(page) if block.language == "python"):
+        for block in (each for each in blocks(page) if each.language == "python" and not each.skipped):
             told = f"{name_of(page)}, line {block.line}: {program.name} has it otherwise"
             needed, part = statements(block.source)
             assert needed <= imports, told
@@ -107,9 +113,33 @@ def test_pages_that_show_parts_of_a_program_show_it_as_it_is():
             begin = found[0]
 
 
-def test_how_to_and_start_hide_nothing():
-    for page in [ROOT / "README.md", DOCS / "index.md", *DOCS.glob("how-to/*.md"), *DOCS.glob("start/*.md")]:
-        assert "invisible-code-block: python" not in page.read_text("utf-8"), name_of(page)
+def test_pages_hide_nothing():
+    for page in pages():
+        assert "invisible-code-block" not in page.read_text("utf-8"), name_of(page)
+
+
+def test_messages_stand_alone_and_read_plainly():
+    """Each has a heading of its own, by which the search finds it, and shows no code of the source."""
+    text = (DOCS / "messages.md").read_text("utf-8")
+    found = re.findall(r'^<h5 class="message" id="([\w-]+)">(.*)<a class="headerlink".*</h5>$', text, re.M)
+    assert len(found) > 450 and len(found) == text.count("<h5")
+    assert len({place for place, _ in found}) == len(found)
+    for place, message in found:
+        assert re.sub(r"<var>.*?</var>", "", message).count("{") == message.count("{"), place
+        cases = re.findall(r"<var>(.*?)</var>", message)
+        assert all(re.fullmatch(r"[\w' ./-]+|&hellip;", case) for case in cases), (place, cases)
+
+
+def test_pages_write_into_folders_of_their_own():
+    """So that a reader may try one page after the other."""
+    owners: dict[str, set[str]] = {}
+    for page in pages():
+        parts = [block.source for block in blocks(page) if block.language in {"bash", "python"}]
+        program = program_of(name_of(page))
+        parts += [program.read_text("utf-8")] if program else []
+        for folder in re.findall(r"\bruns/\w+", "".join(parts)):
+            owners.setdefault(folder, set()).add(name_of(page))
+    assert not {folder: found for folder, found in owners.items() if len(found) > 1}
 
 
 def test_what_pages_install_is_there():
@@ -141,6 +171,30 @@ def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
     assert len(groups) == 6
     kept = [f"{value:.2f}" for values in groups for value in values.values()]
     assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
+
+
+def test_performance_is_written_from_the_figures_that_were_kept(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.__main__ import questions
+    from benchmarks.page import write_page
+
+    pytest.importorskip("matplotlib")
+    answers = json.loads((DOCS / "performance" / "figures.json").read_text("utf-8"))
+    page = write_page(tmp_path, questions(), answers).read_text("utf-8")
+    assert page == (DOCS / "performance.md").read_text("utf-8"), "run python -m benchmarks --render"
+    top = page.partition("\n## ")[0]
+    assert len(top.split()) < 200, "the conclusions can be read in a minute"
+    shown = _FENCED.sub("", re.sub(r"<details.*?</details>", "", page, flags=re.S))
+    assert not re.search(r"^\|", shown.replace(top, ""), re.M), "tables are folded"
+
+
+def test_pictures_follow_light_and_dark_pages_with_few_colours():
+    for path in [*DOCS.glob("performance/*.svg"), *DOCS.glob("pictures/*.svg")]:
+        text = path.read_text("utf-8")
+        found = {each.lower() for each in re.findall(r"#[0-9a-fA-F]{6}\b", text.partition("</style>")[2])}
+        assert "prefers-color-scheme:dark" in text and "currentColor" in text, path.name
+        assert "#ffffff" not in found and "#000000" not in found, path.name
+        assert len(found - {INK}) <= 5, f"{path.name}: {found}"
 
 
 # --- the reference --------------------------------------------------------------------------------------

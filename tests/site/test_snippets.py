@@ -1,11 +1,11 @@
 """The Python and the commands of README and of every page of the site, run as a reader would.
 
 README, the front page and *First run* are programs: their Python blocks are pasted into one file, and that
-runs in two ranks. The other pages of *Start* and *How-to* show parts of a program in `examples/how_to`, which
-is one of their commands; `test_site.py` compares the parts. On all other pages, Python blocks run one after
-the other in one namespace, in two ranks with a process group, and with a temporary folder as the working
-folder. What they only refer to stands in an invisible block: `<!--- invisible-code-block: python ... -->`.
-What cannot run here is skipped, with a reason: `<!--- skip: next "needs a GPU" -->`.
+runs in two ranks. Most other pages show parts of a program in `examples/how_to`, which is one of their
+commands; `test_site.py` compares the parts. On the rest, Python blocks run one after the other in one
+namespace, in two ranks with a process group, and with a temporary folder as the working folder. No page has
+code that readers do not see. What cannot run here is skipped, with a reason:
+`<!--- skip: next "needs a GPU" -->`.
 
 Commands in `bash` blocks run one after the other under `bash -euo pipefail` in a folder that holds a copy of
 the examples. Three are not taken as they stand. `pip` installs nothing: `test_site.py` compares what it
@@ -110,7 +110,7 @@ def test_python_of_a_page_runs(page, folder):
 
 
 def commands_of(page: str) -> str:
-    """The commands of a page in their order, with those that readers do not see, and without the skipped."""
+    """The commands of a page in their order, without the skipped."""
     from sybil import Example, Sybil
     from sybil.parsers.markdown import CodeBlockParser, SkipParser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,18 +13,19 @@ from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
 
 MOST_RANKS = 8  # in the picture
 COLORS = {
-    "forward": "#7fb3d5",
     "recompute": "#b3a2d9",
-    "backward": "#5d8fb8",
-    "optimizer": "#9aa5ad",
-    "wait for a late rank": "#c0392b",
+    "forward": "#6fa8dc",
+    "backward": "#6fa8dc",
+    "optimizer": "#98a2ad",
+    "wait for a late rank": "#d64b3c",
     "wait for a transfer": "#f0a30a",
     "wait for copies": "#a9743b",
-    "gather": "#58a65c",
-    "reduce": "#2f7d5b",
-    "to device": "#cbb37c",
-    "to host": "#b79b5c",
+    "gather": "#4fa66b",
+    "reduce": "#4fa66b",
+    "to device": "#c4a766",
+    "to host": "#c4a766",
 }
+"""Gathers and copies to the device lie above reductions and copies to the host, in one colour each."""
 _COMPUTE, _TRANSFERS = 0.0, -1.0
 _HEIGHT, _ROW = 0.8, 2.4
 """The height of a bar, and the distance of ranks."""
@@ -46,7 +48,7 @@ def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
     """
     shown, found = ranks[:MOST_RANKS], Analysis(ranks)
     begin, end = _window(shown[0], found)
-    with drawn(path, (12, 1.6 + 1.0 * len(shown) + 1.4)) as figure:
+    with drawn(path, (9, 1.6 + 1.0 * len(shown) + 1.4)) as figure:
         tracks, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown), 1.0])
         used = set()
         for row, record in enumerate(shown):
@@ -106,12 +108,11 @@ def _label(axes: Any, shown: Sequence[RankRecord], ranks: Sequence[RankRecord], 
         ticks[-_ROW * row + _COMPUTE] = f"rank {record.rank}"
         ticks[-_ROW * row + _TRANSFERS - _HEIGHT / 4] = "on its way"
     axes.set_yticks([*ticks], [*ticks.values()])
-    handles = [Patch(color=color, label=what) for what, color in COLORS.items() if what in used]
-    axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=6, frameon=False, fontsize=8
-    )
+    groups = groupby((what for what in COLORS if what in used), COLORS.__getitem__)
+    keys = [Patch(color=color, label=", ".join(names)) for color, names in groups]
+    axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=5, frameon=False, fontsize=8)
     if len(ranks) > len(shown):
-        axes.set_title(f"the first {len(shown)} of {len(ranks)} ranks", fontsize=9)
+        axes.set_xlabel(f"the first {len(shown)} of {len(ranks)} ranks", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -124,10 +125,10 @@ def _draw_levels(axes: Any, record: RankRecord, begin: int, end: int) -> None:
         "full parameters": [level.unsharded / 1e6 for level in (*before, *points)],
         "gradients on their way": [level.gradients / 1e6 for level in (*before, *points)],
     }
-    for (label, heights), kind in zip(values.items(), (GATHER, "reduce")):
-        axes.step(times, heights, where="post", label=label, color=COLORS[kind])
+    for (label, heights), style in zip(values.items(), ("-", ":")):
+        axes.step(times, heights, where="post", label=label, color=COLORS[GATHER], linestyle=style)
     axes.set_ylabel(f"MB, rank {record.rank}", fontsize=8)
     axes.set_xlabel("milliseconds")
     axes.set_xlim(0, (end - begin) / 1e6)
-    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
