@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from bed.references import count_collectives
 from beside import mean_backward
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
 from fsdp_wrap._runtime.unit import units_in
@@ -110,23 +109,6 @@ def test_gradients_of_backwards_ended_by_hand(rank, world_size, keep):
             theirs.set_manual_backward_finalization(True)
             train(theirs, rank, way, asynchronous)
             assert_grads(theirs, 0, 1)
-
-
-@ranks(2)
-def test_a_backward_in_parts(rank, world_size):
-    """The last layers' backward apart from that of the first, as pipelines do it."""
-    model = shard(net(), reshard_after_forward=False)
-    loss(model, batch(rank, 0))  # which makes it the root
-    model.set_manual_backward_finalization(True)
-    model.unshard()
-    with count_collectives() as counts:
-        hidden = model.first(batch(rank, 0))
-        cut = hidden.detach().requires_grad_()
-        model.head(model.second(cut)).pow(2).mean().backward()
-        hidden.backward(cut.grad)
-        model.finalize_backward()
-    assert_grads(model, 0)
-    assert counts["reduce_scatter_tensor"].calls == 3
 
 
 @ranks(4)

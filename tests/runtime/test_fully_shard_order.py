@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,17 +22,21 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
+from bed.accelerator import Simulation, run_simulated
 from bed.threads import threads_as_ranks
+from beside import assert_close_grads, mean_backward
 from composable import assert_same, shard_blocks, trace
-from fsdp_wrap import FSDPModule, fully_shard, record_events
+from fsdp_wrap import CPUOffloadPolicy, FSDPModule, fully_shard, record_events
 from fsdp_wrap._core import UNIT_ATTR
+from fsdp_wrap._runtime import Unit
+from fsdp_wrap._runtime.batching import BatchedReduction
 from models import Transformer, loss_of, tokens
+from stream_programs import batch, net, one_step
 
 N = 3
 
 
 def counts(run: Callable[[], Any]) -> tuple[int, ...]:
-    """All-gathers, reduce-scatters and all-reduces that torch sees."""
     with CommDebugMode() as mode:
         run()
     found = Counter({str(op).rpartition(".")[2]: number for op, number in mode.get_comm_counts().items()})
@@ -180,39 +185,6 @@ def test_order_of_events(rank, world_size):
         assert Counter(trace(events))["r root"] == 1
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.trunk(x).tanh()
-        return self.left(y).square().mean(), self.right(y).square().mean()
-
-
-@ranks(2)
-def test_backward_through_one_of_two_heads_first(rank, world_size):
-    torch.manual_seed(0)
-    plain = TwoHeads().double()
-    model = copy.deepcopy(plain)
-    for part in (model.trunk, model.left, model.right, model):
-        fully_shard(part)
-    ddp = DDP(plain)
-    x = torch.full((2, 4), rank + 1.0, dtype=torch.float64)
-    sum(ddp(x)).backward()
-    losses = model(x)
-    traces = []
-    for number, loss in enumerate(losses):
-        model.set_is_last_backward(number == 1)
-        with record_events() as events:
-            loss.backward(retain_graph=True)
-        traces.append(trace(events))
-    assert traces[0][:1] == ["u left"] and traces[1][:1] == ["u right"]
-    posts = [[event for event in one if event[0] == "p"] for one in traces]
-    assert posts == [["p left", "p trunk"], ["p right", "p trunk"]]
-    assert_same(model, ddp.module, exact=False)
-
-
 @ranks(2)
 def test_prefetch_lists_are_obeyed_and_wrong_guesses_kept(rank, world_size):
     model = shard_blocks(Transformer(4))
@@ -301,3 +273,104 @@ def test_expert_setters(rank, world_size):
     hook.remove()
     model.reset_iter_state()
     torch.testing.assert_close(loss_of(model, tokens(rank, 3)), loss_of(plain, tokens(rank, 3)))
+
+
+# how many units' gradients are on their way at once
+
+
+def sharded(most: int | None, **options: Any) -> Any:
+    model: Any = net()
+    for part in (*model, model):
+        fully_shard(part, travel_together_bytes=0, **options)
+    if most is not None:
+        model.set_reduce_scatter_max_input_buffers(most)
+    return model
+
+
+@ranks(2)
+def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
+    """Beside a model as it is by default, which has the same numbers to the bit."""
+    reduce = Unit.reduce
+    for most, expected in ((None, [1, 1, 1, 1]), (1, [1, 1, 1, 1]), (2, [1, 2, 2, 2]), (9, [1, 2, 3, 4])):
+        models = sharded(most), sharded(None)
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(3):
+                one_step(model, optimizer, rank, step, accumulates=step == 1)
+        handles = [part.__dict__[UNIT_ATTR].handle for part in models[0]]
+        found: list[int] = []
+
+        def counted(unit: Unit, phase: Any) -> None:
+            reduce(unit, phase)
+            if unit.handle in handles:  # noqa: B023
+                found.append(sum(each.reduction is not None for each in handles))  # noqa: B023
+
+        with mock.patch.object(Unit, "reduce", counted):
+            models[0](batch(rank, 9)).sum().backward()
+        assert found == expected, most
+        models[1](batch(rank, 9)).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models)):
+            assert torch.equal(one.to_local(), other.to_local())
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+        assert not any(handle.reduction for handle in handles)
+
+
+@ranks(2)
+def test_so_are_those_of_units_that_travel_together(rank, world_size):
+    of_two_units = 2 * 4 * (16 * 16 + 48)  # with what aligns them
+    send = BatchedReduction.send
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    for most, expected in ((1, [1, 1, 1]), (2, [1, 2, 2]), (3, [1, 2, 3])):
+        plain.zero_grad()
+        model: Any = copy.deepcopy(plain)
+        for part in (*model, model):
+            fully_shard(part, travel_together_bytes=2 * of_two_units)
+        model.set_reduce_scatter_max_input_buffers(most)
+        sent: list[BatchedReduction] = []
+
+        def counted(joint: BatchedReduction, phase: Any) -> None:
+            send(joint, phase)
+            sent.append(joint)  # noqa: B023
+            in_flight.append(sum(bool(each.taken) for each in sent))  # noqa: B023
+
+        for _ in range(3):
+            in_flight: list[int] = []
+            model.zero_grad()
+            with mock.patch.object(BatchedReduction, "send", counted):
+                model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
+        assert in_flight == expected
+        mean_backward(lambda rank: plain(torch.full((2, 16), rank + 1.0)).square().sum())
+        assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", ["nothing", "hybrid", "offload"])
+def test_on_an_accelerator_every_order_has_the_same_outcome(options):
+    size = 4 if options == "hybrid" else 2
+
+    def program(rank: int, device: Simulation) -> None:
+        chosen: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if options == "offload" else {}
+        if options == "hybrid":
+            chosen["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
+        model = sharded(3, **chosen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            one_step(model, optimizer, rank, step, accumulates=step == 1)
+
+    run_simulated(size, program, records=True, seeds=1)
+
+
+def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():
+    peaks = {}
+
+    def program(rank: int, device: Simulation, most: int) -> None:
+        model = sharded(most)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            one_step(model, optimizer, rank, step)
+            _, peak = device.end_step()
+        peaks[most] = peak["compute"]
+
+    for most in (1, 3):
+        run_simulated(2, partial(program, most=most))
+    assert peaks[3] > peaks[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -22,12 +21,10 @@ def transformer(front: str, **options: Any) -> Any:
 
 
 def held(model: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters of which this rank has a gradient."""
     return [param for param in model.parameters() if local_numel(param)]
 
 
 def step_in_backward(model: nn.Module) -> list[Any]:
-    """Lets each parameter be updated as soon as it has its gradient."""
     optimizers = {param: torch.optim.AdamW([param], lr=0.01) for param in held(model)}
 
     def step(param: nn.Parameter) -> None:
@@ -37,15 +34,8 @@ def step_in_backward(model: nn.Module) -> list[Any]:
     return [param.register_post_accumulate_grad_hook(step) for param in optimizers]
 
 
-def assert_trains_as(
-    usual: nn.Module,
-    updated: Iterable[nn.Parameter],
-    model: nn.Module,
-    rank: int,
-    stepped: Callable[[], Iterable[nn.Parameter]],
-) -> None:
-    """A model steps in backward as an ordinary one after it."""
-    optimizer = torch.optim.AdamW(updated, lr=0.01)
+def assert_trains_as(usual: nn.Module, model: nn.Module, rank: int, part: Any = inner) -> None:
+    optimizer = torch.optim.AdamW(part(usual).parameters(), lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
         losses = [loss_of(each, tokens(rank, step)) for each in (model, usual)]
@@ -53,7 +43,7 @@ def assert_trains_as(
         for loss in losses:
             loss.backward()
         optimizer.step()
-        assert all(param.grad is None for param in stepped())
+        assert all(param.grad is None for param in part(model).parameters())
     assert_same_state(model, full_state(usual))
 
 
@@ -69,7 +59,7 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
     for offload in (False, True):
         usual, model = (transformer(front, cpu_offload=CPUOffload(offload)) for _ in range(2))
         handles = step_in_backward(model)
-        assert_trains_as(usual, usual.parameters(), model, rank, model.parameters)
+        assert_trains_as(usual, model, rank)
         for handle in handles:  # else hooks hold their parameters for ever: garbage collection is blind
             handle.remove()
     for register_hook in (False, True):
@@ -81,7 +71,7 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(rank, world_size, front
             with pytest.raises(RuntimeError, match=words):
                 loss_of(model, tokens(rank, 0))
         else:
-            assert_trains_as(usual, usual.parameters(), model, rank, model.parameters)
+            assert_trains_as(usual, model, rank)
 
 
 @each_front
@@ -103,8 +93,7 @@ def test_optimizers_of_before_sharding(rank, world_size, front):
             assert type(model) is Transformer and model(tokens(rank, 0)) is not None
             continue
         model = shard(front, model, policy)
-        blocks = [inner(each).blocks[1] for each in (usual, model)]
-        assert_trains_as(usual, blocks[0].parameters(), model, rank, blocks[1].parameters)
+        assert_trains_as(usual, model, rank, lambda each: inner(each).blocks[1])
     model = Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = shard(front, model, policy)
@@ -150,8 +139,6 @@ def test_gradient_hooks_that_are_refused(rank, world_size):
 
 
 class Some(nn.Module):
-    """One parameter that only the first rank uses, and one that none does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.used, self.idle = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))

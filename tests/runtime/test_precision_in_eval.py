@@ -25,8 +25,6 @@ BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Block(nn.Module):
-    """A block with buffers that training changes, which notes what it computes with."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)

@@ -1,7 +1,7 @@
 """The capabilities of the package that `test_seams.py` brings together.
 
-To add one, write a subclass of `Capability` here; or of `Optimizer`, or of `Way` in `ways.py`, of which
-every program has one.
+To add one, write an entry of `CAPABILITIES`; or of `WAYS` in `ways.py`. Every program has one of those, and
+an `Optimizer`. What an entry takes, and what its functions are called with, `programs.Capability` says.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
 import moe_nets
-from fronts import FRONTS, clip
+from fronts import clip
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -38,56 +40,27 @@ from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from programs import Capability, Net, Side, World, adamw
 
 COMPOSABLE, WRAPPER, BY_NAME = ["composable"], ["flat", "orig"], ["orig", "composable"]
+KEPT: dict[str, Any] = {
+    "wrapper": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "composable": {"reshard_after_forward": False},
+}
+
+
+def both(name: str, value: Any) -> dict[str, Any]:
+    """Returns an option that both front-ends have."""
+    return {"wrapper": {name: value}, "composable": {name: value}}
 
 
 # What becomes a unit, and which parameters a forward reads.
 
 
-class Grouped(Capability):
-    """Norm and head are one unit."""
-
-    slots, fronts = ("units",), COMPOSABLE
-
-    def units(self, net: Net, units: list[Any]) -> list[Any]:
-        return [*units, [net.norm, net.head]]
-
-
-class Layers(Capability):
-    """Every layer but the head is a unit, below its block's."""
-
-    slots = ("units",)
-
-    def units(self, net: Net, units: list[Any]) -> list[Any]:
-        layers = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
-        return [layer for layer in layers if layer is not net.head] + units
-
-
-class Tied(Capability):
-    """Embedding and head have one weight."""
-
-    slots, spec = ("tied", "aliases"), {"tied": "embed_head"}
-
-
-class TiedBlocks(Capability):
-    """Two units have one weight."""
-
-    slots, spec = ("tied", "aliases", "ties below tensor parallelism"), {"tied": "blocks"}
-
-
-class FusedHead(Capability):
-    """The model reads the head's parameters without its forward, as fused losses do."""
-
-    slots = ("head",)
-
-    def build(self, net: Net) -> None:
-        net.reads = "head"
+def layers(net: Net, units: list[Any]) -> list[Any]:
+    found = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    return [layer for layer in found if layer is not net.head] + units
 
 
 class BorrowedHead(Capability):
     """The model reads the weight of the embedding, a unit of its own, once more: of the wrapper no matrix."""
-
-    slots: ClassVar[tuple[str, ...]]
-    slots, fronts = ("head", "tied", "units"), COMPOSABLE
 
     def build(self, net: Net) -> None:
         net.reads, net.head = "embed", nn.Identity()  # type: ignore[assignment]
@@ -96,87 +69,36 @@ class BorrowedHead(Capability):
         return [*units, net.embed]
 
 
-class BorrowedKeptHead(BorrowedHead):
-    """The same, where full parameters stay."""
-
-    slots, fronts = (*BorrowedHead.slots, "strategy"), FRONTS
-    wrapper = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    composable = {"reshard_after_forward": False}
+def toggle(side: Side, at: int) -> None:
+    side.net.blocks[0].requires_grad_(at != 1)
 
 
-class Frozen(Capability):
-    """Two of three blocks do not train."""
-
-    slots, spec = ("frozen",), {"frozen": "second_blocks"}
-
-
-class MostlyFrozen(Capability):
-    """Only norms train."""
-
-    slots, spec = ("frozen",), {"frozen": "all_but_norms"}
-
-
-class Toggled(Capability):
-    """A block is frozen for one step."""
-
-    slots = ("frozen",)
-
-    def before_step(self, side: Side, at: int) -> None:
-        side.net.blocks[0].requires_grad_(at != 1)
-
-    def after_step(self, side: Side, at: int) -> None:
-        side.net.blocks[0].requires_grad_(True)
+def turn_adapters_off(side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Runs a forward of reference, with adapters frozen, before the backward, as DPO with peft has it."""
+    adapters = [block.adapter for block in side.net.blocks]
+    for adapter in adapters:
+        adapter.requires_grad_(False)
+    with torch.no_grad():
+        side.model(*inputs)
+    for adapter in adapters:
+        adapter.requires_grad_(True)
+    return loss
 
 
-class AdaptersOff(Capability):
-    """Between forward and backward comes one of reference, with adapters frozen, as DPO with peft has it."""
-
-    slots = ("frozen",)
-
-    def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        adapters = [block.adapter for block in side.net.blocks]
-        for adapter in adapters:
-            adapter.requires_grad_(False)
-        with torch.no_grad():
-            side.model(*inputs)
-        for adapter in adapters:
-            adapter.requires_grad_(True)
-        return loss
+def have_odd_shapes(net: Net) -> None:
+    """Adds parameters of one row, of three, and of none."""
+    ones, norm = partial(torch.ones, dtype=torch.float64), net.norm
+    norm.one, norm.three = nn.Parameter(ones(1, 8)), nn.Parameter(ones(3, 1))
+    norm.none = nn.Parameter(ones(0, 2))
+    norm.register_forward_hook(
+        lambda norm, args, output: output * norm.one * norm.three.mean() + norm.none.sum()
+    )
 
 
-class Skipped(Capability):
-    """One step does not use a block; a `FlatParameter` would have zero gradients."""
-
-    fronts = BY_NAME
-
-    def before_step(self, side: Side, at: int) -> None:
-        side.net.skips = at == 1
-
-
-class OddShapes(Capability):
-    """Parameters of one row, of three, and of none."""
-
-    def build(self, net: Net) -> None:
-        norm = net.norm
-        norm.one, norm.three = nn.Parameter(_ones(1, 8)), nn.Parameter(_ones(3, 1))
-        norm.none = nn.Parameter(_ones(0, 2))
-        norm.register_forward_hook(_use_odd_shapes)
-
-
-def _ones(*shape: int) -> torch.Tensor:
-    return torch.ones(shape, dtype=torch.float64)
-
-
-def _use_odd_shapes(norm: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output * norm.one * norm.three.mean() + norm.none.sum()
-
-
-class Buffered(Capability):
-    """Statistics that forwards update."""
-
-    def build(self, net: Net) -> None:
-        net.blocks[1].norm.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
-        net.blocks[1].norm.register_forward_hook(_count)
+def buffer(net: Net) -> None:
+    """Adds statistics that forwards update."""
+    net.blocks[1].norm.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+    net.blocks[1].norm.register_forward_hook(_count)
 
 
 def _count(norm: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -184,17 +106,12 @@ def _count(norm: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + norm.calls / 100).to(output)
 
 
-class Subclass(Capability):
-    """A frozen weight of a tensor subclass, which has a dtype of its own and is not loaded in full."""
-
-    slots, fronts = ("placement", "dtype", "full values"), COMPOSABLE
-    refused = dict.fromkeys(("Summoned", "Rounded"), "weight' is a TwoTensor")
-
-    def build(self, net: Net) -> None:
-        torch.serialization.add_safe_globals([TwoTensor])
-        weight = net.blocks[1].adapter.weight.detach()
-        net.blocks[1].adapter.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-        net.blocks[1].adapter.register_forward_hook(_first_of_two)
+def freeze_a_subclass(net: Net) -> None:
+    """Makes of a frozen weight a tensor subclass, which has a dtype of its own and is not loaded in full."""
+    torch.serialization.add_safe_globals([TwoTensor])
+    weight = net.blocks[1].adapter.weight.detach()
+    net.blocks[1].adapter.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    net.blocks[1].adapter.register_forward_hook(_first_of_two)
 
 
 def _first_of_two(module: Any, args: Any, output: Any) -> Any:
@@ -204,121 +121,63 @@ def _first_of_two(module: Any, args: Any, output: Any) -> Any:
 # How a forward and a backward compute.
 
 
-class Checkpointed(Capability):
-    """Blocks checkpoint from inside."""
-
-    slots, spec = ("checkpointing",), {"checkpointing": "early_stop"}
-
-
-class Reentrant(Capability):
-    """The same by the older kind, which needs an input that needs a gradient."""
-
-    slots, spec = ("checkpointing", "reentrant"), {"checkpointing": "reentrant"}
-
-    def begin(self, side: Side) -> None:
-        side.notes["input_grad"] = True
-
-
-class CheckpointedAround(Capability):
-    """Checkpoints around units."""
-
-    slots = ("checkpointing",)
-
-    def build(self, net: Net) -> None:
-        net.checkpoints_blocks = True
+def need_input_grad(side: Side) -> None:
+    side.notes["input_grad"] = True
 
 
 class Compiled(Capability):
-    """A block is compiled."""
-
-    slots = ("compiled",)
+    """A block is compiled, of both sharded models once."""
 
     def before_sharding(self, net: Net, world: World) -> None:
-        torch._dynamo.reset()
         net.blocks[0].compile(backend="aot_eager")
 
-
-class Precision(Capability):
-    """Computation in float32."""
-
-    slots = ("dtype",)
-    tolerance = 1e-4
-    wrapper = {"mixed_precision": MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)}
-    composable = {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)}
-
-
-class Accumulated(Capability):
-    """Two backwards a step, the first without reductions."""
-
-    slots, letters = ("backwards",), "TF"
-
-
-class TwoForwards(Capability):
-    """Two forwards before one backward."""
-
-    def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return loss + side.model(inputs[0], 2 * inputs[1]).square().mean()
-
-
-class Penalty(Capability):
-    """A gradient penalty: second order, which torch has not with any of these."""
-
-    slots = ("reentrant", "compiled", "tensor parallel")
-
     def begin(self, side: Side) -> None:
-        side.notes["input_grad"] = True
-
-    def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        (slope,) = torch.autograd.grad(loss, inputs[1], create_graph=True)
-        return loss + (slope * len(slope)).square().sum() / len(slope)
+        if side.world is None:  # which comes first
+            torch._dynamo.reset()
 
 
-class Inferring(Capability):
-    """The model infers between a forward and its backward."""
-
-    def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        side.model.eval()
-        with torch.inference_mode():
-            side.model(*inputs)
-        side.model.train()
-        return loss
+def forward_twice(side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return loss + side.model(inputs[0], 2 * inputs[1]).square().mean()
 
 
-class Failing(Capability):
-    """A forward that raises, before a step."""
+def penalise(side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(loss, inputs[1], create_graph=True)
+    return loss + (slope * len(slope)).square().sum() / len(slope)
 
-    def before_step(self, side: Side, at: int) -> None:
-        if at == 1:
-            hook = side.net.blocks[1].norm.register_forward_hook(_fail)
-            try:
-                side.model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 8, dtype=torch.float64))
-            except ArithmeticError:
-                pass
-            hook.remove()
+
+def infer(side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    side.model.eval()
+    with torch.inference_mode():
+        side.model(*inputs)
+    side.model.train()
+    return loss
+
+
+def fail_in_forward(side: Side, at: int) -> None:
+    if at == 1:
+        hook = side.net.blocks[1].norm.register_forward_hook(_fail)
+        try:
+            side.model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 8, dtype=torch.float64))
+        except ArithmeticError:
+            pass
+        hook.remove()
 
 
 def _fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-class ForwardHooks(Capability):
-    """Hooks of the user's on modules: before and after forwards, and in backwards."""
-
-    def build(self, net: Net) -> None:
-        net.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-        net.blocks[0].register_forward_hook(lambda module, args, output: output * 0.5)
-        net.blocks[2].fc1.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+def hook_modules(net: Net) -> None:
+    """Puts hooks before and after forwards, and in backwards."""
+    net.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    net.blocks[0].register_forward_hook(lambda module, args, output: output * 0.5)
+    net.blocks[2].fc1.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
 
 
-class ParameterHooks(Capability):
-    """Hooks of the user's on gradients that are there."""
-
-    slots = ("backwards", "hooks", "parameter objects")
-
-    def begin(self, side: Side) -> None:
-        for param in side.model.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_halve)
+def hook_parameters(side: Side) -> None:
+    for param in side.model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_halve)
 
 
 def _halve(param: torch.Tensor) -> None:
@@ -326,20 +185,19 @@ def _halve(param: torch.Tensor) -> None:
     param.grad.mul_(0.5)
 
 
-class CommunicationHook(Capability):
-    """A hook that reduces by itself, or that sees what was reduced."""
-
-    def sharded(self, side: Side) -> None:
-        if side.front == "composable":
-            for module in side.model.modules():
-                if hasattr(module, "set_all_reduce_hook"):
-                    module.set_all_reduce_hook(lambda reduced: reduced.mul_(1.0))
-        else:
-            assert side.world is not None
-            state = comm_hooks.DefaultState(side.world.mesh["shard"].get_group())
-            whole = side.model.sharding_strategy is ShardingStrategy.NO_SHARD
-            hook = comm_hooks.allreduce_hook if whole else comm_hooks.reduce_scatter_hook
-            side.model.register_comm_hook(state, hook)
+def hook_communication(side: Side) -> None:
+    """Puts a hook that reduces by itself, or that sees what was reduced."""
+    if side.front == "composable":
+        for module in side.model.modules():
+            if hasattr(module, "set_all_reduce_hook"):
+                module.set_all_reduce_hook(lambda reduced: reduced.mul_(1.0))
+        return
+    assert side.world is not None
+    state = comm_hooks.DefaultState(side.world.mesh["shard"].get_group())
+    whole = side.model.sharding_strategy is ShardingStrategy.NO_SHARD
+    side.model.register_comm_hook(
+        state, comm_hooks.allreduce_hook if whole else comm_hooks.reduce_scatter_hook
+    )
 
 
 class InPlace(Capability):
@@ -355,25 +213,8 @@ class InPlace(Capability):
 # Where parameters lie, and how they travel.
 
 
-class Stays(Capability):
-    """Full parameters stay from forward to backward."""
-
-    slots = ("strategy",)
-    wrapper = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    composable = {"reshard_after_forward": False}
-
-
-class NotSharded(Capability):
-    """Each rank keeps all parameters."""
-
-    slots, fronts = ("strategy",), WRAPPER
-    wrapper = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-
-
 class Replicated(Capability):
     """One unit is replicated beside those that are sharded."""
-
-    slots, fronts = ("strategy",), COMPOSABLE
 
     def units(self, net: Net, units: list[Any]) -> list[Any]:
         self._block = net.blocks[0]
@@ -386,36 +227,17 @@ class Replicated(Capability):
         return unit is self._block
 
 
-class ReshardedToTwo(Capability):
-    """Two ranks keep the parameters between them."""
-
-    slots, fronts, sizes = ("strategy",), COMPOSABLE, [4]
-    composable = {"reshard_after_forward": 2}
-    elsewhere = False
+def over_replicas(front: str, world: World) -> dict[str, Any]:
+    strategy = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": world.data}
+    return {} if front == "composable" else strategy
 
 
-class Hybrid(Capability):
-    """Two replicas."""
-
-    slots: ClassVar[tuple[str, ...]]
-    slots, sizes, mesh = ("strategy", "mesh"), [4], {"replicas": 2}
-
-    def options(self, front: str, world: World) -> dict[str, Any]:
-        strategy = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": world.data}
-        return {} if front == "composable" else strategy
-
-
-class WithinCopies(Hybrid):
-    """The same, with a first backward that reduces within each copy alone."""
-
-    slots, letters = ("strategy", "mesh", "backwards"), "CF"
+def over_mesh(front: str, world: World) -> dict[str, Any]:
+    return {"mesh": world.data} if front == "composable" else {"device_mesh": world.data}
 
 
 class ReplicaGroups(Capability):
     """Two replicas that a manager keeps alike, each with a first rank."""
-
-    slots, sizes, mesh = ("strategy", "mesh", "process group"), [4], {"replicas": 2}
-    elsewhere = False
 
     def refusal(self, names: Collection[str]) -> str | None:
         return "have a hook already" if {"composable", "CommunicationHook"} <= {*names} else None
@@ -426,9 +248,8 @@ class ReplicaGroups(Capability):
 
     def begin(self, side: Side) -> None:
         if side.world is not None:
-            join_replica_groups(
-                _Manager(side.world.mesh["replicate"].get_group()), side.model, side.optimizer
-            )
+            manager = _Manager(side.world.mesh["replicate"].get_group())
+            join_replica_groups(manager, side.model, side.optimizer)
 
 
 class _Manager:
@@ -442,37 +263,14 @@ class _Manager:
         pass
 
 
-class ByMesh(Capability):
-    """The wrapper over a mesh, as the functions always are."""
-
-    slots, fronts = ("mesh",), WRAPPER
-
-    def options(self, front: str, world: World) -> dict[str, Any]:
-        return {"device_mesh": world.data}
-
-
-class TensorParallel(Capability):
-    """Blocks are cut by tensor parallelism too; torch unties what it cuts."""
-
-    slots = ("mesh", "placement", "tensor parallel", "ties below tensor parallelism")
-    sizes, mesh = [4], {"tensor": 2}
-    elsewhere = False
-
-    def before_sharding(self, net: Net, world: World) -> None:
-        for block in net.blocks:
-            parallelize_module(
-                block, world.mesh["tensor"], {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
-            )
-
-    def options(self, front: str, world: World) -> dict[str, Any]:
-        return {"mesh": world.data} if front == "composable" else {"device_mesh": world.data}
+def cut_blocks(net: Net, world: World) -> None:
+    """Cuts them by tensor parallelism; torch unties what it cuts."""
+    for block in net.blocks:
+        parallelize_module(block, world.mesh["tensor"], {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
 
 
 class Experts(Capability):
     """A mixture of experts, whose parameters have a mesh of their own."""
-
-    slots, fronts, sizes = ("mesh", "placement"), COMPOSABLE, [4]
-    elsewhere = False
 
     def build(self, net: Net) -> None:
         net.blocks[1].experts = moe_nets.MoE().double()
@@ -495,72 +293,23 @@ def _to_experts(block: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return torch.cat([block.experts(output[..., :width]), output[..., width:]], -1)
 
 
-class Columns(Capability):
-    """Matrices are cut along their second dimension."""
+def by_columns(front: str, world: World) -> dict[str, Any]:
+    """Cuts matrices along their second dimension."""
+    ranks = world.copies // world.replicas
 
-    slots, fronts = ("placement",), COMPOSABLE
-    refused = dict.fromkeys(
-        ("Exported", "Source", "WeightFiles", "WeightChanges", "Rounded"),
-        "is cut along dimension 1",
-    )
+    def place(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 and param.shape[1] % ranks == 0 else None
 
-    def options(self, front: str, world: World) -> dict[str, Any]:
-        ranks = world.copies // world.replicas
-        return {"shard_placement_fn": lambda param: _columns(param, ranks)}
+    return {"shard_placement_fn": place}
 
 
-def _columns(param: nn.Parameter, ranks: int) -> Shard | None:
-    return Shard(1) if param.ndim == 2 and param.shape[1] % ranks == 0 else None
-
-
-class Aligned(Capability):
-    """Parts begin at rows."""
-
-    slots, wrapper, composable = ("placement",), {"shard_alignment": "rows"}, {"shard_alignment": "rows"}
-
-
-class Budgeted(Capability):
-    """Some full parameters may stay."""
-
-    wrapper, composable = {"keep_unsharded_bytes": 3000}, {"keep_unsharded_bytes": 3000}
-
-
-class Offloaded(Capability):
-    """Parameters live on the host."""
-
-    slots = ("offload",)
-    wrapper, composable = {"cpu_offload": CPUOffload(True)}, {"offload_policy": CPUOffloadPolicy()}
-
-
-class StateOffloaded(Capability):
-    """Optimizer state lives on the host."""
-
-    slots = ("offload",)
-    wrapper = {"cpu_offload": CPUOffload(False, offload_optimizer_state=True)}
-    composable = {
-        "offload_policy": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
-    }
-
-
-class Alone(Capability):
-    """Each unit has collectives of its own; small ones share them else, from the second step on."""
-
-    wrapper, composable = {"travel_together_bytes": 0}, {"travel_together_bytes": 0}
-
-
-class OverGloo(Capability):
-    """No shared memory."""
-
-    wrapper, composable = {"shared_memory": False}, {"shared_memory": False}
-
-
-# Optimizers, of which every program has one.
+# Optimizers.
 
 
 class Optimizer(Capability):
     """Makes the optimizer, the same on both sides if it need not be another."""
 
-    slots: ClassVar[tuple[str, ...]] = ("optimizer",)
+    slots: Any = ("optimizer",)
 
     def optimizer(self, side: Side) -> torch.optim.Optimizer:
         return self.of(side.model.parameters())
@@ -569,37 +318,10 @@ class Optimizer(Capability):
         return adamw(params)
 
 
-class AdamW(Optimizer):
-    """Torch's own."""
-
-
-class Momentum(Optimizer):
-    """One moment."""
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-class NAdam(Optimizer):
-    """With a float32 number for each parameter, which torch loads in the dtype of that."""
-
-    tolerance = 1e-7
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.NAdam(params, lr=0.02, eps=1e-2)
-
-
-class Numbers(Optimizer):
-    """With Python numbers for each parameter."""
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        return Counting(params, lr=0.1)
-
-
 class Counting(torch.optim.Optimizer):
-    """Descends ever more slowly along a sum of gradients."""
+    """Descends ever more slowly along a sum of gradients; with Python numbers for each parameter."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
@@ -614,85 +336,28 @@ class Counting(torch.optim.Optimizer):
                     param.sub_(state["sum"] * state["rate"])
 
 
-class Groups(Optimizer):
-    """Without decay of what has one dimension."""
-
-    fronts = COMPOSABLE
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        params = [*params]
-        decayed, rest = ([each for each in params if (each.ndim > 1) is wide] for wide in (True, False))
-        return adamw([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
+def in_groups(params: Any) -> torch.optim.Optimizer:
+    """Makes one without decay of what has one dimension."""
+    params = [*params]
+    decayed, rest = ([each for each in params if (each.ndim > 1) is wide] for wide in (True, False))
+    return adamw([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
 
 
-class Fused(Optimizer):
-    """One kernel for all."""
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        return adamw(params, fused=True)
+def on_shards_of(side: Side, make: Any) -> torch.optim.Optimizer:
+    made = make(side.model.parameters())
+    return on_shards(made) if side.world else made
 
 
-class OnShards(Optimizer):
-    """Torch's own, on the shards behind `DTensor`s."""
-
-    def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        made = adamw(side.model)
-        return on_shards(made) if side.world else made
-
-
-class OnShardsNumbers(Numbers):
-    """With Python numbers, on shards."""
-
-    def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        made = super().optimizer(side)
-        return on_shards(made) if side.world else made
-
-
-class Matrices(Optimizer):
-    """Muon."""
-
-    tolerance = 1e-6
-
-    def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        return Muon(side.model, lr=0.02, ns_dtype=torch.float64, other=adamw)
-
-
-class OnHost(Optimizer):
-    """AdamW in one pass over what lies on the host."""
-
-    def of(self, params: Any) -> torch.optim.Optimizer:
-        return HostAdamW(params, lr=0.02, eps=1e-2)
-
-
-class Rounded(Optimizer):
-    """Stochastic rounding, of which parameters in float64 need none."""
-
-    def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        return stochastic_rounding(adamw(side.model), side.model, seed=3)
-
-
-class InBackward(Optimizer):
-    """Steps in the backward."""
-
-    slots = ("optimizer", "update", "clipping", "hooks")
-
-    def optimizer(self, side: Side) -> torch.optim.Optimizer:
-        if side.world is None:
-            return adamw(param for param in side.model.parameters() if param.requires_grad)
-        return step_in_backward(side.model, adamw)
-
-    def update(self, side: Side) -> bool:
-        return side.world is not None
+def in_backward(side: Side) -> torch.optim.Optimizer:
+    if side.world is None:
+        return adamw(param for param in side.model.parameters() if param.requires_grad)
+    return step_in_backward(side.model, adamw)
 
 
 # What a training loop does besides.
 
 
 class Scaled(Capability):
-    """A loss that is scaled."""
-
-    slots = ("update",)
-
     def begin(self, side: Side) -> None:
         kind = ShardedGradScaler if side.world else torch.amp.GradScaler
         side.notes["scaler"] = kind("cpu", init_scale=1024.0, growth_interval=2)
@@ -712,25 +377,18 @@ class Scaled(Capability):
         second.notes["scaler"].load_state_dict(first.notes["scaler"].state_dict())
 
 
-class Clipped(Capability):
-    """Gradients are clipped by their norm."""
-
-    slots = ("clipping",)
-
-    def after_backward(self, side: Side) -> None:
-        if side.front == "composable":  # torch's own takes parameters of one mesh
-            clip_grad_norm_(side.model, 0.3)
-        else:
-            clip(side.model, 0.3)
+def clip_gradients(side: Side) -> None:
+    if side.front == "composable":  # torch's own takes parameters of one mesh
+        clip_grad_norm_(side.model, 0.3)
+    else:
+        clip(side.model, 0.3)
 
 
 class Scheduled(Capability):
     """A learning rate that falls."""
 
-    slots = ("optimizer object",)
-
     def begin(self, side: Side) -> None:
-        side.notes["scheduler"] = torch.optim.lr_scheduler.LambdaLR(side.optimizer, _falling)
+        side.notes["scheduler"] = LambdaLR(side.optimizer, lambda step: 1 / (1 + step))
 
     def after_step(self, side: Side, at: int) -> None:
         side.notes["scheduler"].step()
@@ -739,28 +397,155 @@ class Scheduled(Capability):
         second.notes["scheduler"].load_state_dict(first.notes["scheduler"].state_dict())
 
 
-def _falling(step: int) -> float:
-    return 1 / (1 + step)
+def summon(side: Side, at: int) -> None:
+    if at == 1:
+        with FSDP.summon_full_params(side.model), torch.no_grad():
+            for param in side.model.parameters():
+                param.mul_(0.9)
 
 
-class Summoned(Capability):
-    """Full parameters are changed by hand."""
-
-    def after_step(self, side: Side, at: int) -> None:
-        if at == 1:
-            with FSDP.summon_full_params(side.model), torch.no_grad():
-                for param in side.model.parameters():
-                    param.mul_(0.9)
+def go_on_with_a_copy(side: Side, at: int) -> None:
+    if at == 1:
+        state = side.optimizer.state_dict()
+        side.model = copy.deepcopy(side.model)
+        side.optimizer = side.make_optimizer(side)
+        side.optimizer.load_state_dict(state)
 
 
-class Copied(Capability):
-    """A deep copy goes on in place of the model."""
-
-    slots = ("optimizer object", "parameter objects")
-
-    def after_step(self, side: Side, at: int) -> None:
-        if at == 1:
-            state = side.optimizer.state_dict()
-            side.model = copy.deepcopy(side.model)
-            side.optimizer = side.make_optimizer(side)
-            side.optimizer.load_state_dict(state)
+CAPABILITIES: dict[str, Capability] = {
+    "Grouped": Capability(
+        slots=("units",), fronts=COMPOSABLE, units=lambda net, units: [*units, [net.norm, net.head]]
+    ),
+    "Layers": Capability(slots=("units",), units=layers),
+    "Tied": Capability(slots=("tied", "aliases"), spec={"tied": "embed_head"}),
+    "TiedBlocks": Capability(
+        slots=("tied", "aliases", "ties below tensor parallelism"), spec={"tied": "blocks"}
+    ),
+    "FusedHead": Capability(slots=("head",), build=lambda net: setattr(net, "reads", "head")),
+    "BorrowedHead": BorrowedHead(slots=("head", "tied", "units"), fronts=COMPOSABLE),
+    "BorrowedKeptHead": BorrowedHead(slots=("head", "tied", "units", "strategy"), **KEPT),
+    "Frozen": Capability(slots=("frozen",), spec={"frozen": "second_blocks"}),
+    "MostlyFrozen": Capability(slots=("frozen",), spec={"frozen": "all_but_norms"}),
+    "Toggled": Capability(slots=("frozen",), before_step=toggle, after_step=lambda side, at: toggle(side, 0)),
+    "AdaptersOff": Capability(slots=("frozen",), loss=turn_adapters_off),
+    # A `FlatParameter` would have zero gradients.
+    "Skipped": Capability(fronts=BY_NAME, before_step=lambda side, at: setattr(side.net, "skips", at == 1)),
+    "OddShapes": Capability(build=have_odd_shapes),
+    "Buffered": Capability(build=buffer),
+    "Subclass": Capability(
+        slots=("placement", "dtype", "full values"),
+        fronts=COMPOSABLE,
+        refused=dict.fromkeys(("Summoned", "Rounded"), "weight' is a TwoTensor"),
+        build=freeze_a_subclass,
+    ),
+    "Checkpointed": Capability(slots=("checkpointing",), spec={"checkpointing": "early_stop"}),
+    "Reentrant": Capability(
+        slots=("checkpointing", "reentrant"), spec={"checkpointing": "reentrant"}, begin=need_input_grad
+    ),
+    "CheckpointedAround": Capability(
+        slots=("checkpointing",), build=lambda net: setattr(net, "checkpoints_blocks", True)
+    ),
+    "Compiled": Compiled(slots=("compiled",)),
+    "Precision": Capability(
+        slots=("dtype",),
+        tolerance=1e-4,
+        wrapper={"mixed_precision": MixedPrecision(torch.float32, torch.float64)},
+        composable={"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)},
+    ),
+    "Accumulated": Capability(slots=("backwards",), letters="TF"),
+    "TwoForwards": Capability(loss=forward_twice),
+    # Second order, which torch has not with any of these.
+    "Penalty": Capability(
+        slots=("reentrant", "compiled", "tensor parallel"), begin=need_input_grad, loss=penalise
+    ),
+    "Inferring": Capability(loss=infer),
+    "Failing": Capability(before_step=fail_in_forward),
+    "ForwardHooks": Capability(build=hook_modules),
+    "ParameterHooks": Capability(slots=("backwards", "hooks", "parameter objects"), begin=hook_parameters),
+    "CommunicationHook": Capability(sharded=hook_communication),
+    "InPlace": InPlace(),
+    "Stays": Capability(slots=("strategy",), **KEPT),
+    "NotSharded": Capability(
+        slots=("strategy",), fronts=WRAPPER, wrapper={"sharding_strategy": ShardingStrategy.NO_SHARD}
+    ),
+    "Replicated": Replicated(slots=("strategy",), fronts=COMPOSABLE),
+    "ReshardedToTwo": Capability(
+        slots=("strategy",),
+        fronts=COMPOSABLE,
+        sizes=[4],
+        composable={"reshard_after_forward": 2},
+        elsewhere=False,
+    ),
+    "Hybrid": Capability(slots=("strategy", "mesh"), sizes=[4], mesh={"replicas": 2}, options=over_replicas),
+    # With a first backward that reduces within each copy alone.
+    "WithinCopies": Capability(
+        slots=("strategy", "mesh", "backwards"),
+        sizes=[4],
+        mesh={"replicas": 2},
+        options=over_replicas,
+        letters="CF",
+    ),
+    "ReplicaGroups": ReplicaGroups(
+        slots=("strategy", "mesh", "process group"), sizes=[4], mesh={"replicas": 2}, elsewhere=False
+    ),
+    "ByMesh": Capability(slots=("mesh",), fronts=WRAPPER, options=over_mesh),
+    "TensorParallel": Capability(
+        slots=("mesh", "placement", "tensor parallel", "ties below tensor parallelism"),
+        sizes=[4],
+        mesh={"tensor": 2},
+        elsewhere=False,
+        before_sharding=cut_blocks,
+        options=over_mesh,
+    ),
+    "Experts": Experts(slots=("mesh", "placement"), fronts=COMPOSABLE, sizes=[4], elsewhere=False),
+    "Columns": Capability(
+        slots=("placement",),
+        fronts=COMPOSABLE,
+        refused=dict.fromkeys(
+            ("Exported", "Source", "WeightFiles", "WeightChanges", "Rounded"), "is cut along dimension 1"
+        ),
+        options=by_columns,
+    ),
+    "Aligned": Capability(slots=("placement",), **both("shard_alignment", "rows")),
+    "Budgeted": Capability(**both("keep_unsharded_bytes", 3000)),
+    "Offloaded": Capability(
+        slots=("offload",),
+        wrapper={"cpu_offload": CPUOffload(True)},
+        composable={"offload_policy": CPUOffloadPolicy()},
+    ),
+    "StateOffloaded": Capability(
+        slots=("offload",),
+        wrapper={"cpu_offload": CPUOffload(False, offload_optimizer_state=True)},
+        composable={"offload_policy": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)},
+    ),
+    # Small units share collectives else, from the second step on.
+    "Alone": Capability(**both("travel_together_bytes", 0)),
+    "OverGloo": Capability(**both("shared_memory", False)),
+    "AdamW": Optimizer(),
+    "Momentum": Optimizer(of=partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)),
+    # With a float32 number for each parameter, which torch loads in the dtype of that.
+    "NAdam": Optimizer(tolerance=1e-7, of=partial(torch.optim.NAdam, lr=0.02, eps=1e-2)),
+    "Numbers": Optimizer(of=Counting),
+    "OnShardsNumbers": Optimizer(optimizer=partial(on_shards_of, make=Counting)),
+    "Groups": Optimizer(fronts=COMPOSABLE, of=in_groups),
+    "Fused": Optimizer(of=partial(adamw, fused=True)),
+    "OnShards": Optimizer(optimizer=partial(on_shards_of, make=adamw)),
+    "Matrices": Optimizer(
+        tolerance=1e-6,
+        optimizer=lambda side: Muon(side.model, lr=0.02, ns_dtype=torch.float64, other=adamw),
+    ),
+    "OnHost": Optimizer(of=partial(HostAdamW, lr=0.02, eps=1e-2)),
+    # Of which parameters in float64 need none.
+    "Rounded": Optimizer(optimizer=lambda side: stochastic_rounding(adamw(side.model), side.model, seed=3)),
+    "InBackward": Optimizer(
+        slots=("optimizer", "update", "clipping", "hooks"),
+        optimizer=in_backward,
+        update=lambda side: side.world is not None,
+    ),
+    "Scaled": Scaled(slots=("update",)),
+    "Clipped": Capability(slots=("clipping",), after_backward=clip_gradients),
+    "Scheduled": Scheduled(slots=("optimizer object",)),
+    "Summoned": Capability(after_step=summon),
+    "Copied": Capability(slots=("optimizer object", "parameter objects"), after_step=go_on_with_a_copy),
+}
+"""By their names, in the order of their points."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import capabilities
-import ways
+from capabilities import CAPABILITIES, Optimizer
 from fronts import FRONTS
 from programs import Capability
+from ways import WAYS as WAYS_OF_SAVING
 
 OTHERS = 3
 """Capabilities of a draw beside its optimizer and its way of saving."""
@@ -23,17 +23,15 @@ TRIES = 20
 APART = [{"flat", "TiedBlocks", "Toggled"}]
 
 
-def _kinds(base: type[Capability]) -> Iterator[type[Capability]]:
-    for kind in base.__subclasses__():
-        if kind.needs is None or importlib.util.find_spec(kind.needs):
-            yield kind
-        yield from _kinds(kind)
-
-
-_ABSTRACT = (capabilities.Optimizer, ways.Way, ways.Weights)
-KINDS = {kind.__name__: kind for kind in _kinds(Capability) if kind not in _ABSTRACT}
-OPTIMIZERS = [name for name, kind in KINDS.items() if issubclass(kind, capabilities.Optimizer)]
-WAYS = [name for name, kind in KINDS.items() if issubclass(kind, ways.Way)]
+KINDS = {
+    name: each
+    for name, each in {**CAPABILITIES, **WAYS_OF_SAVING}.items()
+    if each.needs is None or importlib.util.find_spec(each.needs)
+}
+for _name, _each in KINDS.items():
+    _each.name = _name
+OPTIMIZERS = [name for name, each in KINDS.items() if isinstance(each, Optimizer)]
+WAYS = [name for name in KINDS if name in WAYS_OF_SAVING]
 _ORDER = [*KINDS]
 REST = [name for name in KINDS if name not in OPTIMIZERS + WAYS]
 
@@ -60,10 +58,10 @@ class Draw(NamedTuple):
         return not any(each <= {self.front, *self.names} for each in APART)
 
     def capabilities(self) -> list[Capability]:
-        return [KINDS[name]() for name in sorted(self.names, key=_ORDER.index)]
+        return [KINDS[name] for name in sorted(self.names, key=_ORDER.index)]
 
 
-def _can_meet(one: type[Capability], other: type[Capability]) -> bool:
+def _can_meet(one: Capability, other: Capability) -> bool:
     return not {*one.slots} & {*other.slots} and bool({*one.fronts} & {*other.fronts}) and one is not other
 
 
@@ -82,7 +80,7 @@ def draws(seed: int) -> list[Draw]:
     found = []
     while left:
         waiting = sorted(map(sorted, left))
-        candidates = [_draw(generator, generator.choice(waiting)) for _ in range(TRIES)]
+        candidates = [_draw(generator, generator.choice(waiting), left) for _ in range(TRIES)]
         best = max(
             (draw for draw in candidates if draw.can_run), key=lambda draw: len(left & _meetings(draw))
         )
@@ -91,8 +89,8 @@ def draws(seed: int) -> list[Draw]:
     return found
 
 
-def _draw(generator: random.Random, pair: list[str]) -> Draw:
-    """A draw in which a pair meets."""
+def _draw(generator: random.Random, pair: list[str], left: set[frozenset[str]]) -> Draw:
+    """A draw in which a pair meets, and then as many as possible of those that are left."""
     names = [name for name in pair if name in KINDS]
     fronts = [name for name in pair if name in FRONTS]
     fronts = fronts or [front for front in FRONTS if all(front in KINDS[name].fronts for name in names)]
@@ -100,10 +98,15 @@ def _draw(generator: random.Random, pair: list[str]) -> Draw:
     fitting = {name for name in KINDS if front in KINDS[name].fronts}.intersection(
         *(MEETS[name] for name in names)
     )
+
+    def gain(name: str) -> int:
+        return sum(frozenset([name, other]) in left for other in (front, *names))
+
     for group in (OPTIMIZERS, WAYS, *[REST] * OTHERS):
         choices = [name for name in group if name in fitting]
         if choices and (group is REST or not {*group} & {*names}):
-            names.append(generator.choice(choices))
+            generator.shuffle(choices)
+            names.append(max(choices, key=gain))
             fitting &= MEETS[names[-1]]
     return Draw(_size(names), front, tuple(sorted(names, key=_ORDER.index)))
 

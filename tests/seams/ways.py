@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,9 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_
 
 
 class Way(Capability):
-    """A way; by default full state dicts on all ranks."""
+    """Brings model and optimizer over; by default by full state dicts on all ranks."""
 
-    slots: ClassVar[tuple[str, ...]] = ("way",)
+    slots: Any = ("way",)
 
     def move(self, program: Program, first: Side, second: Side) -> bool:
         self.bring(program, first, second)
@@ -41,51 +40,25 @@ class Way(Capability):
         move_full(first, second)
 
 
-class FullStates(Way):
-    """Full state dicts on all ranks."""
-
-    slots = ("way", "full values")
-
-
-class FromFirstRank(Way):
-    """Full state dicts on the first rank alone."""
-
-    slots = ("way", "full values")
-    elsewhere = False
-
-    def bring(self, program: Program, first: Side, second: Side) -> None:
-        model, optim = get_state_dict(
-            first.model, first.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-        set_state_dict(
-            second.model,
-            second.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optim,
-            options=FROM_FIRST,
-        )
+def from_first_rank(program: Program, first: Side, second: Side) -> None:
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optim = get_state_dict(first.model, first.optimizer, options=whole)
+    set_all(second, model, optim, FROM_FIRST)
 
 
-class ShardedStates(Way):
-    """Sharded state dicts, each rank its own."""
+def set_all(side: Side, model: Any, optim: Any, options: StateDictOptions | None = None) -> None:
+    set_state_dict(
+        side.model, side.optimizer, model_state_dict=model, optim_state_dict=optim, options=options
+    )
 
-    elsewhere = False
 
-    def bring(self, program: Program, first: Side, second: Side) -> None:
-        model, optim = get_state_dict(first.model, first.optimizer)
-        set_state_dict(
-            second.model,
-            second.optimizer,
-            model_state_dict=copy.deepcopy(model),
-            optim_state_dict=copy.deepcopy(optim),
-        )
+def sharded_states(program: Program, first: Side, second: Side) -> None:
+    set_all(second, *copy.deepcopy(get_state_dict(first.model, first.optimizer)))
 
 
 class OwnStates(Way):
     """The methods of the wrapper, by its sharded or local kind."""
 
-    fronts = ["flat", "orig"]
-    elsewhere = False
     kind = StateDictType.SHARDED_STATE_DICT
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
@@ -97,54 +70,26 @@ class OwnStates(Way):
         second.optimizer.load_state_dict(optim)
 
 
-class LocalStates(OwnStates):
-    """Its local kind."""
-
-    refused = {"TensorParallel": "take a state dict of type SHARDED_STATE_DICT"}
-    kind = StateDictType.LOCAL_STATE_DICT
-
-
-class PlainDicts(Way):
-    """`state_dict` and `load_state_dict` of model and optimizer, each rank its own."""
-
-    fronts = ["orig", "composable"]
-    elsewhere = False
-
-    def bring(self, program: Program, first: Side, second: Side) -> None:
-        second.model.load_state_dict(first.model.state_dict())
-        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+def plain_dicts(program: Program, first: Side, second: Side) -> None:
+    """Takes `state_dict` and `load_state_dict` of model and optimizer, each rank its own."""
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
 
 
 class Folder(Way):
-    """`fsdp_wrap.checkpoint`."""
+    """`fsdp_wrap.checkpoint`; the save in the background, or in the memory of hosts, if so told."""
+
+    in_background = in_memory = False
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
         assert second.world is not None
-        place = self.place(program)
-        self.save(place, first)
+        host = program.folder / f"host{dist.get_rank() // 2}"
+        place: Any = InMemory(host) if self.in_memory else program.folder
+        if self.in_background:
+            checkpoint.async_save(place, first.model, first.optimizer).result()
+        else:
+            checkpoint.save(place, first.model, first.optimizer)
         checkpoint.load(place, second.model, second.optimizer, process_group=second.world.group)
-
-    def place(self, program: Program) -> Any:
-        return program.folder
-
-    def save(self, place: Any, first: Side) -> None:
-        checkpoint.save(place, first.model, first.optimizer)
-
-
-class Background(Folder):
-    """The same, in the background."""
-
-    def save(self, place: Any, first: Side) -> None:
-        checkpoint.async_save(place, first.model, first.optimizer).result()
-
-
-class Memory(Folder):
-    """The same, in the memory of hosts."""
-
-    elsewhere = False
-
-    def place(self, program: Program) -> Any:
-        return InMemory(program.folder / f"host{dist.get_rank() // 2}")
 
 
 class TorchsCheckpoint(Way):
@@ -158,35 +103,23 @@ class TorchsCheckpoint(Way):
         dcp.save(state, checkpoint_id=program.folder)
         state = self.of(second)
         dcp.load(state, checkpoint_id=program.folder, process_group=second.world.group)
-        set_state_dict(
-            second.model,
-            second.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=self.kind,
-        )
+        set_all(second, state["model"], state["optim"], self.kind)
 
     def of(self, side: Side) -> dict[str, Any]:
         model, optim = get_state_dict(side.model, side.optimizer, options=self.kind)
         return {"model": model, "optim": optim}
 
 
-class TorchsFlattened(TorchsCheckpoint):
-    """The same, of an optimizer state of one level."""
-
-    kind = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
 class Weights(Way):
     """What a way brings of the model alone; the optimizer's state is brought in full."""
 
-    slots: ClassVar[tuple[str, ...]] = ("way", "full values")
+    slots: Any = ("way", "full values")
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
         found, buffers = self.brought(program, first), dict(first.model.named_buffers())
         for name, value in get_model_state_dict(first.model, options=FULL).items():
             if name in found:
-                program.assert_close(found[name], value, f"{type(self).__name__} '{name}'")
+                program.assert_close(found[name], value, f"{self.name} '{name}'")
             elif name in buffers:
                 found[name] = value
         set_model_state_dict(
@@ -201,26 +134,23 @@ class Weights(Way):
 class HuggingFace(Weights):
     """Torch's storage of safetensors, consolidated, of rows; the format has no tensor of two names."""
 
-    slots: ClassVar[tuple[str, ...]] = ("way", "full values", "aliases", "process group")
-    needs = "safetensors"
-
     def options(self, front: str, world: World) -> dict[str, Any]:
         return {} if front == "composable" else {"device_mesh": world.data}
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
         writer = HuggingFaceStorageWriter(
             str(program.folder), save_distributed=True, enable_consolidation=True
         )
         dcp.save(get_model_state_dict(first.model), storage_writer=writer)
         dist.barrier()
-        return _in_files(program.folder)
+        files = [load_file(path) for path in program.folder.glob("*.safetensors")]
+        return {name: value for file in files for name, value in file.items()}
 
 
 class HuggingFacePieces(HuggingFace):
     """The same of the wrapper without a mesh, whose pieces are rows only where it is told so."""
-
-    slots = (*HuggingFace.slots, "mesh")
-    fronts = ["flat", "orig"]
 
     def refusal(self, names: Collection[str]) -> str | None:
         rows = "Aligned" in names or "NotSharded" in names
@@ -233,32 +163,22 @@ class HuggingFacePieces(HuggingFace):
 class Exported(Weights):
     """Our own safetensors files, exported and imported."""
 
-    needs = "safetensors"
-
     def bring(self, program: Program, first: Side, second: Side) -> None:
         export_safetensors(first.model, program.folder)
         import_safetensors(second.model, program.folder)
         move_full(first, second, model=False)
 
 
-class Source(Weights):
-    """`weight_source`."""
-
-    def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in weight_source(first.model, buffers=True)}
+def from_source(program: Program, first: Side) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in weight_source(first.model, buffers=True)}
 
 
-class WeightFiles(Weights):
-    """A folder of weights for whoever reads them."""
-
-    slots = ("way", "full values", "process group")
-    needs = "safetensors"
-
-    def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
-        folder = WeightFolder(program.folder if dist.get_rank() == 0 else None)
-        folder.send(weight_source(first.model, buffers=True))
-        dist.barrier()
-        return dict(next(stored(program.folder)))
+def from_weight_files(program: Program, first: Side) -> dict[str, torch.Tensor]:
+    """Sends them to a folder, for whoever reads them."""
+    folder = WeightFolder(program.folder if dist.get_rank() == 0 else None)
+    folder.send(weight_source(first.model, buffers=True))
+    dist.barrier()
+    return dict(next(stored(program.folder)))
 
 
 class WeightChanges(Weights):
@@ -276,7 +196,33 @@ class WeightChanges(Weights):
         return first.notes["before"]
 
 
-def _in_files(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+OF_ROWS = ("way", "full values", "aliases", "process group")
+WAYS: dict[str, Capability] = {
+    "FullStates": Way(slots=("way", "full values")),
+    "FromFirstRank": Way(slots=("way", "full values"), elsewhere=False, bring=from_first_rank),
+    "ShardedStates": Way(elsewhere=False, bring=sharded_states),
+    "OwnStates": OwnStates(fronts=["flat", "orig"], elsewhere=False),
+    "LocalStates": OwnStates(
+        fronts=["flat", "orig"],
+        elsewhere=False,
+        refused={"TensorParallel": "take a state dict of type SHARDED_STATE_DICT"},
+        kind=StateDictType.LOCAL_STATE_DICT,
+    ),
+    "PlainDicts": Way(fronts=["orig", "composable"], elsewhere=False, bring=plain_dicts),
+    "Folder": Folder(),
+    "Background": Folder(in_background=True),
+    "Memory": Folder(in_memory=True, elsewhere=False),
+    "TorchsCheckpoint": TorchsCheckpoint(),
+    "TorchsFlattened": TorchsCheckpoint(kind=StateDictOptions(flatten_optimizer_state_dict=True)),
+    "HuggingFace": HuggingFace(slots=OF_ROWS, needs="safetensors"),
+    "HuggingFacePieces": HuggingFacePieces(
+        slots=(*OF_ROWS, "mesh"), needs="safetensors", fronts=["flat", "orig"]
+    ),
+    "Exported": Exported(needs="safetensors"),
+    "Source": Weights(brought=from_source),
+    "WeightFiles": Weights(
+        slots=("way", "full values", "process group"), needs="safetensors", brought=from_weight_files
+    ),
+    "WeightChanges": WeightChanges(),
+}
+"""By their names."""
