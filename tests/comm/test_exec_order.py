@@ -387,27 +387,39 @@ def test_ranks_agree_on_a_word(rank, world_size):
     assert words[0] == words[1] and len(set(words[0])) == 3
 
 
-def hold_files(rank: int, world_size: int, folder: Path) -> None:
-    """The first rank looks for files of the others, of which one is killed and one lives on."""
-    if rank > 0:
-        with mock.patch.object(_positions, "_directory", lambda: folder):
-            _positions.positions_of(dist.group.WORLD)
-    dist.barrier()
-    if rank == 1:
+def hold_a_file(how: str, folder: str, store: str, link) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
+        _positions.positions_of(dist.group.WORLD)
+    link.send("held")
+    if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        _positions._remove_left_overs(folder)
-        assert len(os.listdir(folder)) == 2, "somebody may still want it"
-        for file in folder.iterdir():
-            os.utime(file, (0, 0))
-        while len(os.listdir(folder)) > 1:  # until the killed one's lock has gone
-            _positions._remove_left_overs(folder)
-            time.sleep(0.01)
+    link.recv()
 
 
-def test_files_of_killed_ranks_are_removed_by_a_later_job(tmp_path):
-    run_forks(hold_files, [(tmp_path,)], world_size=3)
-    assert os.listdir(tmp_path) == [], "those of others go with them"
+@ranks(1, backend=None)
+def test_files_go_with_their_process(rank, world_size, tmp_path):
+    """Files of killed ranks are removed by a later job."""
+    folder = tmp_path / "positions"
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    links, children = {}, {}
+    for how in ("killed", "living"):
+        links[how], far_end = context.Pipe()
+        arguments = (how, str(folder), str(tmp_path / how), far_end)
+        children[how] = context.Process(target=hold_a_file, args=arguments)
+        children[how].start()
+        assert links[how].recv() == "held"
+    children["killed"].join()
+    _positions._remove_left_overs(folder)
+    assert len(os.listdir(folder)) == 2, "somebody may still want it"
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    _positions._remove_left_overs(folder)
+    assert len(os.listdir(folder)) == 1
+    links["living"].send("end")
+    children["living"].join()
+    assert os.listdir(folder) == []
 
 
 def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
