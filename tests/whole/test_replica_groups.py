@@ -34,13 +34,17 @@ from benchmarks.group_kills import Group, lighthouse, told, wait_for
 each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
+def joined(front: str, rank: int, **options: Any) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
+    model, manager = sharded(front, net(), rank), Manager()
+    optimizer = adamw(model)
+    join_replica_groups(manager, model, optimizer, **options)
+    return manager, model, optimizer
+
+
 @each_api
 @ranks(4)
 def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, front):
-    model = sharded(front, net(), rank)
-    optimizer = adamw(model)
-    manager = Manager()
-    join_replica_groups(manager, model, optimizer)
+    manager, model, optimizer = joined(front, rank)
     train(model, optimizer, rank, world_size, range(2))
     plain, theirs = trained(2)
     assert_close(full_state(model), plain.state_dict())
@@ -78,10 +82,7 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
 @ranks(4)
 def test_without_gradients_only_states_are_the_managers(rank, world_size, front):
     """As for LocalSGD and DiLoCo, which average parameters."""
-    model = sharded(front, net(), rank)
-    optimizer = adamw(model)
-    manager = Manager()
-    join_replica_groups(manager, model, optimizer, average_gradients=False)
+    manager, model, optimizer = joined(front, rank, average_gradients=False)
     train(model, optimizer, rank % SHARDS, SHARDS, range(2))
     assert manager.averaged == [] and list(manager.states) == ["fsdp_wrap"]
     plain, _ = trained(2)
@@ -90,13 +91,10 @@ def test_without_gradients_only_states_are_the_managers(rank, world_size, front)
 
 @ranks(4)
 def test_what_cannot_join_is_refused_by_name(rank, world_size):
-    manager = Manager()
     plain = net()
     with pytest.raises(ValueError, match="no module of Net is sharded"):
-        join_replica_groups(manager, plain, adamw(plain))
-    model = sharded("composable", net(), rank)
-    optimizer = adamw(model)
-    join_replica_groups(manager, model, optimizer)
+        join_replica_groups(Manager(), plain, adamw(plain))
+    manager, model, optimizer = joined("composable", rank)
     with pytest.raises(RuntimeError, match="have a hook already"):
         join_replica_groups(Manager(), model, optimizer)
     load, give = manager.states["fsdp_wrap"]
@@ -181,11 +179,8 @@ def test_groups_that_trained_apart_meet_by_local_sgd_and_by_diloco(rank, world_s
 
     models = []
     for way in (LocalSGD, DiLoCo):
-        manager = Manager()
-        model = sharded(front, net(), rank)
-        optimizer = adamw(model)
+        manager, model, optimizer = joined(front, rank, average_gradients=False)
         outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        join_replica_groups(manager, model, optimizer, average_gradients=False)
         given = [model, optimizer] if way is LocalSGD else [[model], optimizer, outer]
         with way(manager, *given, sync_every=2):
             train(model, optimizer, rank, world_size, range(4))
