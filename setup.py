@@ -1,3 +1,4 @@
+import re
 import runpy
 from pathlib import Path
 
@@ -5,6 +6,9 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
+
+# An index has none of the files to which README's relative links and pictures lead.
+PICTURE, LINK = re.compile(r"!\[[^\]]*\]\([^)]*\)\n*"), re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")
 
 SAFETENSORS = ["safetensors>=0.4.3"]
 PICTURES = ["matplotlib"]
@@ -27,7 +31,7 @@ setup(
     name="fsdp-wrap",
     version=VERSIONS["__version__"],
     description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=LINK.sub(r"\1", PICTURE.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))),
     long_description_content_type="text/markdown",
     author="The fsdp_wrap developers",
     license="BSD-3-Clause",

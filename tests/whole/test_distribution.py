@@ -65,6 +65,8 @@ def test_archives_hold_what_they_should(built):
         there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fsdp_wrap").rglob("*.py")}
         assert there | {"fsdp_wrap/py.typed"} <= set(files.namelist())
         assert any(name.endswith("LICENSE") for name in files.namelist())
+        told = files.read(f"fsdp_wrap-{__version__}.dist-info/METADATA").decode()
+        assert "pip install" in told and "](" not in told, "links to files that an index does not have"
     python("-m", "twine", "check", "--strict", *built)
 
 
