@@ -132,6 +132,7 @@ class Reader(ast.NodeVisitor):
         self.messages: list[Message] = []
         self._file, self._errors = file, errors
         self._names: list[str] = []
+        self._made = {node.name: told for node in tree.body if (told := returned_by(node)) is not None}
         top = (node for node in tree.body if isinstance(node, ast.Assign))
         self._texts: list[Callable[[], Texts]] = [cache(partial(assigned_in, [*top]))]
 
@@ -185,6 +186,8 @@ class Reader(ast.NodeVisitor):
             return " ".join(map(self._text, node.args[0].elts))
         if isinstance(node, ast.FormattedValue):
             node = node.value
+        if isinstance(node, ast.Call) and last_name(node.func) in self._made:
+            return self._text(self._made[last_name(node.func)])
         known = self._known(node.id) if isinstance(node, ast.Name) else []
         return self._text(known[0]) if len(known) == 1 else f"{{{short(node)}}}"
 
@@ -200,7 +203,19 @@ def assigned_in(body: Sequence[ast.stmt]) -> Texts:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in found:
+            name, more = node.target.id, node.value
+            found[name] = [ast.BinOp(each, ast.Add(), more) for each in found[name]]
     return found
+
+
+def returned_by(node: ast.stmt) -> ast.expr | None:
+    """The text that a function makes for messages, if it returns one text and nothing else."""
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    returns = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
+    texts = [each for each in returns if is_text(each) and not isinstance(each, ast.Constant)]
+    return texts[0] if len(texts) == 1 == len(returns) else None
 
 
 def alternatives(node: ast.expr) -> list[ast.expr]:
@@ -301,7 +316,7 @@ def shown(text: str, written: Callable[[str], str]) -> str:
     """A message whose fixed words are written by a function; what depends on the case is slanted."""
     parts = CASE.split(text)  # texts, and between them what stood in braces
     marked = (f"<var>{plain(each)}</var>" if place % 2 else written(each) for place, each in enumerate(parts))
-    return "".join(marked)
+    return "".join(marked).replace("</var><var>", "</var> <var>")
 
 
 def plain(case: str) -> str:

@@ -33,6 +33,8 @@ FOOTER = 130
 SCHEMES = ("light", "dark")
 WANTED = "step_in_backward"
 ERRORS = {
+    "NameWrapPolicy: no module has a class named 'Blok'; the classes present, with their counts, are: "
+    "Linear (1), Sequential (1)": "namewrappolicy-no-module",
     "FullyShardedDataParallel needs a process group, and there is none: call torch.distributed."
     "init_process_group() before wrapping (torchrun sets what it reads)": "needs-a-process-group",
     "this Linear is already wrapped in FullyShardedDataParallel: wrap a module once": "is-already-wrapped-in",
