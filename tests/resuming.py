@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import nets
@@ -62,6 +65,18 @@ def per_block_of(module: nn.Module, **options: Any) -> FSDP:
     return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def told_alike(error: pytest.ExceptionInfo[Exception]) -> str:
+    """Returns the error's text, which must be the same on all ranks."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, str(error.value))
+    assert told == told[:1] * len(told)
+    return str(told[0])
+
+
 class Counter:
     """A data position: it is told apart from a value by its methods."""
 
@@ -76,7 +91,6 @@ class Counter:
 
 
 def other(module: nn.Module) -> nn.Module:
-    """Makes the same kind of module with other values."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1)

@@ -28,15 +28,14 @@ from fronts import full_state, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from resuming import Counter, net, other, per_block_of, train
+from resuming import Counter, names_in, net, other, per_block_of, train
 from state_nets import adamw, assert_equal
 
 pytestmark = pytest.mark.slow
 
-# kills
 
-STEPS, EVERY, KILLS = 60, 2, 10
-LONG, SELDOM, MOST_RANKS = int(os.environ.get("FSDP_WRAP_SOAK_STEPS", "600")), 50, 4
+STEPS, EVERY, KILLS = 40, 2, 5
+LONG, SELDOM, MOST_RANKS = int(os.environ.get("FSDP_WRAP_SOAK_STEPS", "300")), 25, 4
 WIDTH, BATCH = 8, 12
 KILLED, LOST = -signal.SIGKILL, 7
 
@@ -64,8 +63,6 @@ class Layer(nn.Module):
 
 
 class Sample(NamedTuple):
-    """What a process has."""
-
     rss: int
     descriptors: int
     maps: int
@@ -73,7 +70,6 @@ class Sample(NamedTuple):
 
     @classmethod
     def now(cls) -> Sample:
-        """Returns that of this process."""
         own = Path("/proc/self")
         pages = int((own / "statm").read_text().split()[1])
         maps = (own / "maps").read_text().count("\n")
@@ -166,7 +162,6 @@ def batch(step: int, rank: int, world_size: int) -> torch.Tensor:
 
 
 def ended(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks of a program return that nobody killed."""
     assert [outcome.kind for outcome in outcomes] == ["passed"] * len(outcomes), outcomes
     return [outcome.value for outcome in outcomes]
 
@@ -175,10 +170,6 @@ def assert_killed(outcomes: list[Outcome], kill: Kill) -> None:
     expected = [KILLED if rank == kill.rank else LOST for rank in range(len(outcomes))]
     found = [outcome.exitcode if outcome.kind == "died" else outcome.kind for outcome in outcomes]
     assert found == expected, (kill, outcomes)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def kept(before: Path | None) -> list[list[str]]:
@@ -195,19 +186,22 @@ def kept(before: Path | None) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_killed_runs_resume_to_the_same_end(tmp_path, how):
+def test_runs_that_are_killed_over_and_over_resume_to_the_same_end(tmp_path, how):
+    """Each resumed run is killed a few steps after the former: what one has lost shows at the end."""
     program = Program("orig", True, how, STEPS, EVERY)
     expected = ended(run_isolated(run, program, tmp_path / "whole", world_size=2))
-    moments = random.Random(how)
-    for index in range(KILLS):
-        folder = tmp_path / str(index)
-        kill = Kill(moments.randrange(2), moments.randrange(1, STEPS), moments.uniform(0.0, 2.0))
-        assert_killed(run_isolated(run, program, folder, kill, world_size=2), kill)
+    moments, folder = random.Random(how), tmp_path / "killed"
+    for left in reversed(range(KILLS)):
         before = checkpoint.latest(folder)
-        for found, wanted in zip(ended(run_isolated(run, program, folder, world_size=2)), expected):
-            assert_equal(found[0], wanted[0])
-            assert found[1] == wanted[1], (kill, before)
-        assert names_in(folder) in kept(before), (kill, before)
+        done = int(before.name.removeprefix("step_")) if before is not None else 0
+        step = min(done + moments.randrange(1, 7), STEPS) if left else STEPS - moments.randrange(EVERY)
+        kill = Kill(moments.randrange(2), step, moments.uniform(0.0, 2.0))
+        assert_killed(run_isolated(run, program, folder, kill, world_size=2), kill)
+    before = checkpoint.latest(folder)
+    for found, wanted in zip(ended(run_isolated(run, program, folder, world_size=2)), expected):
+        assert_equal(found[0], wanted[0])
+        assert found[1] == wanted[1], (kill, before)
+    assert names_in(folder) in kept(before), (kill, before)
 
 
 def kills(seed: int, steps: int) -> Iterator[tuple[int, Kill | None]]:
@@ -236,9 +230,6 @@ def test_a_run_with_kills_and_other_ranks_ends_as_one_without(tmp_path, front):
     for state, *_ in ended(outcomes):
         assert_equal(state, whole[0][0])
     assert names_in(folder) == [f"step_{step:08d}" for step in (LONG - SELDOM, LONG)]
-
-
-# signals
 
 
 def interrupted(rank: int, world_size: int, folder: Path, handled: bool) -> str:
@@ -280,9 +271,6 @@ def test_a_signal_in_a_background_save_leaves_whole_steps(tmp_path, handled):
         assert checkpoint.latest(tmp_path).name == "step_00000001"
         checkpoint.save(tmp_path, net())
     assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
-
-
-# corruption
 
 
 @ranks(2)

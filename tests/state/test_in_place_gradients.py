@@ -179,6 +179,9 @@ class _Halves(nn.Module):
         return self.layers(x)
 
 
+UNITS = 4
+
+
 @pytest.mark.slow
 @wrapper_fronts
 @ranks(2)
@@ -187,9 +190,9 @@ def test_a_unit_of_memory_less(rank, world_size, front):
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # which would hold what travels once more
     gc.collect()
     before = live_bytes()  # of earlier tests
-    model = shard(front, nn.Sequential(*(_Halves() for _ in range(8))), ModuleWrapPolicy({_Halves}))
+    model = shard(front, nn.Sequential(*(_Halves() for _ in range(UNITS))), ModuleWrapPolicy({_Halves}))
     unit = 4 * _Halves.WIDTH**2 * 4
-    held = before + 2 * 8 * unit / world_size
+    held = before + 2 * UNITS * unit / world_size
     peaks = []
     for in_place in (False, True):
         set_gradients_in_place(model, in_place)
