@@ -18,7 +18,6 @@ CORE = {
     "test_dcp.py",
     "test_devices.py",
     "test_distributed_state_dict.py",
-    "test_fully_shard_checkpoints.py",
     "test_offload.py",
     "test_optim_state_dict.py",
     "test_parity.py",

@@ -78,8 +78,6 @@ class Buffered(Net):
 
 
 class Counting(Block):
-    """State that is no tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 3
@@ -124,8 +122,6 @@ class Mixed(Net):
 
 
 class Casting(nn.Module):
-    """Layers of several dtypes in a row."""
-
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
@@ -189,7 +185,6 @@ each_way = pytest.mark.parametrize(
 
 
 def wrapped_and_plain(cls: Callable[[], nn.Module], wrap: Callable[..., nn.Module], use_orig_params: bool):
-    """Makes the wrapped model, and an equal plain one."""
     plain = cls()
     if cls is not Mixed:
         plain.double()

@@ -8,9 +8,9 @@ import json
 import random
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,18 +21,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from fronts import full_state, inner, shard
+from fronts import full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import checkpoint
+from fsdp_wrap import ShardingStrategy, checkpoint, fully_shard
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.checkpoint._state import may_refuse
 from nets import WIDTH
 from optim_states import assert_same, by_name
-from resuming import Counter, full_disk, net, other, per_block_of, train, trained
+from resuming import Counter, full_disk, names_in, net, other, per_block_of, told_alike, train, trained
 from state_nets import Tied, adamw, assert_close, assert_equal
 
 each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
@@ -46,13 +47,6 @@ def stepped(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> tor
 
 def draws() -> tuple[Any, ...]:
     return torch.rand(2).tolist(), random.random(), numpy.random.rand()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-# resuming
 
 
 @ranks(3)
@@ -70,6 +64,9 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
 
     again = per_block_of(other(net()), use_orig_params=True)
     fresh = adamw(again)
+    state = torch.get_rng_state()
+    checkpoint.load(tmp_path, again, restore_random_state=False)
+    assert torch.equal(torch.get_rng_state(), state)
     resumed = {"schedule": torch.optim.lr_scheduler.StepLR(fresh, 5), "data": Counter(0)}
     found = checkpoint.load(tmp_path, again, fresh, resumed)
     assert draws() == expected
@@ -80,6 +77,46 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     train(again, fresh, rank, world_size, range(2, 4))
     assert_equal(again.state_dict(), model.state_dict())
+
+
+def by(fully_shard: Any) -> nn.Module:
+    model: Any = net()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    return model
+
+
+@ranks(3)
+def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
+    pair = dist.new_group([0, 1])
+
+    def flat() -> nn.Module:
+        return FSDP(net(), process_group=pair)
+
+    def pieces() -> nn.Module:
+        return per_block_of(net(), use_orig_params=True)
+
+    def replicated() -> nn.Module:
+        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+    theirs, ours = (partial(by, each) for each in (torchs_fully_shard, fully_shard))
+    kinds: list[Callable[[], nn.Module]] = [pieces, flat, net, theirs, replicated, ours, pieces]
+    for index, make in enumerate(kinds):
+        group = pair if make is flat else None
+        if group is not None and rank > 1:
+            continue
+        size = 2 if group is not None else world_size
+        share = (rank, size) if make is not net else (0, 1)  # a plain model sees whole batches
+        model = make()
+        optimizer = adamw(model)
+        if index:
+            other(model)
+            checkpoint.load(tmp_path / str(index - 1), model, optimizer, process_group=group)
+        train(model, optimizer, *share, range(index, index + 1))  # type: ignore[call-arg]
+        checkpoint.save(tmp_path / str(index), model, optimizer, process_group=group)
+    plain, reference = trained(len(kinds))
+    assert_close(model.state_dict(), plain.state_dict())
+    assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
 
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
@@ -118,6 +155,10 @@ def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_p
                 model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
                 runs[-1][1].step()
         (model, optimizer), (again, fresh) = runs
+        checkpoint.save(tmp_path / "unstepped", again, fresh)
+        assert all(param.grad is None for param in again.parameters())
+        checkpoint.load(tmp_path / "unstepped", again, fresh)
+        assert not fresh.state
         checkpoint.save(tmp_path, model, optimizer, step=number)
         checkpoint.load(tmp_path, again, fresh)
         assert optimizer.state
@@ -172,9 +213,6 @@ def test_plain_readers_need_nothing_of_ours(rank, world_size, tmp_path):
         assert str(tmp_path) not in (folder / ".metadata").read_bytes().decode(errors="replace")
 
 
-# what appears
-
-
 @ranks(2)
 def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_path):
     model = per_block_of(net())
@@ -189,7 +227,7 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
             checkpoint.save(tmp_path, model)
         gc.collect()  # nothing that a failure leaves behind may harm
         dist.barrier()
-        assert names(tmp_path) == [kept.name]
+        assert names_in(tmp_path) == [kept.name]
         pending = checkpoint.async_save(tmp_path, model)
         with pytest.raises(RuntimeError, match="rank 1: OSError"):
             pending.result()
@@ -200,11 +238,11 @@ def test_a_rank_that_fails_fails_all_and_nothing_appears(rank, world_size, tmp_p
     with pytest.raises(RuntimeError, match="rank 1: OSError"):
         checkpoint.save(tmp_path, model)
     dist.barrier()
-    assert names(tmp_path) == [kept.name]
+    assert names_in(tmp_path) == [kept.name]
     checkpoint.load(tmp_path, model)
     assert_equal(model.state_dict(), before)
     checkpoint.save(tmp_path, model)
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    assert names_in(tmp_path) == ["step_00000001", "step_00000002"]
 
 
 def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
@@ -213,7 +251,7 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
     checkpoint.save(tmp_path, model, step=0)
     for keep_last in (None, None, 2):  # also what saves have left that crashed before they removed the oldest
         checkpoint.save(tmp_path, model, keep_last=keep_last)
-    assert names(tmp_path) == ["notes.txt", "step_00000002", "step_00000003"]
+    assert names_in(tmp_path) == ["notes.txt", "step_00000002", "step_00000003"]
 
     incomplete = tmp_path / "step_00000009"
     incomplete.mkdir()
@@ -229,14 +267,14 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
     (tmp_path / "step_00000003").rename(tmp_path / ".step_00000003.replaced")
     assert checkpoint.load(tmp_path, model).step == 3
     checkpoint.save(tmp_path, model, step=1, keep_last=1)  # no newer step goes
-    assert names(tmp_path) == ["notes.txt", "step_00000001", "step_00000003"]
+    assert names_in(tmp_path) == ["notes.txt", "step_00000001", "step_00000003"]
     nn.init.zeros_(model.weight)
     checkpoint.save(tmp_path, model, step=3, progress=True)  # replaces
     assert "checkpoint: 100%" in capfd.readouterr().err
     nn.init.ones_(model.weight)
     checkpoint.load(tmp_path, model, step=3)
     assert model.weight.eq(0).all()
-    assert names(tmp_path) == ["notes.txt", "step_00000001", "step_00000003"]
+    assert names_in(tmp_path) == ["notes.txt", "step_00000001", "step_00000003"]
 
 
 @ranks(2)
@@ -263,21 +301,19 @@ def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
     assert found["position"].eq(0).all() and found["list"] == [1]
 
 
-# what is refused
-
-
 @ranks(2)
 def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_size, tmp_path):
     model = per_block_of(net())
     checkpoint.save(tmp_path, model)
-    bigger = net()
+    bigger, alike = net(), other(net())
     bigger.head = nn.Linear(6, 5).double()
-    bigger.tail = nn.Linear(2, 2).double()
-    del bigger.stem
-    wrapped = FSDP(bigger)
-    before, state = copy.deepcopy(wrapped.state_dict()), torch.get_rng_state()
+    for each in (bigger, alike):
+        each.tail = nn.Linear(2, 2).double()
+        del each.stem
+    bigger, alike = FSDP(bigger), FSDP(alike)
+    before, state = copy.deepcopy(bigger.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError) as refused:
-        checkpoint.load(tmp_path, wrapped, adamw(wrapped), {"data": Counter(0)})
+        checkpoint.load(tmp_path, bigger, adamw(bigger), {"data": Counter(0)})
     for text in (
         "head.weight has shape (3, 6) there and (5, 6) here",
         "the checkpoint lacks tail.weight, tail.bias of the model",
@@ -286,33 +322,58 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
         "the checkpoint lacks data of extra",
     ):
         assert text in str(refused.value)
-    assert_equal(wrapped.state_dict(), before)
+    assert_equal(bigger.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
-    alike = net()
-    alike.tail = nn.Linear(2, 2).double()
-    del alike.stem
-    alike = FSDP(other(alike))
     before = copy.deepcopy(alike.state_dict())
     optimizer = torch.optim.SGD(alike.parameters(), lr=0.25)
     checkpoint.load(tmp_path, alike, optimizer, strict=False)
     assert optimizer.param_groups[0]["lr"] == 0.25  # there was none to load
     found, saved = alike.state_dict(), model.state_dict()
     assert_equal(found, {name: saved.get(name, before[name]) for name in found})
-    counting = nn.Module()
+
+
+def test_steps_and_dtypes_that_are_not_there_are_named(tmp_path):
+    counting, fraction = nn.Module(), nn.Module()
     counting.register_buffer("count", torch.tensor([7]))
-    fraction = nn.Module()
     fraction.count = nn.Parameter(torch.tensor([1.5]))
     checkpoint.save(tmp_path / "fraction", fraction)
-    with pytest.raises(ValueError, match=r"count is torch\.float32 there and torch\.int64 here"):
-        checkpoint.load(tmp_path / "fraction", counting)
-    assert counting.count.tolist() == [7]
-    for path, step, text in [
-        (tmp_path / "none", None, "no complete checkpoint in .*none: there is no such folder"),
-        (tmp_path, 5, "there is no step 5 in .*; it holds steps 1"),
-        (tmp_path / "step_00000001", 2, "step=2 does not fit"),
+    step = checkpoint.save(tmp_path / "runs", nn.Tanh(), extra={"epoch": 4}, step=3)
+    found = checkpoint.load(step.rename(tmp_path / "runs" / "step_00000039"), nn.Tanh())
+    assert found == {"epoch": 4} and found.step == 39
+    for count, told in ((10, "39, 8, 7, .*, 0$"), (12, "39, 10, 9, .*, 2 and 2 more$")):
+        while len(names_in(tmp_path / "runs")) < count:
+            checkpoint.save(tmp_path / "runs", nn.Tanh(), step=len(names_in(tmp_path / "runs")) - 1)
+        with pytest.raises(ValueError, match=f"no step 40 in .*; it holds steps {told}"):
+            checkpoint.load(tmp_path / "runs", nn.Tanh(), step=40)
+    for name, number, text in [
+        ("fraction", None, r"count is torch\.float32 there and torch\.int64 here"),
+        ("none", None, "no complete checkpoint in .*none: there is no such folder"),
+        ("fraction/step_00000001", 2, "step=2 does not fit"),
     ]:
         with pytest.raises(ValueError, match=text):
-            checkpoint.load(path, model, step=step)
+            checkpoint.load(tmp_path / name, counting, step=number)
+    assert counting.count.tolist() == [7]
+
+
+def test_ties_and_extra_state_of_plain_models(tmp_path):
+    class Odd(Tied):
+        told: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.told
+
+        def set_extra_state(self, state: Any) -> None:
+            self.told = state
+
+    source, target = Odd(), other(Odd())
+    source.told = {"nested": [1, torch.ones(2)]}
+    sgd, fresh = (torch.optim.SGD(each.parameters(), lr=lr) for each, lr in ((source, 0.5), (target, 1.0)))
+    checkpoint.save(tmp_path, source, sgd)
+    checkpoint.load(tmp_path, target, [fresh])
+    assert fresh.param_groups[0]["lr"] == 0.5
+    nested = target.told["nested"]
+    assert nested[0] == 1 and nested[1].eq(1).all()
+    assert_equal(dict(target.named_parameters()), dict(source.named_parameters()))
 
 
 @ranks(3)
@@ -333,10 +394,7 @@ def test_damage_is_told_alike_on_all_ranks_before_anything_changes(rank, world_s
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(DamagedCheckpoint) as refused:
         checkpoint.load(folder, model, optimizer)
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, str(refused.value))
-    assert told == [told[0]] * world_size
-    lines = told[0].splitlines()
+    lines = told_alike(refused).splitlines()
     assert lines[0] == f"{folder} is damaged, and nothing was loaded:"
     assert lines[1].startswith("  __0_0.distcp is missing (") and "model." in lines[1]
     assert lines[2].startswith("  __1_0.distcp bytes") and lines[2].count("model.") <= 1 and "(" in lines[2]
@@ -372,70 +430,6 @@ def test_each_byte_is_verified_by_one_rank():
         assert max(bytes_each) <= manifest.size / count + 50
 
 
-def test_modules_without_tensors_and_renamed_steps(tmp_path):
-    folder = checkpoint.save(tmp_path, nn.Tanh(), extra={"epoch": 4}, step=3)
-    found = checkpoint.load(folder.rename(tmp_path / "step_00000039"), nn.Tanh())
-    assert found == {"epoch": 4} and found.step == 39
-    for step in range(11):
-        checkpoint.save(tmp_path, nn.Tanh(), step=step)
-    with pytest.raises(ValueError, match=r"no step 40 in .*; it holds steps 39, 10, 9, .*, 2 and 2 more$"):
-        checkpoint.load(tmp_path, nn.Tanh(), step=40)
-
-
-@ranks(2)
-def test_parameters_without_elements_have_no_count(rank, world_size, tmp_path):
-    def made(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        module = nn.Linear(4, 4)
-        module.nothing = nn.Parameter(torch.empty(0))
-        model = FSDP(module, use_orig_params=use_orig_params)
-        return model, adamw(model)
-
-    model, optimizer = made(True)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path, model, optimizer)
-    again, fresh = made(False)
-    checkpoint.load(tmp_path, again, fresh)
-    assert all(int(state["step"]) == 1 for state in fresh.state.values())
-
-
-def test_ties_buffers_and_extra_state_of_plain_models(tmp_path):
-    class Odd(Tied):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.arange(3))
-            self.told: Any = {"nested": [1, torch.ones(2)]}
-
-        def get_extra_state(self) -> Any:
-            return self.told
-
-        def set_extra_state(self, state: Any) -> None:
-            self.told = state
-
-    source, target = Odd(), other(Odd())
-    target.told = None
-    sgd = torch.optim.SGD(source.parameters(), lr=0.5)
-    checkpoint.save(tmp_path, source, sgd)
-    fresh = torch.optim.SGD(target.parameters(), lr=1.0)
-    checkpoint.load(tmp_path, target, [fresh])
-    assert fresh.param_groups[0]["lr"] == 0.5
-    assert target.told["nested"][0] == 1 and target.told["nested"][1].eq(1).all()
-    for name, value in source.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, target.state_dict()[name]), name
-
-
-def test_random_states_are_restored_unless_told_otherwise(tmp_path):
-    model = nn.Linear(3, 2)
-    checkpoint.save(tmp_path, model)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    checkpoint.load(tmp_path, model, restore_random_state=False)
-    assert torch.equal(torch.get_rng_state(), before)
-    checkpoint.load(tmp_path, model)
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 @ranks(2)
 def test_training_and_states_do_not_need_numpy(rank, world_size):
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
@@ -443,47 +437,6 @@ def test_training_and_states_do_not_need_numpy(rank, world_size):
         optimizer = stepped(model, rank, world_size)
         assert FSDP.optim_state_dict(model, optimizer)["state"]
         assert list(model.state_dict()) == list(net().state_dict())
-
-
-# together or not at all
-
-
-class Part(nn.Module):
-    """One layer is trainable and never used, one frozen at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(self.used(x))
-
-
-@ranks(2)
-@each_kind
-def test_optimizer_state_that_is_not_there_is_left_out(rank, world_size, front, tmp_path):
-    """Of an optimizer that was never stepped, and of parameters that never had a gradient."""
-    model = shard(front, Part().double())
-    optimizer, before = adamw(model), full_state(model)
-    checkpoint.save(tmp_path, model, optimizer)
-    assert not optimizer.state and all(param.grad is None for param in model.parameters())
-    checkpoint.load(tmp_path, model, optimizer)
-    assert not optimizer.state
-    assert_equal(full_state(model), before)
-
-    train(model, optimizer, rank, world_size, range(1))
-    checkpoint.save(tmp_path, model, optimizer)
-    part = other(Part().double())
-    part.frozen.requires_grad_(True)
-    again = shard(front, part)
-    fresh = adamw(again)
-    checkpoint.load(tmp_path, again, fresh)
-    assert_equal(full_state(again), full_state(model))
-    inner(model).frozen.requires_grad_(True)
-    for one, optim in ((model, optimizer), (again, fresh)):
-        train(one, optim, rank, world_size, range(1, 2))
-    assert_equal(full_state(again), full_state(model))
 
 
 class Refusing(torch.optim.AdamW):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import itertools
 import json
 import os
@@ -15,8 +14,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,11 +31,13 @@ from torch.serialization import _get_layout
 
 from bed import ranks, run_isolated
 from fronts import shard
-from fsdp_wrap import ShardingStrategy, checkpoint
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import ShardingStrategy, checkpoint, distributed_state_dict
 from fsdp_wrap.checkpoint import _command as command
 from fsdp_wrap.checkpoint import _convert, _folders
 from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._storage import CheckedWriter
+from resuming import names_in, told_alike
 from state_nets import assert_equal
 
 
@@ -57,24 +57,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def told_alike(error: pytest.ExceptionInfo[Exception]) -> str:
-    """The error's text, which must be the same on all ranks."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, str(error.value))
-    assert told == told[:1] * len(told)
-    return str(told[0])
-
-
 SAVES: dict[str, Callable[..., Path]] = {
     "save": checkpoint.save,
     "async_save": lambda *args, **options: checkpoint.async_save(*args, **options).result(),
 }
-
-# folders that ranks do not share
 
 
 @ranks(3)
@@ -99,7 +85,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_written
             patch.chdir(own)
             save("runs", model, keep_last=1)
         dist.barrier()
-        assert names(shared) == [kept.name] and not names(own / "runs")
+        assert names_in(shared) == [kept.name] and not names_in(own / "runs")
 
     if rank == 0:
         (tmp_path / "link").symlink_to(shared)
@@ -109,37 +95,6 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_written
         patch.chdir(tmp_path)
         folder = own.absolute() / "step_00000002"
         assert checkpoint.save(own, model) == folder == checkpoint.load(own, model).folder
-
-
-@contextmanager
-def disk(path: Path, size: str):
-    """Mounts a file system at a path that this thread alone sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(0x00020000) or libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):
-        pytest.skip("mount namespaces are not allowed here")
-    assert not libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, f"size={size}".encode())
-    yield
-
-
-def in_thread(body: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(body).result()
-
-
-@ranks(2)
-def test_one_path_on_two_disks_is_told_apart(rank, world_size, tmp_path):
-    model = layers()
-    kept = checkpoint.save(tmp_path, model)
-
-    def body() -> None:
-        with disk(tmp_path, "1m"):
-            (tmp_path / f"of_rank_{rank}").touch()
-            with pytest.raises(ValueError, match=rf"rank 0 \(in {tmp_path} .* not seen by rank 1 \("):
-                checkpoint.save(tmp_path, model, keep_last=1)
-            assert names(tmp_path) == [f"of_rank_{rank}"]
-
-    in_thread(body)
-    assert names(tmp_path) == [kept.name]
 
 
 @ranks(2)
@@ -162,7 +117,7 @@ def test_a_step_whose_files_have_not_all_arrived_is_not_published(rank, world_si
         text = told_alike(refused)
         assert f"sees that __1_0.distcp {lack}" in text
         assert f"written by rank 1 (in {tmp_path} on host {socket.gethostname()})" in text
-        assert names(tmp_path) == [kept.name]
+        assert names_in(tmp_path) == [kept.name]
 
 
 @ranks(3)
@@ -198,9 +153,6 @@ def test_loading_what_not_all_ranks_see_names_ranks_and_paths(rank, world_size, 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-# who saves
-
-
 @ranks(3)
 def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
     pair = dist.new_group([0, 1])
@@ -219,7 +171,7 @@ def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
         for model in (layers(), shard("orig", layers(), process_group=pair), replicated):
             checkpoint.save(tmp_path, model, process_group=pair)
     dist.barrier()
-    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+    assert names_in(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
 @ranks(2)
@@ -248,12 +200,12 @@ def test_a_second_run_is_told_and_disturbs_nothing(rank, world_size, tmp_path, m
                 save(tmp_path / "runs", model, step=number, process_group=alone)
         (tmp_path / "told").touch()
     dist.barrier()
-    assert names(tmp_path / "runs") == ["step_00000004"]
+    assert names_in(tmp_path / "runs") == ["step_00000004"]
     assert checkpoint.load(tmp_path / "runs", model).step == 4
     if rank == 1:
         (tmp_path / "runs" / ".saving").write_text("a process that was killed")
         checkpoint.save(tmp_path / "runs", model, process_group=alone)
-        assert names(tmp_path / "runs") == ["step_00000004", "step_00000005"]
+        assert names_in(tmp_path / "runs") == ["step_00000004", "step_00000005"]
 
 
 def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
@@ -267,7 +219,7 @@ def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
 
     monkeypatch.setattr(CheckedWriter, "write_data", meanwhile)
     checkpoint.save(tmp_path, layers())
-    assert names(tmp_path) == ["step_00000001"]
+    assert names_in(tmp_path) == ["step_00000001"]
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
@@ -287,7 +239,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
         for save in (checkpoint.save, checkpoint.async_save):
             with pytest.raises(error, match=message):
                 save(tmp_path, **{"model": layers(), **given})
-    assert names(tmp_path) == [kept.name]
+    assert names_in(tmp_path) == [kept.name]
 
 
 def test_an_old_step_that_cannot_be_removed_is_told_and_the_new_one_is_there(tmp_path, monkeypatch):
@@ -302,13 +254,13 @@ def test_an_old_step_that_cannot_be_removed_is_told_and_the_new_one_is_there(tmp
         UserWarning, match="an old checkpoint in .* could not be removed: .*step_00000001.* stays"
     ):
         checkpoint.save(tmp_path, model, keep_last=1)
-    assert names(tmp_path) == [".step_00000001.deleted", "step_00000002"]
+    assert names_in(tmp_path) == [".step_00000001.deleted", "step_00000002"]
     again = layers()
     checkpoint.load(tmp_path, again)
     assert_equal(again.state_dict(), model.state_dict())
     monkeypatch.undo()
     checkpoint.save(tmp_path, model, keep_last=1)
-    assert names(tmp_path) == ["step_00000003"]
+    assert names_in(tmp_path) == ["step_00000003"]
 
 
 def test_a_claim_that_cannot_be_removed_keeps_nobody_from_saving(tmp_path, monkeypatch):
@@ -350,42 +302,22 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing(tmp_path, how, victim):
             assert outcome.value.startswith(f"checkpoint.{how} failed, since "), outcome.value
             assert f"rank {victim} died" in outcome.value.splitlines()[0]
             assert f"rank {victim} (dead): in or after" in outcome.value
-    assert names(tmp_path) == ["step_00000001"]
-
-
-# what is in the way
-
-
-def test_a_full_disk_says_so(tmp_path):
-    small, large = tmp_path / "small", nn.Linear(300, 300)
-    small.mkdir()
-    checkpoint.save(tmp_path / "run", large)
-
-    def body() -> None:
-        full = r"\[Errno 28\] No space left on device: .*partial'"
-        with disk(small, "400k"):
-            kept = checkpoint.save(small, nn.Linear(3, 3))
-            with pytest.raises(RuntimeError, match=f"OSError: {full}"):
-                checkpoint.save(small, nn.Sequential(large, nn.Linear(200, 200)), keep_last=1)
-            assert names(small) == [kept.name]
-            checkpoint.save(small, nn.Linear(3, 3))
-            (small / "ballast").write_bytes(bytes(200_000))
-            with pytest.raises(OSError, match=full.replace("partial", r"\.file\.pt\.partial")):
-                _convert.to_torch_file(tmp_path / "run", small / "file.pt")
-            assert names(small) == ["ballast", "step_00000001", "step_00000002"]
-
-    in_thread(body)
+    assert names_in(tmp_path) == ["step_00000001"]
 
 
 def test_a_file_that_may_not_grow_says_so(tmp_path):
+    large = nn.Linear(300, 300)
+    checkpoint.save(tmp_path / "run", large)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(RuntimeError, match=r"OSError: \[Errno 27\] File too large: '.*partial'"):
-            checkpoint.save(tmp_path, nn.Linear(300, 300))
+            checkpoint.save(tmp_path / "new", large)
+        with pytest.raises(OSError, match=r"\[Errno 27\] File too large: '.*\.file\.pt\.partial'"):
+            _convert.to_torch_file(tmp_path / "run", tmp_path / "file.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not names(tmp_path)
+    assert names_in(tmp_path) == ["new", "run"] and not names_in(tmp_path / "new")
 
 
 def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
@@ -397,34 +329,47 @@ def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(t
         patch.setattr(CheckedWriter, "write_data", None)
         with pytest.raises(ValueError, match="step_00000002 is in the way and no checkpoint of ours"):
             checkpoint.save(runs, model)
-    assert names(runs) == ["step_00000001", "step_00000002"]
+    assert names_in(runs) == ["step_00000001", "step_00000002"]
     (runs / "step_00000002").unlink()
     (runs / "step_00000001").rename(elsewhere)
     (runs / "step_00000001").symlink_to(elsewhere)
     assert checkpoint.load(runs, model).step == 1
     checkpoint.save(runs, model, step=1)  # replaces the link, and leaves what it led to
     checkpoint.save(runs, model, step=2)
-    assert names(runs) == ["step_00000001", "step_00000002"] and (elsewhere / "manifest.json").is_file()
+    assert names_in(runs) == ["step_00000001", "step_00000002"] and (elsewhere / "manifest.json").is_file()
     assert not (runs / "step_00000001").is_symlink()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
-def test_one_parameter_has_one_state(rank, world_size, tmp_path):
-    for front in ("orig", "composable"):
-        model, folder = shard(front, layers()), tmp_path / front
-        first, *others = model.parameters()
-        one, other = (torch.optim.SGD([first, *more], lr=0.1) for more in (others, []))
-        checkpoint.save(folder, model, one)
-        for call in (checkpoint.save, checkpoint.load):
-            with pytest.raises(ValueError, match=r"is in two optimizers \(SGD and SGD\).*one optimizer"):
-                call(folder, model, [one, other])
-            with pytest.raises(ValueError, match="occurs twice .*pass it once"):
-                call(folder, model, torch.optim.SGD([first, first], lr=0.1))
-        assert names(folder) == ["step_00000001"]
-
-
-# foreign folders
+def test_a_parameter_has_one_state(rank, world_size, front, tmp_path):
+    """Two optimizers with it, or one with it twice, are refused before anything changes or is written."""
+    model = shard(front, layers())
+    first, *others = model.parameters()
+    one, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD([first], lr=0.1)
+    twice = torch.optim.SGD([first, *others, first], lr=0.1)
+    before = copy.deepcopy(one.state_dict())
+    checkpoint.save(tmp_path, model, one)
+    nothing: Any = {"state": {}, "param_groups": []}
+    for given, message in (
+        ([one, other], r"parameter '.*' .*is in two optimizers \(AdamW and SGD\).*one optimizer"),
+        (twice, r"parameter '0\.weight'.* occurs twice .*pass it once"),
+    ):
+        for refused in (
+            lambda given=given: distributed_state_dict.get_optimizer_state_dict(model, given),
+            lambda given=given: distributed_state_dict.get_state_dict(model, given),
+            lambda given=given: distributed_state_dict.set_optimizer_state_dict(model, given, nothing),
+            lambda given=given: checkpoint.save(tmp_path, model, given),
+            lambda given=given: checkpoint.load(tmp_path, model, given),
+        ):
+            with pytest.raises(ValueError, match=message):
+                refused()
+    for each in (FSDP.optim_state_dict, FSDP.sharded_optim_state_dict) if front == "orig" else ():
+        with pytest.raises(ValueError, match="occurs twice .*pass it once"):
+            each(model, twice)
+    assert one.state_dict() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
 class Payload:
@@ -551,7 +496,7 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
         for read in readers(folder, tmp_path).values():
             with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata of a checkpoint"):
                 read()
-    assert names(tmp_path) == ["run"]
+    assert names_in(tmp_path) == ["run"]
 
 
 class Odd(nn.Linear):
@@ -586,7 +531,7 @@ def test_a_payload_in_the_data_is_refused_and_not_run(tmp_path, monkeypatch):
         refused = rf"({what}) is no plain value: it asks for .*, and nothing of that"
         with pytest.raises(RuntimeError, match=refused):
             checkpoint.load(tmp_path / name, *loaded)  # type: ignore[arg-type]
-    assert names(tmp_path) == ["extra", "model", "optim"]
+    assert names_in(tmp_path) == ["extra", "model", "optim"]
     assert_equal(model.state_dict(), changed)
     checkpoint.load(tmp_path / "extra", model, optimizer, trusted=True)
     assert (tmp_path / "ran").exists()

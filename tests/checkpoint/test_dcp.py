@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise as pairwise_of
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_functions
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
@@ -28,159 +23,71 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
-from bed.sampling import few_fast
 from fronts import each_form
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
 )
-from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name
 from resuming import Block, Net, net, per_block_of, train, trained
-from scenario import name_of, pairwise
 from state_nets import (
-    FULL,
     LOCAL,
     SHARDED,
     adamw,
-    assert_close,
     assert_equal,
     per_block,
     whole,
 )
 
-# Resuming elsewhere.
 
-_ONE: dict[str, Sequence[Any]] = {
-    "strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
-    "orig": [False, True],
-    "ranks": [1, 2, 3, 4],
-    "wrap": ["whole", "block"],
-}
-RESUMES = {f"{side}_{name}": values for side in ("from", "to") for name, values in _ONE.items()}
-RESUMES["kind"] = ["full", "sharded"]
-
-
-def settle(scenario: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid mesh takes all ranks."""
-    sides = [side for side in ("from", "to") if scenario.get(f"{side}_strategy") == "HYBRID_SHARD"]
-    return scenario | {f"{side}_ranks": 4 for side in sides}
-
-
-class Run:
-    """A model and optimizer on the first few ranks."""
-
-    def __init__(self, scenario: dict[str, Any], side: str, groups: dict[int, Any]) -> None:
-        strategy = scenario[f"{side}_strategy"]
-        self.size = scenario[f"{side}_ranks"]
-        self.rank = dist.get_rank()
-        self.group = groups[self.size]
-        self.takes_part = self.rank < self.size
-        if not self.takes_part:
-            return
-        options: dict[str, Any] = {"process_group": self.group}
-        if strategy == "HYBRID_SHARD":
-            options = {"device_mesh": init_device_mesh("cpu", (2, 2))}
-        self.model = FSDP(
-            net(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}) if scenario[f"{side}_wrap"] == "block" else None,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=scenario[f"{side}_orig"],
-            **options,
-        )
-        self.optimizer = adamw(self.model)
-
-    def train(self, steps: range) -> None:
-        if self.takes_part:
-            train(self.model, self.optimizer, self.rank, self.size, steps)
-
-    def save(self, path: Path, kind: str) -> None:
-        if not self.takes_part:
-            return
-        if kind in ("sharded", "rows"):
-            with sharded(self.model, rows=kind == "rows"):
-                dcp.save(self._state(), checkpoint_id=path, process_group=self.group)
-            return
-        model_config, optim_config = FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)
-        with FSDP.state_dict_type(self.model, FULL, model_config, optim_config):
-            state = self._state()
-        if self.rank == 0:
-            torch.save(state, path / "full")
-
-    def _state(self) -> dict[str, Any]:
-        optim = FSDP.optim_state_dict(self.model, self.optimizer)
-        return {"model": self.model.state_dict(), "optimizer": optim}
-
-    def load(self, path: Path, kind: str) -> None:
-        if not self.takes_part:
-            return
-        if kind == "full":
-            state = torch.load(path / "full", weights_only=True)
-            self._take(state)
-            return
-        with sharded(self.model, rows=kind == "rows"):
-            state = self._state()
-            dcp.load(state, checkpoint_id=path, process_group=self.group)
-            self._take(state)
-
-    def _take(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        cut = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state["optimizer"])
-        self.optimizer.load_state_dict(cut)
-
-
-def sharded(model: nn.Module, offload: bool = False, rows: bool = False) -> Any:
+def sharded(model: nn.Module, rows: bool = False) -> Any:
     return FSDP.state_dict_type(
         model,
         SHARDED,
-        ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=rows),
-        ShardedOptimStateDictConfig(offload_to_cpu=offload, _use_dtensor=rows),
+        ShardedStateDictConfig(_use_dtensor=rows),
+        ShardedOptimStateDictConfig(_use_dtensor=rows),
     )
 
 
-_SAME = {**_ONE, "ranks": [4], "to_orig": [False, True], "kind": ["full", "sharded"]}
-SAME = [
-    {f"{side}_{name}": one[name] for name in _ONE for side in ("from", "to")}
-    | {name: one[name] for name in ("to_orig", "kind")}
-    for one in pairwise(_SAME, seed=1)
-]
-_ROWS: list[dict[str, Any]] = [
-    {"from_strategy": "FULL_SHARD", "to_strategy": "FULL_SHARD", "from_ranks": 3, "to_ranks": 2}
-    | {"from_orig": True, "to_orig": False},
-    {"from_strategy": "HYBRID_SHARD", "to_strategy": "NO_SHARD", "to_ranks": 2}
-    | {"from_orig": False, "to_orig": True},
-]
-ROWS = [settle({**one, "kind": "rows", "from_wrap": "block", "to_wrap": "whole"}) for one in _ROWS]
-
-
-@pytest.mark.parametrize(
-    "scenario", [*few_fast(pairwise(RESUMES, 5, settle), 2), *ROWS, *few_fast(SAME, 2)], ids=name_of
-)
+@pytest.mark.parametrize("rows", [False, True])
 @ranks(4)
-def test_resuming_elsewhere_equals_a_plain_model_that_went_on(rank, world_size, scenario, tmp_path):
-    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4)}
-    before, after = (Run(scenario, side, groups) for side in ("from", "to"))
-    before.train(range(3))
-    before.save(tmp_path, scenario["kind"])
-    dist.barrier()
-    after.load(tmp_path, scenario["kind"])
-    after.train(range(3, 6))
-    if all(scenario[f"from_{name}"] == scenario[f"to_{name}"] for name in ("strategy", "ranks", "wrap")):
-        before.train(range(3, 6))
-        if after.takes_part:  # with the same sharding it is exact
-            assert_equal(after.model.state_dict(), before.model.state_dict())
-    if after.takes_part:
-        plain, optimizer = trained(6)
-        state = after.model.state_dict()
-        expected = plain.state_dict()
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10)
-        assert_same(FSDP.optim_state_dict(after.model, after.optimizer), by_name(optimizer, plain))
+def test_the_methods_of_the_wrapper_resume_on_other_ranks_in_another_wrapping(
+    rank, world_size, tmp_path, rows
+):
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        with sharded(model, rows=rows):
+            return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+
+    copies = {
+        "device_mesh": init_device_mesh("cpu", (2, 2)),
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    }
+    source = per_block_of(net(), use_orig_params=True, **copies)
+    optimizer, group = adamw(source), dist.new_group([0, 1, 2])
+    train(source, optimizer, rank, world_size, range(3))
+    dcp.save(state(source, optimizer), checkpoint_id=tmp_path)
+    if rank == 3:
+        return
+    target = FSDP(net(), process_group=group)
+    fresh = adamw(target)
+    loaded = state(target, fresh)
+    dcp.load(loaded, checkpoint_id=tmp_path, process_group=group)
+    with sharded(target, rows=rows):
+        target.load_state_dict(loaded["model"])
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(target, fresh, loaded["optim"]))
+    train(target, fresh, rank, 3, range(3, 6))
+    plain, reference = trained(6)
+    assert_near(target.state_dict(), plain.state_dict())
+    assert_same(FSDP.optim_state_dict(target, fresh), by_name(reference, plain))
+
+
+def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-10, atol=1e-10)
 
 
 def flattened(model_state: dict[str, Any], optim_state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -208,50 +115,6 @@ def test_state_dicts_of_rows_are_torchs(rank, world_size):
             torch.testing.assert_close(value.to_local(), rows)
 
 
-@ranks(2)
-def test_hugging_face_storage_holds_rows(rank, world_size, tmp_path):
-    """Its files hold one box for each rank and name: more of them are refused, rows are written right."""
-    writing = partial(HuggingFaceStorageWriter, save_distributed=True, enable_consolidation=True)
-    model = per_block_of(net(), use_orig_params=True)
-    with sharded(model):
-        pieces = model.state_dict()
-    with pytest.raises(CheckpointException, match=r"one box .*Of 'stem.weight'.*_use_dtensor"):
-        dcp.save(pieces, storage_writer=writing(str(tmp_path / "no")))
-    with sharded(model, rows=True):
-        dcp.save(model.state_dict(), storage_writer=writing(str(tmp_path / "yes")))
-    (path,) = (tmp_path / "yes").glob("*.safetensors")
-    assert_equal(load_file(path), net().state_dict())
-
-
-@ranks(3)
-def test_optimizer_state_found_by_the_metadata(rank, world_size, tmp_path):
-    """As Lightning loads it: by a function of torch that makes `ShardedTensor`s."""
-    model = per_block_of(net(), use_orig_params=True)
-    ours = adamw(model)
-    train(model, ours, rank, world_size, range(3))
-    with sharded(model, offload=True):
-        state = {"model": model.state_dict(), "optimizer_0": FSDP.optim_state_dict(model, ours)}
-        dcp.save(state, checkpoint_id=tmp_path)
-    other = FSDP(net())
-    fresh = adamw(other)
-    with sharded(other, offload=True):
-        weights = {"model": other.state_dict()}
-        dcp.load(weights, checkpoint_id=tmp_path)
-        other.load_state_dict(weights["model"])
-        found = load_sharded_optimizer_state_dict(
-            model_state_dict=weights["model"],
-            optimizer_key="optimizer_0",
-            storage_reader=dcp.FileSystemReader(tmp_path),
-        )
-        cut = FSDP.optim_state_dict_to_load(optim_state_dict=found["optimizer_0"], model=other, optim=fresh)
-        fresh.load_state_dict(cut)
-    train(other, fresh, rank, world_size, range(3, 6))
-    assert_close(other.state_dict(), trained(6)[0].state_dict())
-
-
-# To and from plain models and torch's own wrappers.
-
-
 def fsdp1(use_orig_params: bool) -> nn.Module:
     policy = TorchModuleWrapPolicy({Block})
     device = torch.device("cpu")
@@ -274,8 +137,6 @@ PEERS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Side:
-    """A model and its optimizer, with the functions that save and load them."""
-
     def __init__(self, functions: Any, model: nn.Module) -> None:
         self._functions, self.model, self.optimizer = functions, model, adamw(model)
 
@@ -325,13 +186,7 @@ def test_training_goes_on_elsewhere(rank, world_size, giver, way, peer, use_orig
     source.train(rank, range(3))
     hand_over(source, target, way, tmp_path)
     target.train(rank, range(3, 5))
-    found, expected = target.state(full=True)["model"], trained(5)[0].state_dict()
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
-
-
-# What is written.
+    assert_near(target.state(full=True)["model"], trained(5)[0].state_dict())
 
 
 class Looking(DefaultSavePlanner):
@@ -373,13 +228,6 @@ def test_saving_takes_no_memory_and_sends_no_tensors(rank, world_size, tmp_path)
     assert payload - 100 < written < payload + 250_000, "everything is written once"
 
 
-def load_pieces(model: nn.Module, path: Path) -> None:
-    with sharded(model):
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=path)
-        model.load_state_dict(state["model"])
-
-
 @ranks(2)
 def test_saving_in_the_background(rank, world_size, tmp_path):
     model = per_block_of(net(), use_orig_params=True)
@@ -390,11 +238,11 @@ def test_saving_in_the_background(rank, world_size, tmp_path):
     future = dcp.async_save(state, checkpoint_id=tmp_path, process_group=group)
     train(model, adamw(model), rank, world_size, range(2))  # what is saved was copied before
     future.result()
-    load_pieces(model, tmp_path)
+    with sharded(model):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        model.load_state_dict(state["model"])
     assert_equal(model.state_dict(), expected)
-
-
-# Local state dicts.
 
 
 @each_form

@@ -1,4 +1,4 @@
-"""Clipping and per-parameter norms, against `torch.nn.utils` on a plain model with all ranks' batches."""
+"""Clipping and norms by name, of wrappers and of any model, against `torch.nn.utils` on a plain one."""
 
 from __future__ import annotations
 
@@ -6,97 +6,83 @@ import copy
 import itertools
 import math
 import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fronts
+import fsdp_wrap
+import tp_nets
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_form
-from fsdp_wrap import CPUOffload, ShardingStrategy
+from beside import large_batch_backward
+from fronts import each_form, each_front, full_grads, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import MixedPrecision, ShardingStrategy, fully_shard, replicate
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import (
-    WRAPPINGS,
-    Transformer,
-    full_grads,
-    gather_objects,
-    loss_of,
-    tokens,
-    transformer_twins,
-    twins,
-)
+from models import WRAPPINGS, Transformer, gather_objects, loss_of, tokens, transformer_twins, twins
 from state_nets import Casting
 
-NORM_TYPES = (0.5, 1.0, 2, 3.5, float("inf"), "inf")
+NORMS = (1.0, 2.0, math.inf)
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def backward(model: nn.Module, rank: int) -> None:
     loss_of(model, tokens(rank, 0)).backward()
 
 
-def backward_of_all(plain: nn.Module, world_size: int) -> None:
-    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
+def expected_norms(plain: nn.Module, p: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    norms = {
+        name: torch.linalg.vector_norm(grad, p) if grad.numel() else grad.new_zeros(())
+        for name, grad in grads.items()
+    }
+    return norms, torch.linalg.vector_norm(torch.stack([*norms.values()]), p)
 
 
-def assert_grads_equal(model: nn.Module, plain: nn.Module) -> None:
-    found = fronts.full_grads(model)
+def assert_norms_and_clipping(
+    model: FSDP,
+    plain: nn.Module,
+    norm_type: Any,
+    all_reduces: int,
+    ignored: Mapping[str, nn.Parameter] | None = None,
+) -> None:
+    """Norms, the total and clipped gradients are a plain model's, and travel in so many all-reduces."""
+    by_name, _ = expected_norms(plain, float(norm_type))
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
+    calls = []
+    with count_collectives() as traffic:
+        found = model.grad_norms(norm_type)
+    calls.append({name: count for name, (count, _) in traffic.items()})
+    with count_collectives() as traffic:
+        total = model.clip_grad_norm_(1e-3, norm_type)
+    calls.append({name: count for name, (count, _) in traffic.items()})
+    assert calls == [{"all_reduce": all_reduces} if all_reduces else {}] * 2
+    assert list(found) == list(by_name)
+    torch.testing.assert_close(found, by_name, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
+    assert len(set(gather_objects(total.item()))) == 1
+    assert_grads_equal(model, plain, ignored)
+
+
+def assert_grads_equal(
+    model: nn.Module, plain: nn.Module, ignored: Mapping[str, nn.Parameter] | None = None
+) -> None:
+    found = full_grads(model) | {name: param.grad for name, param in (ignored or {}).items()}
     for name, param in plain.named_parameters():
         torch.testing.assert_close(found[name], param.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
-def values(norms: dict[str, torch.Tensor]) -> dict[str, float]:
+def values(norms: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: norm.item() for name, norm in norms.items()}
-
-
-def calls(traffic) -> dict[str, int]:
-    return {name: count for name, (count, _) in traffic.items()}
-
-
-# Norms and clipped gradients.
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params", "offload"),
-    [
-        ("FULL_SHARD", False, True),
-        ("FULL_SHARD", True, False),
-        ("SHARD_GRAD_OP", True, True),
-        ("NO_SHARD", True, False),
-        ("NO_SHARD", False, True),
-    ],
-)
-@ranks(1, 3)
-def test_every_norm_type_equals_plain(rank, world_size, use_orig_params, strategy, offload):
-    plain, model = transformer_twins(use_orig_params, strategy, cpu_offload=CPUOffload(offload))
-    backward(model, rank)
-    backward_of_all(plain, world_size)
-    assert_grads_equal(model, plain)
-    for name, grad in full_grads(model).items():  # so that only norms can differ
-        plain.get_parameter(name).grad = grad
-    sharded = strategy != "NO_SHARD" and world_size > 1
-    for norm_type in NORM_TYPES:
-        norms = {n: torch.linalg.vector_norm(p.grad, float(norm_type)) for n, p in plain.named_parameters()}
-        with count_collectives() as traffic:
-            found = model.grad_norms(norm_type)  # type: ignore[arg-type]
-        assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
-        assert list(found) == list(norms)
-        for name, norm in norms.items():
-            torch.testing.assert_close(found[name], norm, rtol=1e-10, atol=1e-12, msg=name)
-
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)  # type: ignore[arg-type]
-        with count_collectives() as traffic:
-            total = model.clip_grad_norm_(1e-3, norm_type)  # type: ignore[arg-type]
-        assert calls(traffic) == ({"all_reduce": 1} if sharded else {})
-        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
-        assert_grads_equal(model, plain)
-
-
-# Strategies and groups that differ per unit.
 
 
 def groups_of_four(rank: int) -> dict[str, dist.ProcessGroup]:
@@ -141,50 +127,21 @@ def test_each_element_counts_once_in_every_tree(rank, world_size, use_orig_param
     strategies, collectives = TREES[tree]
     model = wrap_as(raw, strategies, groups_of_four(rank), use_orig_params)
     backward(model, rank)
-    backward_of_all(plain, world_size)
+    large_batch_backward(plain, [0])
     for param in raw.norm.parameters():  # no unit reduces them
         dist.all_reduce(param.grad)
         param.grad /= world_size
-    for norm_type in (1.0, 2.0, float("inf")):
-        norms = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in plain.named_parameters()}
-        found = model.grad_norms(norm_type)
-        assert list(found) == list(norms)
-        for name, norm in norms.items():
-            torch.testing.assert_close(found[name], norm, rtol=1e-10, atol=1e-12, msg=name)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
-        with count_collectives() as traffic:
-            total = model.clip_grad_norm_(1e-3, norm_type)
-        assert calls(traffic) == ({"all_reduce": collectives} if collectives else {})
-        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
-        assert len(set(gather_objects(total.item()))) == 1
-    found = full_grads(model) | {f"norm.{name}": param.grad for name, param in raw.norm.named_parameters()}
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-9, atol=1e-13, msg=name)
+    ignored = {f"norm.{name}": param for name, param in raw.norm.named_parameters()}
+    for norm_type in NORMS:
+        assert_norms_and_clipping(model, plain, norm_type, collectives, ignored)
 
 
 @ranks(2)
-def test_a_tied_parameter_of_another_root_counts_there(rank, world_size):
-    torch.manual_seed(0)
-    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-    second.weight = first.weight
-    plain = copy.deepcopy(nn.ModuleList([first, second]))
-    lender, borrower = FSDP(first, use_orig_params=True), FSDP(second, use_orig_params=True)
-    borrower(lender(torch.ones(2, 4).double())).square().sum().backward()
-    plain[1](plain[0](torch.ones(2, 4).double())).square().sum().backward()
-    norms = {name: param.grad.norm().item() for name, param in plain.named_parameters()}
-    assert values(lender.grad_norms()) == pytest.approx(
-        {"weight": norms["0.weight"], "bias": norms["0.bias"]}
-    )
-    assert values(borrower.grad_norms()) == pytest.approx({"bias": norms["1.bias"]})
-    assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
-
-
-@ranks(2)
-def test_tied_parameters_go_by_their_first_name(rank, world_size):
-    plain, _ = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.float64)
+def test_tied_parameters_count_once_by_their_first_name(rank, world_size):
+    plain, _ = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), DOUBLE)
     plain[1].weight = plain[0].weight
     by_policy = FSDP(copy.deepcopy(plain), use_orig_params=True)
-    by_hand = copy.deepcopy(plain)
+    by_hand, apart = copy.deepcopy(plain), copy.deepcopy(plain)
     for number in (1, 0):  # the second layer owns the weight
         by_hand[number] = FSDP(by_hand[number], use_orig_params=True)
     x = torch.ones(2, 4).double()
@@ -197,12 +154,29 @@ def test_tied_parameters_go_by_their_first_name(rank, world_size):
         assert list(found) == list(norms)
         assert values(found) == pytest.approx(norms)
         torch.testing.assert_close(model.clip_grad_norm_(1.0), expected)
+    lender, borrower = (FSDP(layer, use_orig_params=True) for layer in apart)  # two roots
+    borrower(lender(x)).square().sum().backward()
+    lent = {"weight": norms["0.weight"], "bias": norms["0.bias"]}
+    assert values(lender.grad_norms()) == pytest.approx(lent)
+    assert values(borrower.grad_norms()) == pytest.approx({"bias": norms["1.bias"]})
+    assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
 
 
-# Dtypes.
-
-
-HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype) -> None:
+    """The norm is of the widest dtype in which gradients are kept; each is scaled more precisely."""
+    before = {name: grad.double() for name, grad in full_grads(model).items()}
+    for norm_type in NORMS:
+        for name, norm in model.grad_norms(norm_type).items():
+            expected = torch.linalg.vector_norm(before[name], norm_type)
+            assert norm.dtype in (SINGLE, DOUBLE)
+            torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    exact = torch.cat([grad.flatten() for grad in before.values()]).norm()
+    total = model.clip_grad_norm_(0.1)
+    assert total.dtype == widest
+    torch.testing.assert_close(total.double(), exact, rtol=max(1e-6, torch.finfo(widest).eps), atol=0)
+    for name, grad in full_grads(model).items():
+        expected = (before[name] * (0.1 / (exact + 1e-6))).to(grad.dtype)
+        torch.testing.assert_close(grad, expected, rtol=torch.finfo(grad.dtype).eps, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -222,20 +196,37 @@ def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy, dt
     model = FSDP(Casting(*dtypes), use_orig_params=use_orig_params, auto_wrap_policy=policy)
     torch.manual_seed(rank)
     (30 * model(torch.randn(4, 8))).square().sum().backward()
-    before = {name: grad.double() for name, grad in full_grads(model).items()}
-    for norm_type in (1, 2, float("inf")):
-        found = model.grad_norms(norm_type)
-        for name, grad in before.items():
-            expected = torch.linalg.vector_norm(grad, norm_type)
-            assert found[name].dtype in (SINGLE, DOUBLE)
-            torch.testing.assert_close(found[name].double(), expected, rtol=1e-6, atol=0)
-    flat = torch.cat([grad.flatten() for grad in before.values()])
-    total = model.clip_grad_norm_(1.0)
-    assert total.dtype == widest
-    torch.testing.assert_close(total, flat.norm().to(widest))
-    for name, grad in full_grads(model).items():
-        expected = (before[name] / flat.norm()).to(grad.dtype)
-        torch.testing.assert_close(grad, expected, rtol=torch.finfo(grad.dtype).eps, atol=1e-7)
+    assert_norms_and_clipping_in(model, widest)
+
+
+POLICIES = {
+    "bf16": (MixedPrecision(BRAIN), SINGLE),
+    "bf16, reduced in fp32": (MixedPrecision(BRAIN, reduce_dtype=SINGLE), SINGLE),
+    "bf16 kept": (MixedPrecision(BRAIN, keep_low_precision_grads=True), BRAIN),
+    "fp16": (MixedPrecision(HALF), SINGLE),
+    "fp16 kept": (MixedPrecision(HALF, keep_low_precision_grads=True), HALF),
+    "fp16 reduced in fp32, kept": (MixedPrecision(HALF, SINGLE, keep_low_precision_grads=True), SINGLE),
+    "fp16 reduced in bf16, kept": (MixedPrecision(HALF, BRAIN, keep_low_precision_grads=True), BRAIN),
+    "fp16 reduced in fp16, kept": (MixedPrecision(HALF, HALF, keep_low_precision_grads=True), HALF),
+}
+"""By what they do, with the dtype of the norm."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [("FULL_SHARD", False), ("NO_SHARD", True)])
+@ranks(2)
+def test_norms_are_of_the_dtype_in_which_gradients_are_kept(
+    rank, world_size, strategy, use_orig_params, policy
+):
+    """On all ranks, those without a gradient of their own too."""
+    mixed_precision, expected = POLICIES[policy]
+    options: Any = {"mixed_precision": mixed_precision, "use_orig_params": use_orig_params}
+    options |= {"sharding_strategy": ShardingStrategy[strategy]}
+    _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), **options)
+    with pytest.warns(UserWarning, match="no gradients"):
+        assert model.clip_grad_norm_(1.0).dtype == expected
+    backward(model, rank)
+    assert_norms_and_clipping_in(model, expected)
 
 
 @ranks(2)
@@ -259,13 +250,10 @@ def test_large_half_precision_gradients_are_clipped_precisely(rank, world_size):
     torch.testing.assert_close(grad, torch.full_like(grad, 1 / 256), rtol=1e-3, atol=0)
 
 
-# One norm per reduced shard.
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", NORMS)
 @ranks(3)
 def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
-    _, model = twins(Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
+    _, model = twins(Transformer, DOUBLE, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
     layouts = [each.layout for unit in units_in(model).values() for each in unit.handle.segments]
 
     def blocks() -> list[int]:
@@ -307,9 +295,7 @@ def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
         torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
         for param, grad in zip(model.parameters(), before):
             clipped = None if grad is None else grad * (1e-3 / (total + 1e-6))
-            assert (param.grad is None) == (clipped is None)
-            if clipped is not None:
-                torch.testing.assert_close(param.grad, clipped, rtol=1e-12, atol=0)
+            torch.testing.assert_close(param.grad, clipped, rtol=1e-12, atol=0)
         again = model.clip_grad_norm_(1e9, norm_type)
         torch.testing.assert_close(again, total * (1e-3 / (total + 1e-6)), rtol=1e-12, atol=0)
 
@@ -351,56 +337,161 @@ def test_modules_that_come_and_go_are_noticed(rank, world_size):
     first.weight = nn.Parameter(torch.ones(5))
     total(first.weight, first.bias)
     raw[1].insert(0, second)
-    total(first.weight, first.bias, second.weight, second.bias)
-    first.register_parameter("more", nn.Parameter(torch.ones(7)))
-    total(first.weight, first.bias, first.more, second.weight, second.bias)
-    del first.more
-    total(first.weight, first.bias, second.weight, second.bias)
+    kept = [first.weight, first.bias, second.weight, second.bias]
+    total(*kept)
     own = raw[0]  # the unit's, but not what is added to it
-    own.register_parameter("more", nn.Parameter(torch.ones(7)))
-    total(first.weight, first.bias, second.weight, second.bias, own.more)
-    own.child = nn.Linear(2, 2, bias=False)
-    total(first.weight, first.bias, second.weight, second.bias, own.more, own.child.weight)
-    del own.child
-    own.child = nn.Identity()
-    total(first.weight, first.bias, second.weight, second.bias, own.more)
+    for module in (first, own):
+        module.register_parameter("more", nn.Parameter(torch.ones(7)))
+        total(*kept, module.more)
+        del module.more
+        total(*kept)
+    for child in (nn.Linear(2, 2, bias=False), nn.Identity()):
+        own.child = child
+        total(*kept, *child.parameters())
+        del own.child
     assert copy.deepcopy(model).grad_norms() == {}
 
 
-# What is missing.
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
 
 
-@fronts.each_front
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x).to(torch.complex128) @ self.weight).abs()
+
+
+class Empty(nn.Module):
+    """Parameters without elements, as of an expert or a layer that is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows.sum() + self.columns.sum()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer(), nn.Linear(3, 1)).double()
+
+
+def complex_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Complex(), nn.Linear(5, 1)).double()
+
+
+def net_with_an_empty_unit() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), Empty(), nn.Linear(3, 1)).double()
+
+
+def losses(model: nn.Module, seeds: range) -> torch.Tensor:
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        found.append(model(torch.rand(2, 3).double()).square().sum())
+    return torch.stack(found).mean()
+
+
+class _NoDTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert DTensor not in types, func
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_gradients_that_were_replaced_or_are_not_there_and_modules_of_nobody(rank, world_size):
+    plain, model = net(), net()
+    fully_shard(model[0])
+    replicate(model[1])  # and the last belongs to nobody
+    losses(plain, range(world_size)).backward()
+    losses(model, range(rank, rank + 1)).backward()
+    for param, same in zip(plain[2].parameters(), model[2].parameters()):
+        same.grad.copy_(param.grad)
+    for replaced in (False, True):
+        for each in (plain, model) if replaced else ():
+            each[0].up.bias.grad = None
+            each[0].down.weight.grad = each[0].down.weight.grad * 2
+        by_name, total = expected_norms(plain, 2.0)
+        torch.testing.assert_close(fsdp_wrap.grad_norms(model), by_name, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e-3), total, rtol=1e-10, atol=0)
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        for param, same in zip(plain.parameters(), model.parameters()):
+            assert (param.grad is None) == (same.grad is None)
+            if param.grad is not None:
+                torch.testing.assert_close(fronts.full(same.grad), param.grad, rtol=1e-9, atol=1e-12)
+
+
+@ranks(4)
+def test_parameters_of_tensor_parallelism_in_a_unit_or_in_none(rank, world_size):
+    _, data, tensor = tp_nets.mesh_of("flat")
+    plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, "columns")
+    fully_shard(model.blocks[0], mesh=data)
+    batch = tp_nets.batches(1, 0)[0]
+    tp_nets.loss_of(plain, batch)
+    tp_nets.loss_of(model, batch)
+    for p in NORMS:
+        by_name, total = expected_norms(plain, p)
+        torch.testing.assert_close(fsdp_wrap.grad_norms(model, p), by_name, rtol=1e-10, atol=1e-14)
+        found = fsdp_wrap.clip_grad_norm_(model, 2 * total.item(), p)
+        torch.testing.assert_close(found, total, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("make", [net, complex_net, net_with_an_empty_unit])
+@each_front
+@ranks(1, 2)
+def test_norms_and_clipped_gradients_are_those_of_a_plain_model(rank, world_size, front, make):
+    every: tuple[Any, ...] = (0.5, *NORMS, 3.5, "inf", 2)
+    for p in every:
+        together = 0 if make is net_with_an_empty_unit and front != "flat" else None
+        policy = ModuleWrapPolicy({Layer, Complex, Empty})
+        plain, model = make(), shard(front, make(), policy, travel_together_bytes=together)
+        losses(plain, range(world_size)).backward()
+        losses(model, range(rank, rank + 1)).backward()
+        by_name, total = expected_norms(plain, float(p))
+        with _NoDTensors():
+            found = fsdp_wrap.grad_norms(model, p)
+            clipped = fsdp_wrap.clip_grad_norm_(model, 0.5 * total.item(), p)
+        torch.testing.assert_close(clipped, total, rtol=1e-10, atol=0)
+        # With original parameters, empty slices have no gradients.
+        by_name = {name: norm for name, norm in by_name.items() if norm or name in found}
+        torch.testing.assert_close(found, by_name, rtol=1e-10, atol=1e-14)
+        params = [param for param in plain.parameters() if param.numel()]
+        nn.utils.clip_grad_norm_(params, 0.5 * total.item(), float(p))
+        grads = full_grads(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-9, atol=1e-12)
+
+
+@each_front
 @ranks(4)
 def test_ranks_without_elements_take_part(rank, world_size, front):
-    plain, model = fronts.twins(front, lambda: nn.Linear(2, 1), torch.float64)
+    plain, model = fronts.twins(front, lambda: nn.Linear(2, 1), DOUBLE)
     # torch's own function finds no infinity norm of an empty shard, and raises on its rank alone.
-    norm_types = (1.0, 2.0) if front == "composable" else (1.0, 2.0, float("inf"))
+    norm_types = (1.0, 2.0) if front == "composable" else NORMS
     for module in (plain, model):
         module(torch.tensor([[3.0, -4.0]]).double()).sum().backward()
     with warnings.catch_warnings(action="error"):
         for norm_type in norm_types:
-            norms = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in plain.named_parameters()}
-            if front != "composable":
-                assert model.grad_norms(norm_type) == norms
+            assert fsdp_wrap.grad_norms(model, norm_type) == expected_norms(plain, norm_type)[0]
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
             torch.testing.assert_close(fronts.clip(model, 0.5, norm_type), expected)
     assert_grads_equal(model, plain)
 
 
-@ranks(2)
-def test_no_gradients_at_all(rank, world_size):
-    model = FSDP(nn.Linear(4, 4), use_orig_params=True)
-    with pytest.warns(UserWarning, match="found no gradients") as caught:
-        total = model.clip_grad_norm_(1.0)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert total == 0 and total.dtype == torch.float32 and total.shape == ()
-    assert model.grad_norms() == {}
-
-
 class Half(nn.Module):
-    """Uses the first of two layers only, and one that is frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
@@ -414,7 +505,7 @@ class Half(nn.Module):
 @ranks(2)
 def test_parameters_without_a_gradient_are_left_out(rank, world_size, use_orig_params):
     policy = ModuleWrapPolicy({nn.Linear})
-    plain, model = twins(Half, torch.float64, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    plain, model = twins(Half, DOUBLE, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     for module in (plain, model):
         module(torch.ones(1, 4).double()).sum().backward()
     expected = {"used.weight": plain.used.weight.grad.norm().item(), "used.bias": 2.0}
@@ -435,52 +526,64 @@ def test_an_ignored_sparse_gradient_counts_once_per_element(rank, world_size):
     for module in (plain, model):
         module(torch.tensor([1, 1, 4])).square().sum().backward()
     plain[0].weight.grad = plain[0].weight.grad.to_dense()
-    norms = {name: param.grad.norm().item() for name, param in plain.named_parameters()}
-    assert values(model.grad_norms()) == pytest.approx(norms)
+    assert values(model.grad_norms()) == pytest.approx(values(expected_norms(plain, 2.0)[0]))
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
     torch.testing.assert_close(raw[0].weight.grad.to_dense(), plain[0].weight.grad)
 
 
-# Norms that are not finite.
-
-
 @pytest.mark.parametrize("where", [0, 1])
 @ranks(2)
 def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, where):
-    for value, norm_type in itertools.product((float("nan"), float("inf")), (2.0, float("inf"))):
-        plain, model = twins(lambda: nn.Linear(4, 4, bias=False), torch.float64)
+    for value, norm_type in itertools.product((math.nan, math.inf), (2.0, math.inf)):
+        plain, model = twins(lambda: nn.Linear(4, 4, bias=False), DOUBLE)
         plain.weight.grad = torch.ones(4, 4).double()
         plain.weight.grad[where * 3, 0] = value
         model._flat_param.grad = plain.weight.grad.flatten().chunk(2)[rank].clone()
         assert repr(model.grad_norms(norm_type)["weight"].item()) == repr(value)
+        with pytest.raises(RuntimeError, match="cannot be clipped; leave out error_if_nonfinite"):
+            fsdp_wrap.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+        torch.testing.assert_close(full_grads(model)["weight"], plain.weight.grad, equal_nan=True)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
         assert repr(model.clip_grad_norm_(1.0, norm_type).item()) == repr(expected.item())
         torch.testing.assert_close(full_grads(model)["weight"], plain.weight.grad, equal_nan=True)
 
 
-# When it is refused, and what waits.
+def test_plain_models_and_wrong_uses():
+    plain, model = net(), net()
+    for each in (plain, model):
+        losses(each, range(1)).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e-3), expected)
+    for param, same in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(same.grad, param.grad)
+    with pytest.raises(ValueError, match="Sequential has no wrapped or sharded module"):
+        fsdp_wrap.grad_norms(model)
+    with pytest.raises(TypeError, match="takes a model, not a list"):
+        fsdp_wrap.grad_norms([])  # type: ignore[arg-type]
 
 
 @ranks(2)
 def test_wrong_calls_are_refused_and_bounds_may_be_large_or_zero(rank, world_size):
     _, model = twins(Transformer, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
+    with pytest.warns(UserWarning, match="found no gradients") as caught:
+        total = model.clip_grad_norm_(1.0)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert total == 0 and total.dtype == SINGLE and total.shape == ()
+    assert model.grad_norms() == {}
     backward(model, rank)
     before = full_grads(model)
-    for norm_type in (0, -1, float("-inf"), float("nan")):
-        with pytest.raises(ValueError, match="norm_type must be positive"):
-            model.clip_grad_norm_(1.0, norm_type)
-        with pytest.raises(ValueError, match="norm_type must be positive"):
-            model.grad_norms(norm_type)
-    for max_norm in (-1, float("nan")):
+    for p in (0, -1, -math.inf, math.nan):
+        for refused in (partial(model.clip_grad_norm_, 1.0, p), partial(model.grad_norms, p)):
+            with pytest.raises(ValueError, match="norm_type must be positive"):
+                refused()
+    for max_norm in (-1, math.nan):
         with pytest.raises(ValueError, match="max_norm must not be negative"):
             model.clip_grad_norm_(max_norm)
     with pytest.raises(RuntimeError, match=r"on the root, and this is unit 'blocks\.1'"):
         model.blocks[1].clip_grad_norm_(1.0)
-    with (
-        FSDP.summon_full_params(model),
-        pytest.raises(RuntimeError, match="leave its context before clip_grad_norm_"),
-    ):
+    shown = pytest.raises(RuntimeError, match="leave its context before clip_grad_norm_")
+    with FSDP.summon_full_params(model), shown:
         model.clip_grad_norm_(1.0)
     for bound in (1e6, math.inf):  # too large to change anything
         model.clip_grad_norm_(bound)
@@ -488,20 +591,6 @@ def test_wrong_calls_are_refused_and_bounds_may_be_large_or_zero(rank, world_siz
         assert torch.equal(grad, before[name])
     model.clip_grad_norm_(0)
     assert not any(grad.any() for grad in full_grads(model).values())
-
-
-@ranks(2)
-def test_not_inside_a_forward_or_backward(rank, world_size):
-    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    for call in (lambda: model.clip_grad_norm_(1.0), model.grad_norms):
-        hook = model.module[0].register_forward_hook(lambda *_, call=call: call() and None)
-        with pytest.raises(RuntimeError, match="must not run inside the forward of the root unit"):
-            model(torch.ones(1, 4))
-        hook.remove()
-        output = model(torch.ones(1, 4))
-        output.register_hook(lambda _, call=call: call() and None)
-        with pytest.raises(RuntimeError, match="must not run inside a backward"):
-            output.sum().backward()
 
 
 @ranks(2)
@@ -513,8 +602,7 @@ def test_unreduced_gradients_are_passed_over_and_kept(rank, world_size):
             model.clip_grad_norm_(1e-3)
         assert [warning.filename for warning in caught] == [__file__]
     backward(model, rank)
-    for _ in range(2):
-        backward_of_all(plain, world_size)
+    large_batch_backward(plain, [0, 0])
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
     torch.testing.assert_close(model.clip_grad_norm_(1e-3), expected)
     assert_grads_equal(model, plain)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._state_dict_utils import _gather_state_dict as gather_state_dict
 from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as offload_state_dict_to_cpu
@@ -18,12 +17,13 @@ from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
 from bed.scripts import python
-from fronts import each_form
+from fronts import each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard
 from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap._state import FirstRank
 from fsdp_wrap.distributed_state_dict import StateDictOptions
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, grouped
 from state_nets import (
     WIDTH,
@@ -39,10 +39,6 @@ from state_nets import (
     train_side_by_side,
     wrapped_and_plain,
 )
-
-
-def no_entries(found: dict[str, Any]) -> None:
-    assert found == {}
 
 
 def test_arguments_are_those_of_torch():
@@ -69,17 +65,13 @@ def test_what_the_first_rank_announces_reaches_all(rank, world_size):
         assert torch.equal(value[0] if isinstance(value, list) else value, expected)
 
 
-@each_form
+@each_front
 @ranks(2)
-def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
+    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh())).double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.Sequential}))
     optimizer, reference = adamw(model), adamw(plain)
     train_side_by_side(2, model, optimizer, plain, reference)
-    assert_full_state_dicts(rank, model, optimizer, plain, reference)
-
-
-def assert_full_state_dicts(rank, model, optimizer, plain, reference) -> None:
-    """Of both, by our functions and torch's."""
     expected, expected_optim = theirs.get_state_dict(plain, reference)
     for functions, offload in itertools.product((ours, theirs), (False, True)):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
@@ -89,6 +81,17 @@ def assert_full_state_dicts(rank, model, optimizer, plain, reference) -> None:
         else:
             assert_close(found, expected)
             assert_same(found_optim, expected_optim)
+    if front != "composable":
+        return
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    found, found_optim = copy.deepcopy((expected, expected_optim) if rank == 0 else ({}, {}))
+    model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    fresh = adamw(model)
+    fresh.zero_grad()  # or torch makes no state to load into
+    theirs.set_model_state_dict(model, found, options=options)
+    theirs.set_optimizer_state_dict(model, fresh, found_optim, options=options)
+    train_side_by_side(2, model, fresh, plain, reference)
+    assert_close(full_state(model), plain.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -126,24 +129,6 @@ def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
     assert str(keys) == "<All keys matched successfully>"
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(model.state_dict(), plain.state_dict())
-
-
-@ranks(2)
-def test_through_a_checkpoint(rank, world_size, tmp_path):
-    model, plain = wrapped_and_plain(Net, per_block, True)
-    optimizer, reference = adamw(model), adamw(plain)
-    train_side_by_side(2, model, optimizer, plain, reference)
-    state, optim_state = ours.get_state_dict(model, optimizer)
-    assert isinstance(state["head.bias"], IntervalTensor)
-    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=tmp_path)
-    other = per_block(Net().double(), use_orig_params=False)
-    fresh = adamw(other)
-    state, optim_state = ours.get_state_dict(other, fresh)
-    loaded = {"model": state, "optim": optim_state}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    ours.set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    train_side_by_side(2, other, fresh, plain, reference)
-    assert_close(other.state_dict(), plain.state_dict())
 
 
 @ranks(2)
@@ -188,24 +173,25 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size):
 
 @ranks(2)
 def test_what_does_not_fit(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, True)
+    model, _ = wrapped_and_plain(Net, per_block, True)
     optimizer = grouped(model, lambda name: "head" in name)
     before = model.state_dict()
-    with pytest.raises(ValueError, match="set full_state_dict=True"):
-        ours.set_model_state_dict(model, {}, options=StateDictOptions(broadcast_from_rank0=True))
-    with pytest.raises(ValueError, match=r"'state\.nowhere\.step' names no parameter"):
-        ours.set_optimizer_state_dict(model, optimizer, {"state.nowhere.step": 1})
-    with pytest.raises(ValueError, match=r"'state\.head\.weight' names no"):
-        ours.set_optimizer_state_dict(model, optimizer, {"state.head.weight": 1})
-    first = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(RuntimeError, match=r"head\.weight.*expected a tensor"):
-        ours.set_model_state_dict(
-            model, before | {"head.weight": before["head.weight"].numpy()}, options=first
-        )
-    with pytest.raises(RuntimeError, match="Missing key"):
-        ours.set_model_state_dict(model, {"head.weight": before["head.weight"]})
-    options = StateDictOptions(strict=False)
-    found = ours.set_model_state_dict(model, {"head.weight": before["head.weight"]}, options=options)
+    head = before["head.weight"]
+    to_all = StateDictOptions(broadcast_from_rank0=True)
+    first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    wrong = before | {"head.weight": head.numpy()}
+    given: Any
+    for error, words, given, options in (
+        (ValueError, "set full_state_dict=True", {}, to_all),
+        (RuntimeError, r"head\.weight.*expected a tensor", wrong, first),
+        (RuntimeError, "Missing key", {"head.weight": head}, None),
+    ):
+        with pytest.raises(error, match=words):
+            ours.set_model_state_dict(model, given, options=options)
+    for name in ("state.nowhere.step", "state.head.weight"):
+        with pytest.raises(ValueError, match=f"'{name}' names no parameter"):
+            ours.set_optimizer_state_dict(model, optimizer, {name: 1})
+    found = ours.set_model_state_dict(model, {"head.weight": head}, options=StateDictOptions(strict=False))
     assert "stem.weight" in found.missing_keys
     assert ours.set_model_state_dict(model, {}).missing_keys == []
     assert_equal(model.state_dict(), before)
@@ -230,14 +216,14 @@ def test_models_without_our_instances_go_to_torchs(rank, world_size):
 
 @ranks(2)
 def test_torchs_own_functions_find_our_wrappers(rank, world_size):
-    """Without `fsdp_wrap.compat`: by default pieces, which they gather, offload and load."""
+    """Without `fsdp_wrap.compat`: by default pieces, which they gather, offload and load; also of parts."""
     model, plain = wrapped_and_plain(Buffered, below_plain, True)
     state = theirs.get_model_state_dict(model)
     assert isinstance(state["stem.weight"], IntervalTensor)
     for gathered in (gather_state_dict(state), gather_state_dict(state, cpu_offload=True)):
         assert_equal(gathered, plain.state_dict())
     on_first = gather_state_dict({"model": state}, cpu_offload=True, ranks_only=(0,))
-    assert_equal(on_first["model"], plain.state_dict()) if rank == 0 else no_entries(on_first)
+    assert_equal(on_first.get("model", {}), plain.state_dict() if rank == 0 else {})
     assert_equal(gather_state_dict(offload_state_dict_to_cpu(state)), plain.state_dict())
     other = changed(plain.state_dict())
     options = StateDictOptions(full_state_dict=True)
@@ -246,42 +232,16 @@ def test_torchs_own_functions_find_our_wrappers(rank, world_size):
     )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = theirs.get_model_state_dict(model, options=options)
-    assert_equal(found, other) if rank == 0 else no_entries(found)
+    assert_equal(found, other if rank == 0 else {})
 
-
-@ranks(2)
-def test_torchs_own_functions_and_fully_shard(rank, world_size):
-    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh())).double()
-    model = copy.deepcopy(plain)
-    fully_shard(model[1])
-    fully_shard(model)
-    optimizer, reference = adamw(model), adamw(plain)
-    train_side_by_side(2, model, optimizer, plain, reference)
-    assert_full_state_dicts(rank, model, optimizer, plain, reference)
-    found = theirs.get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
-    fresh = adamw(model)
-    fresh.zero_grad()  # or torch makes no state to load into
-    mine, mine_optim = copy.deepcopy(found if rank == 0 else ({}, {}))
-    theirs.set_model_state_dict(model, mine, options=options)
-    theirs.set_optimizer_state_dict(model, fresh, mine_optim, options=options)
-    train_side_by_side(2, model, fresh, plain, reference)
-    assert_close(
-        theirs.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), plain.state_dict()
-    )
-
-
-@ranks(2)
-def test_parts_that_fully_shard_has_sharded(rank, world_size):
-    plain = Net().double()
-    model: nn.Module = copy.deepcopy(plain)
-    fully_shard(model.head)
-    model = FSDP(model, use_orig_params=True)
+    net = Net().double()
+    part: nn.Module = copy.deepcopy(net)
+    fully_shard(part.head)
+    part = FSDP(part, use_orig_params=True)
     for functions, offload in ((ours, False), (theirs, True)):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        found = functions.get_model_state_dict(model, options=options)
-        assert_equal(found, plain.state_dict()) if rank == 0 or not offload else no_entries(found)
+        found = functions.get_model_state_dict(part, options=options)
+        assert_equal(found, net.state_dict() if rank == 0 or not offload else {})
 
 
 IMPORT_AND_WRAP = """

@@ -7,32 +7,21 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import parametrizations
 
 from bed import ranks
 from bed.memory import live_bytes
 from bed.patience import until
 from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
-from state_nets import (
-    WIDTH,
-    Buffered,
-    Net,
-    adamw,
-    assert_close,
-    each_way,
-    new_batches,
-    per_block,
-    whole,
-    wrapped_and_plain,
-)
+from fsdp_wrap import ShardingStrategy, iter_full_optim_state, iter_full_params
+from state_nets import WIDTH, Net, adamw, assert_close, each_way, new_batches, per_block, whole
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -55,7 +44,6 @@ class Twins:
         self.optimizers = [make(self.model), make(self.plain)]
 
     def forward(self) -> list[torch.Tensor]:
-        """The losses of both."""
         batches = new_batches()
         batch = batches[torch.distributed.get_rank()]
         return [self.model(batch).square().mean(), self.plain(batches.flatten(0, 1)).square().mean()]
@@ -84,7 +72,6 @@ class Twins:
         assert_close(dict(self.model.named_parameters()), dict(self.plain.named_parameters()))
 
     def check(self) -> None:
-        """Both have the same parameters, and go on alike."""
         assert_close(self.model.state_dict(), self.plain.state_dict())
         self.step()
         assert_close(self.model.state_dict(), self.plain.state_dict())
@@ -106,17 +93,24 @@ def sharded_again(model: nn.Module) -> Iterator[None]:
         assert new_grad is old_grad, name
 
 
-# What is shown, and edits.
-
-
 @each_way
 @ranks(1, 3)
-def test_full_parameters_are_shown_and_their_edits_kept(rank, world_size, wrap, use_orig_params):
+def test_full_parameters_are_shown_by_clean_names_and_their_edits_kept(
+    rank, world_size, wrap, use_orig_params
+):
     twins = Twins(wrap, use_orig_params)
+    for net in (twins.model.module, twins.plain):
+        net.register_buffer("seen", torch.ones(2).double())
+    outside = [name for name, _ in (*twins.model.named_parameters(), *twins.model.named_buffers())]
+    assert all(name.startswith("_fsdp_wrapped_module.") for name in outside)
+    above = nn.Sequential(twins.model)
     for steps in (0, 2):  # before the first forward as well as between steps
         twins.step(steps)
-        with sharded_again(twins.model), FSDP.summon_full_params(twins.model):
+        with sharded_again(twins.model), FSDP.summon_full_params(above):
             twins.assert_shown()
+            assert shapes(twins.model) == shapes(twins.plain)
+            assert [name for name, _ in twins.model.named_buffers()] == ["seen"]
+            assert shapes(twins.model.blocks[0]) == shapes(twins.plain.blocks[0])
             for param in twins.model.parameters():
                 assert type(param) is nn.Parameter
                 assert (param.dtype, param.requires_grad) == (torch.float64, True)
@@ -127,24 +121,7 @@ def test_full_parameters_are_shown_and_their_edits_kept(rank, world_size, wrap, 
             twins.edit(lambda param: param.mul_(1.5))
             assert_close(state, expected)
     twins.check()
-
-
-@each_way
-@ranks(2)
-def test_names_are_clean_inside_and_only_there(rank, world_size, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
-
-    def names(module: nn.Module) -> list[str]:
-        return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-
-    outside = names(model)
-    assert all(name.startswith("_fsdp_wrapped_module.") for name in outside)
-    with sharded_again(model), FSDP.summon_full_params(nn.Sequential(model)):  # below any module
-        assert names(model) == names(plain) and shapes(model) == shapes(plain)
-        assert len(list(model.parameters())) == len(list(plain.parameters()))
-        assert names(model.blocks[0]) == names(plain.blocks[0])
-    assert names(model) == outside
-    with FSDP.summon_full_params(plain):  # nothing wrapped: nothing happens
+    with FSDP.summon_full_params(twins.plain):  # nothing wrapped: nothing happens
         pass
 
 
@@ -165,25 +142,6 @@ def test_the_outermost_unit_alone_and_a_nested_one(rank, world_size):
         nested.up.weight.mul_(0.5)
         plain_nested.up.weight.mul_(0.5)
     twins.check()
-
-
-@each_way
-@ranks(2)
-def test_edits_are_dropped_without_writeback_and_by_exceptions(rank, world_size, wrap, use_orig_params):
-    twins = Twins(wrap, use_orig_params)
-    twins.step()
-    kept = copy.deepcopy(twins.plain.state_dict())
-    with sharded_again(twins.model), FSDP.summon_full_params(twins.model, writeback=False):
-        twins.edit(lambda param: param.fill_(9))
-        twins.model.stem.weight = nn.Parameter(torch.zeros(1))
-    with sharded_again(twins.model), pytest.raises(KeyError, match="of the user's own"):
-        with FSDP.summon_full_params(twins.model):
-            twins.edit(lambda param: param.fill_(9))
-            raise KeyError("of the user's own")
-    twins.plain.load_state_dict(kept)
-    twins.check()
-    with FSDP.summon_full_params(twins.model):
-        assert shapes(twins.model) == shapes(twins.plain)
 
 
 @each_way
@@ -215,63 +173,48 @@ def swap(one: nn.Parameter, other: nn.Parameter) -> None:
     one.grad, other.grad = other.grad, one.grad
 
 
-MISFITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
-    "longer": (lambda full: torch.zeros(7, dtype=full.dtype), ["(7,)", "(6,)"]),
-    "other rank": (lambda full: full.reshape(2, 3).clone(), ["(2, 3)", "(6,)"]),
-    "dtype": (lambda full: full.float(), ["torch.float32", "torch.float64"]),
-}
-
-
 @each_way
 @ranks(2)
-def test_what_is_put_there_must_fit(rank, world_size, wrap, use_orig_params):
+def test_what_is_put_there_must_fit_or_is_dropped(rank, world_size, wrap, use_orig_params):
     twins = Twins(wrap, use_orig_params)
     twins.step()
     kept = copy.deepcopy(twins.plain.state_dict())
-    for how, place, only_data in (
-        ("longer", "stem.bias", False),
-        ("longer", "blocks.0.down.weight", True),
-        ("longer", "head.bias", False),
-        ("other rank", "head.bias", True),
-        ("dtype", "blocks.1.up.bias", False),
-        ("dtype", "stem.bias", True),
+    longer, other_rank = torch.zeros(7).double(), torch.zeros(2, 3).double()
+    for place, value, only_data, words in (
+        ("stem.bias", longer, False, ["(7,)", "(6,)"]),
+        ("blocks.0.down.weight", longer, True, ["(7,)", "(6, 5)"]),
+        ("head.bias", other_rank, True, ["(2, 3)", "(6,)"]),
+        ("blocks.1.up.bias", torch.zeros(5), False, ["torch.float32", "torch.float64"]),
+        ("stem.bias", torch.zeros(6), True, ["torch.float32", "torch.float64"]),
     ):
-        make, words = MISFITS[how]
-        if place == "blocks.0.down.weight":
-            words = ["(7,)", "(6, 5)"]
-        path, name = place.rsplit(".", 1)
+        path, _, name = place.rpartition(".")
         with sharded_again(twins.model), pytest.raises(ValueError) as caught:
             with FSDP.summon_full_params(twins.model):
                 twins.edit(lambda param: param.fill_(9))
-                misfit = twins.model.get_submodule(shown_path(twins.model, path))
-                value = make(getattr(misfit, name).detach())
+                module = attrgetter(path)(twins.model)
                 if only_data:
-                    getattr(misfit, name).data = value
+                    getattr(module, name).data = value
                 else:
-                    setattr(misfit, name, nn.Parameter(value))
+                    setattr(module, name, nn.Parameter(value))
         for word in (f"'{place}'", "summon_full_params", *words):
-            assert word in str(caught.value), (how, place)
+            assert word in str(caught.value), place
+    with sharded_again(twins.model), pytest.raises(KeyError, match="of the user's own"):
+        with FSDP.summon_full_params(twins.model):
+            twins.edit(lambda param: param.fill_(9))
+            raise KeyError("of the user's own")
+    with sharded_again(twins.model), FSDP.summon_full_params(twins.model, writeback=False):
+        twins.edit(lambda param: param.fill_(9))
+        twins.model.stem.weight = nn.Parameter(torch.zeros(1))
     twins.plain.load_state_dict(kept)
     twins.check()
 
 
-def shown_path(model: nn.Module, clean: str) -> str:
-    """The name of a module with the prefixes of its wrappers."""
-    parts = {name.replace("_fsdp_wrapped_module.", ""): name for name, _ in model.named_modules()}
-    return parts[clean]
-
-
-# Options: on the first rank only, in host memory, with gradients.
-
-
 def sharding(strategy: str) -> dict[str, Any]:
-    """Options for 4 ranks; hybrid ones in two copies."""
     mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
     return {"sharding_strategy": ShardingStrategy[strategy], **mesh}
 
 
 def half_and_double(module: Any) -> None:
-    """Edits parameters, and gradients where they are."""
     with torch.no_grad():
         for param in module.parameters():
             param.mul_(0.5)
@@ -442,20 +385,6 @@ def test_units_that_lend_to_each_other(rank, world_size, use_orig_params):
     twins.check()
 
 
-@ranks(2)
-def test_computed_tensors_are_read_on_the_first_rank_only(rank, world_size):
-    model: Any = FSDP(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), use_orig_params=True)
-    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
-        if rank == 0:
-            assert model.module.weight.shape == (WIDTH, WIDTH)
-        else:
-            with pytest.raises(RuntimeError, match="parametrised tensor.*sharded now"):
-                model.module.weight  # noqa: B018
-
-
-# Beside training.
-
-
 @each_way
 @ranks(2)
 def test_looking_at_any_point_of_training_changes_nothing(rank, world_size, wrap, use_orig_params):
@@ -489,16 +418,12 @@ def test_looking_at_any_point_of_training_changes_nothing(rank, world_size, wrap
 
 
 @ranks(2)
-def test_optimizer_made_inside(rank, world_size):
+def test_an_optimizer_made_inside_holds_slices_but_not_what_a_flat_parameter_leaves(rank, world_size):
     twins = Twins()
     with FSDP.summon_full_params(twins.model):
         twins.optimizers[0] = adamw(twins.model)
     twins.step(3)
     twins.check()
-
-
-@ranks(2)
-def test_optimizer_made_inside_of_what_training_leaves(rank, world_size):
     twins = Twins(use_orig_params=False)
     with FSDP.summon_full_params(twins.model):
         optimizer = torch.optim.SGD(twins.model.parameters(), lr=0.1)
@@ -538,32 +463,33 @@ def summon(module: nn.Module) -> None:
 
 
 @ranks(2)
-def test_refused_inside_a_forward_or_backward(rank, world_size):
+def test_methods_of_the_whole_model_are_refused_inside_a_forward_or_backward(rank, world_size):
     twins = Twins()
     twins.step()
-    model, block = twins.model, twins.model.module.blocks[0]
-    inside = r"summon_full_params.*inside the forward of the root unit \(Net\)"
-    for call, error, said in (
-        (lambda: summon(model), AssertionError, inside),  # torch's type
-        (lambda: summon(block), AssertionError, inside),
-        (lambda: model.state_dict(), ValueError, "inside the forward of the root unit"),
-        (lambda: model.load_state_dict(twins.plain.state_dict()), ValueError, "inside the forward"),
-        (lambda: model.apply(lambda module: None), ValueError, "inside the forward of the root unit"),
+    model, block, optimizer = twins.model, twins.model.module.blocks[0], twins.optimizers[0]
+    for call, doing in (
+        (lambda: summon(model), "summon_full_params"),
+        (lambda: summon(block), "summon_full_params"),
+        (lambda: model.state_dict(), r"state_dict\(\)"),
+        (lambda: model.load_state_dict(twins.plain.state_dict()), r"load_state_dict\(\)"),
+        (lambda: model.apply(lambda module: None), r"apply\(\)"),
+        (lambda: FSDP.optim_state_dict(model, optimizer), r"optim_state_dict\(\)"),
+        (lambda: iter_full_params(model), r"iter_full_params\(\)"),
+        (lambda: iter_full_optim_state(model, optimizer), r"iter_full_optim_state\(\)"),
+        (lambda: model.clip_grad_norm_(1.0), r"clip_grad_norm_\(\)"),
+        (lambda: model.grad_norms(), r"grad_norms\(\)"),
     ):
         hook = block.register_forward_hook(lambda *_, call=call: call() and None)
-        with sharded_again(model), pytest.raises(error, match=said) as raised:
+        inside = rf"{doing}.* inside the forward of the root unit \(Net\)"
+        with sharded_again(model), pytest.raises(AssertionError, match=inside) as raised:  # torch's type
             twins.forward()
-        assert isinstance(raised.value, RuntimeError)
+        assert isinstance(raised.value, RuntimeError) and isinstance(raised.value, ValueError)
         hook.remove()
-    hook = block.register_forward_hook(lambda *args: args[-1].register_hook(lambda _: summon(model)) and None)
-    losses = twins.forward()
-    hook.remove()
-    with pytest.raises(AssertionError, match="summon_full_params.*inside a backward"):
-        losses[0].backward()
+        losses = twins.forward()
+        losses[0].register_hook(lambda _, call=call: call() and None)
+        with pytest.raises(AssertionError, match=rf"{doing}.* inside a backward"):
+            losses[0].backward()
     twins.check()
-
-
-# apply, and evaluation inside.
 
 
 def fill(module: nn.Module) -> None:
@@ -577,13 +503,13 @@ def fill(module: nn.Module) -> None:
 @ranks(2)
 def test_apply_visits_every_module_once_with_full_parameters(rank, world_size, wrap, use_orig_params):
     twins = Twins(wrap, use_orig_params)
-    with sharded_again(twins.model):
-        assert twins.model.apply(fill) is twins.model
-    twins.plain.apply(fill)
     visited: list[nn.Module] = []
     parent = nn.Sequential(twins.model)
     parent.apply(visited.append)
     assert set(visited) == set(parent.modules()) and len(visited) == len(set(visited))
+    with sharded_again(twins.model):
+        assert twins.model.apply(fill) is twins.model
+    twins.plain.apply(fill)
     twins.check()
 
 
@@ -602,14 +528,6 @@ def test_evaluation_inside_computes_with_what_is_shown(rank, world_size, wrap, u
                 assert_close({"": twins.model(batch)}, {"": twins.plain(batch)})
                 with torch.enable_grad(), pytest.raises(RuntimeError, match="leave its context"):
                     twins.model(batch)
-    twins.check()
-
-
-@each_way
-@ranks(2)
-def test_the_first_rank_evaluates_and_saves_alone(rank, world_size, wrap, use_orig_params):
-    twins = Twins(wrap, use_orig_params)
-    batch = torch.randn(3, WIDTH, dtype=torch.float64)
     with FSDP.summon_full_params(twins.model, writeback=False, rank0_only=True), torch.no_grad():
         if rank == 0:
             assert_close({"": twins.model(batch)}, {"": twins.plain(batch)})

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`, against `torch.amp.GradScaler` on a plain model with all ranks' batches."""
+"""`ShardedGradScaler` against torch's on a plain model of all batches, and hooks in low precision."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torch.amp import GradScaler
 import fronts
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import CPUOffload, ShardingStrategy
+from beside import large_batch_backward
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
 from state_nets import Casting
 
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCALING: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 OVERFLOWS = (1, 4)
 """Steps at which the last rank's loss is infinite."""
@@ -102,44 +104,29 @@ def test_what_one_rank_finds_all_know(rank, world_size, fused):
         after = model.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        scaler.step(optimizer)  # and what nobody finds, nobody skips
-        scaler.update()
+        scaled_step(scaler, optimizer, model(torch.ones(1, 4)).sum())  # what nobody finds, nobody skips
         for name, found in model.state_dict().items():
             torch.testing.assert_close(found, before[name] - 0.1, rtol=0, atol=1e-5)
 
 
 @ranks(4)
-def test_ranks_without_elements_take_part(rank, world_size):
+def test_ranks_without_elements_or_parameters_take_part(rank, world_size):
     plain, model = twins(lambda: nn.Linear(2, 1), torch.float64, use_orig_params=True)
     scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for factor in (1.0, math.inf):
-        optimizer.zero_grad()
         loss = factor * model(torch.tensor([[3.0, -4.0]]).double()).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, optimizer, loss)
     assert scaler.get_scale() == 8.0  # grown once, backed off once
     state = model.state_dict()
     torch.testing.assert_close(state["weight"], plain.weight.detach() - torch.tensor([[3.0, -4.0]]).double())
     torch.testing.assert_close(state["bias"], plain.bias.detach() - 1.0)
-
-
-@ranks(2)
-def test_a_rank_whose_optimizer_has_nothing_takes_part(rank, world_size):
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([math.inf, 1.0]) if rank == 0 else None
-    scaler = ShardedGradScaler("cpu")
-    scaler.scale(torch.ones(()))
     scaler.step(torch.optim.SGD([param], lr=1.0))
     scaler.update()
-    assert scaler.get_scale() == 2.0**15
+    assert scaler.get_scale() == 4.0
     assert torch.equal(param.detach(), torch.ones(2))
-
-
-# Dtypes, optimizers, groups.
 
 
 @pytest.mark.parametrize(
@@ -165,19 +152,6 @@ def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 64.0
-
-
-@ranks(2)
-def test_scaling_keeps_dtypes_and_structures(rank, world_size):
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
-    half, double = torch.ones((), dtype=torch.float16), torch.ones((), dtype=torch.float64)
-    scaled = scaler.scale([half, (double, [half])])
-    assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
-    for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
-        assert found.dtype == given.dtype and torch.equal(found, 4 * given)
-    assert torch.equal(next(iter(scaler.scale(each for each in (half,)))), 4 * half)
-    with pytest.raises(ValueError, match="takes a tensor or an iterable of tensors, not float"):
-        scaler.scale(1.0)
 
 
 @ranks(2)
@@ -215,9 +189,6 @@ def test_a_group_of_its_own(rank, world_size):
     assert gather_objects(scaler.get_scale()) == [2.0**15] * 2 + [2.0**16] * 2
 
 
-# The scaler by itself.
-
-
 @ranks(1, backend=None)
 def test_it_works_without_a_process_group_and_disabled(rank, world_size):
     param = nn.Parameter(torch.ones(2))
@@ -236,36 +207,97 @@ def test_it_works_without_a_process_group_and_disabled(rank, world_size):
 
 
 @ranks(2)
-def test_state_travels(rank, world_size):
+def test_scaling_keeps_dtypes_and_structures_and_state_travels(rank, world_size):
     scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25)
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    for _ in range(3):
-        scaled_step(scaler, optimizer, param.sum())
+    half, double = torch.ones((), dtype=torch.float16), torch.ones((), dtype=torch.float64)
+    scaled = scaler.scale([half, (double, [half])])
+    assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
+    for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
+        assert found.dtype == given.dtype and torch.equal(found, 4 * given)
+    assert torch.equal(next(iter(scaler.scale(each for each in (half,)))), 4 * half)
+    with pytest.raises(ValueError, match="takes a tensor or an iterable of tensors, not float"):
+        scaler.scale(1.0)
+
     expected = GradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25).state_dict()
-    assert scaler.state_dict() == expected | {"_growth_tracker": 3}
+    assert scaler.state_dict() == expected
     fresh = ShardedGradScaler("cpu")
     fresh.load_state_dict(scaler.state_dict())
+    param = nn.Parameter(torch.ones(2))
     for other in (fresh, pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
         assert other.state_dict() == scaler.state_dict()
-        scaled_step(other, optimizer, param.sum() * math.inf)
+        scaled_step(other, torch.optim.SGD([param], lr=1.0), param.sum() * math.inf)
         assert other.get_scale() == 1.0
-    scaler.scale(param.sum())
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
 
 
+each_strategy = pytest.mark.parametrize(
+    ("strategy", "use_orig_params"), [("FULL_SHARD", False), ("NO_SHARD", True)]
+)
+
+
+def mixed_twins(
+    policy: MixedPrecision, use_orig_params: bool, strategy: str = "FULL_SHARD", **options: Any
+) -> Any:
+    return twins(
+        Transformer,
+        auto_wrap_policy=WRAPPINGS["block"](),
+        mixed_precision=policy,
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("use_orig_params", "offload"), [(False, True), (True, False)])
 @ranks(2)
-def test_wrong_calls_are_refused_as_by_torch(rank, world_size):
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = ShardedGradScaler("cpu")
-    with pytest.raises(AssertionError, match="_scale is None"):
-        scaler.unscale_(optimizer)
-    scaler.scale(param.sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+def test_the_scaler_keeps_small_gradients_of_fp16(rank, world_size, use_orig_params, offload):
+    """Of a loss so small that without it they vanish; the scale is found by backing off."""
+    plain, model = mixed_twins(MixedPrecision(HALF), use_orig_params, cpu_offload=CPUOffload(offload))
+    tiny = 2.0**-24
+    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) * tiny / world_size).backward()
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+
+    def error() -> float:
+        grads = full_grads(model)
+        found = torch.cat([grads[name].flatten() for name, _ in plain.named_parameters()])
+        return ((found - expected).norm() / expected.norm()).item()
+
+    (loss_of(model, tokens(rank, 0)).float() * tiny).backward()
+    assert error() > 0.5
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    skipped = 0
+    while True:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, tokens(rank, 0)).float() * tiny).backward()
+        before = scaler.get_scale()
         scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() == before:
+            break
+        skipped += 1
+    assert 5 < skipped < 30
+    assert error() < 0.02
+
+
+@pytest.mark.parametrize("name", ["default", "fp16_compress_hook", "bf16_compress_hook"])
+@each_strategy
+@ranks(2)
+def test_hooks_get_the_reduce_dtype(rank, world_size, use_orig_params, name, strategy):
+    plain, model = mixed_twins(MixedPrecision(BRAIN, reduce_dtype=SINGLE), use_orig_params, strategy)
+    if name == "default":
+        name = "allreduce_hook" if strategy == "NO_SHARD" else "reduce_scatter_hook"
+    hook = getattr(comm_hooks, name)
+    seen: list[Any] = []
+
+    def spying(state, grad, *output):
+        seen.extend(tensor.dtype for tensor in (grad, *output))
+        hook(state, grad, *output)
+
+    model.register_comm_hook(comm_hooks.LowPrecisionState(dist.group.WORLD), spying)
+    loss_of(model, tokens(rank, 0)).backward()
+    assert set(seen) == {SINGLE}
+    large_batch_backward(plain, [0])
+    found = full_grads(model)
+    for key, param in plain.named_parameters():
+        assert found[key].dtype == SINGLE
+        assert (found[key] - param.grad).norm() <= 0.05 * param.grad.norm() + 1e-3, key

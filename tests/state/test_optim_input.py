@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import OptimStateKeyType
-from fsdp_wrap import distributed_state_dict as functions
 from optim_states import assert_same, by_name, grouped, resume
 from state_nets import Net, Tied, adamw, by_hand, per_block, train_side_by_side, whole, wrapped_and_plain
 
@@ -24,14 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
 
 def reversed_list(module: nn.Module) -> Any:
     return list(module.parameters())[::-1]
-
-
-def generator(module: nn.Module) -> Any:
-    return (param for param in reversed_list(module))
-
-
-def named(module: nn.Module) -> Any:
-    return list(module.named_parameters())[::-1]
 
 
 def groups(module: nn.Module) -> Any:
@@ -46,21 +35,13 @@ def groups(module: nn.Module) -> Any:
     return [group for group in chosen if group is not None]
 
 
-def shuffled_groups(module: nn.Module) -> Any:
-    return iter(groups(module)[::-1])
-
-
-def nothing_said(module: nn.Module) -> Any:
-    return None
-
-
 INPUTS: list[Callable[[nn.Module], Any]] = [
-    nothing_said,
+    lambda module: None,
     reversed_list,
-    generator,
-    named,
+    lambda module: (param for param in reversed_list(module)),
+    lambda module: list(module.named_parameters())[::-1],
     groups,
-    shuffled_groups,
+    lambda module: iter(groups(module)[::-1]),
 ]
 
 
@@ -92,38 +73,34 @@ def made_from(optim_input: Any, module: nn.Module) -> torch.optim.Optimizer:
 def test_states_reach_their_parameters(rank, world_size, net, wrap, use_orig_params):
     """As an optimizer made from `optim_input` numbers them."""
     for make_input in INPUTS:
-        assert_states_reach_their_parameters(make_input, net, wrap, use_orig_params)
-
-
-def assert_states_reach_their_parameters(make_input: Any, net: Any, wrap: Any, use_orig_params: bool) -> None:
-    model, plain = wrapped_and_plain(net, wrap, use_orig_params)
-    ours = made_from(make_input(model), model)
-    train_side_by_side(2, model, ours, plain, adamw(plain))
-    on_first = FSDP.full_optim_state_dict(model, ours, make_input(model))
-    state = FSDP.full_optim_state_dict(model, ours, make_input(model), rank0_only=False)
-    assert bool(on_first) == (torch.distributed.get_rank() == 0)
-    assert_same(state, FSDP.optim_state_dict(model, ours))
-    for given in (
-        FSDP.shard_full_optim_state_dict(state, model, make_input(model)),
-        FSDP.scatter_full_optim_state_dict(on_first or None, model, make_input(model)),
-    ):
-        fresh = made_from(make_input(model), model)
-        fresh.load_state_dict(given)
-        assert_same(FSDP.optim_state_dict(model, fresh), state)
-        for param, entry in ours.state.items():
-            if param.numel():
-                assert torch.equal(fresh.state[param]["exp_avg"], entry["exp_avg"])
-        for group, other in zip(fresh.param_groups, ours.param_groups):
-            assert (group["lr"], group["weight_decay"]) == (other["lr"], other["weight_decay"])
+        model, plain = wrapped_and_plain(net, wrap, use_orig_params)
+        ours = made_from(make_input(model), model)
+        train_side_by_side(2, model, ours, plain, adamw(plain))
+        on_first = FSDP.full_optim_state_dict(model, ours, make_input(model))
+        state = FSDP.full_optim_state_dict(model, ours, make_input(model), rank0_only=False)
+        assert bool(on_first) == (rank == 0)
+        assert_same(state, FSDP.optim_state_dict(model, ours))
+        for given in (
+            FSDP.shard_full_optim_state_dict(state, model, make_input(model)),
+            FSDP.scatter_full_optim_state_dict(on_first or None, model, make_input(model)),
+        ):
+            fresh = made_from(make_input(model), model)
+            fresh.load_state_dict(given)
+            assert_same(FSDP.optim_state_dict(model, fresh), state)
+            for param, entry in ours.state.items():
+                if param.numel():
+                    assert torch.equal(fresh.state[param]["exp_avg"], entry["exp_avg"])
+            for group, other in zip(fresh.param_groups, ours.param_groups):
+                assert (group["lr"], group["weight_decay"]) == (other["lr"], other["weight_decay"])
 
 
 @pytest.mark.parametrize("by", ["optim_input", "optim"])
 @ranks(2)
 def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_size, by):
     """Also where its groups come in another order than those that were saved."""
-    for make_input in INPUTS:
+    for number, make_input in enumerate(INPUTS):
         model, plain = wrapped_and_plain(Net, per_block, True)
-        ours = made_from(groups(model) if "groups" in make_input.__name__ else None, model)
+        ours = made_from(groups(model) if number > 3 else None, model)
         train_side_by_side(2, model, ours, plain, adamw(plain))
         state = FSDP.optim_state_dict(model, ours)
         theirs = made_from(make_input(plain), plain)
@@ -139,7 +116,7 @@ def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_si
         back = rekeyed(theirs.state_dict(), OptimStateKeyType.PARAM_NAME)
         for name, entry in state["state"].items():
             for each in (found, back):
-                assert torch.equal(each["state"][name]["exp_avg"], entry["exp_avg"]), (make_input, name)
+                assert torch.equal(each["state"][name]["exp_avg"], entry["exp_avg"]), (number, name)
         resume(model, ours, back)
 
 
@@ -186,7 +163,7 @@ def test_groups_that_are_not_those_saved_are_refused(rank, world_size):
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @ranks(2)
 def test_what_is_no_input_of_an_optimizer(rank, world_size):
-    """It is refused as by optimizers themselves."""
+    """It is refused as by optimizers themselves; groups that are given stay as they are."""
     model, _ = wrapped_and_plain(Net, per_block, True)
     state = {"state": {}, "param_groups": [{"lr": 1.0, "params": ["shift"]}]}
     shift = model.module.shift
@@ -203,47 +180,10 @@ def test_what_is_no_input_of_an_optimizer(rank, world_size):
     ):
         with pytest.raises(error, match=message):
             FSDP.shard_full_optim_state_dict(state, model, given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
-@ranks(2)
-def test_a_parameter_in_two_optimizers(rank, world_size, front):
-    """One state dict has one state for it."""
-    model = shard(front, Net() if front != "composable" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    one, other = adamw(model), torch.optim.SGD(list(model.parameters())[-1:], lr=0.1)
-    message = r"parameter '.*' .*is in two optimizers \(AdamW and SGD\).*one optimizer"
-    before = copy.deepcopy(one.state_dict())
-    for refused in (
-        lambda: functions.get_optimizer_state_dict(model, (each for each in (one, other))),
-        lambda: functions.get_state_dict(model, [one, other]),
-        lambda: functions.set_optimizer_state_dict(model, [one, other], {"state": {}, "param_groups": []}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            refused()
-    assert one.state_dict() == before
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@ranks(2)
-def test_a_parameter_twice_in_one_optimizer(rank, world_size):
-    model = whole(Net(), use_orig_params=True)
-    twice = torch.optim.SGD([*model.parameters(), next(model.parameters())], lr=0.1)
-    for refused in (
-        lambda: FSDP.optim_state_dict(model, twice),
-        lambda: FSDP.sharded_optim_state_dict(model, twice),
-        lambda: resume(model, twice, {"state": {}, "param_groups": []}),
-    ):
-        with pytest.raises(ValueError, match=r"parameter 'shift'.* occurs twice .*pass it once"):
-            refused()
-
-
-@ranks(1)
-def test_groups_that_are_given_stay_as_they_are(rank, world_size):
-    model = whole(Net())
     params = list(model.parameters())
     optim = made_from([{"params": params}], model)
-    given, held = [{"params": tuple(params)}], optim.param_groups[0]["params"]
-    state = FSDP.full_optim_state_dict(model, optim)
-    FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, given)
+    own, held = [{"params": tuple(params)}], optim.param_groups[0]["params"]
+    state = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, own)
     FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optim)
-    assert given == [{"params": tuple(params)}] and optim.param_groups[0]["params"] is held
+    assert own == [{"params": tuple(params)}] and optim.param_groups[0]["params"] is held

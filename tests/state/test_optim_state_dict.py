@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ from state_nets import (
     assert_close,
     below_plain,
     by_hand,
-    new_batches,
     per_block,
     train_side_by_side,
     whole,
@@ -63,11 +61,7 @@ def adagrad(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(module.parameters(), lr=1e-2)
 
 
-# Full.
-
-
 def trained(wrap: Any, use_orig_params: bool, make: Any = adamw, net: Any = Net, steps: int = 2) -> Any:
-    """A wrapped model and a plain one, with their optimizers, after some steps."""
     model, plain = wrapped_and_plain(net, wrap, use_orig_params)
     ours, theirs = make(model), make(plain)
     train_side_by_side(steps, model, ours, plain, theirs)
@@ -99,22 +93,6 @@ def test_full_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, n
         assert_close(model.state_dict(), plain.state_dict())
 
 
-@each_form
-@ranks(2)
-def test_every_tensor_has_memory_of_its_own(rank, world_size, use_orig_params):
-    model, optimizer, plain, theirs = trained(per_block, use_orig_params)
-    for offload in (True, False):
-        with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(offload_to_cpu=offload)):
-            state = FSDP.optim_state_dict(model, optimizer)["state"]
-        values = [value for entry in state.values() for value in entry.values()]
-        assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
-        assert len({value.data_ptr() for value in values}) == len(values)
-        assert not torch.equal(state["stem.weight"]["exp_avg"], state["stem.weight"]["exp_avg_sq"])
-        before = copy.deepcopy(values)
-        train_side_by_side(1, model, optimizer, plain, theirs)
-        assert all(torch.equal(one, other) for one, other in zip(values, before))
-
-
 @pytest.mark.parametrize(("rank0_only", "use_orig_params"), [(False, False), (True, True)])
 @ranks(2)
 def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank0_only, use_orig_params):
@@ -132,6 +110,9 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     with Peak(before + most) as peak:
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
     assert bool(state) == keeps
+    values = [value for entry in state["state"].values() for value in entry.values()] if keeps else []
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
+    assert len({value.data_ptr() for value in values}) == len(values)
     assert 0.95 * most <= peak.value - before <= 1.05 * most
 
 
@@ -162,106 +143,75 @@ def test_the_first_rank_saves_and_gives_to_all(rank, world_size, strategy, use_o
     assert_close(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("form", [(False, True), (True, False), (True, True)])
-@ranks(2)
-def test_state_goes_to_another_wrapping(rank, world_size, form):
-    for source, target in itertools.permutations([whole, per_block, by_hand], 2):
-        model, ours, plain, theirs = trained(source, form[0])
-        other = target(copy.deepcopy(plain), use_orig_params=form[1])
-        optimizer = adamw(other)
-        state = FSDP.optim_state_dict(model, ours)
-        FSDP.optim_state_dict_to_load(other, optimizer, state, load_directly=True)
-        other.load_state_dict(model.state_dict())
-        train_side_by_side(2, other, optimizer, plain, theirs)
-        assert_close(other.state_dict(), plain.state_dict())
+def by_bias(module: nn.Module) -> torch.optim.Optimizer:
+    return grouped(module, lambda name: name.endswith("bias"))
 
 
-@each_form
-@ranks(1)
-def test_parameters_that_no_instance_wraps(rank, world_size, use_orig_params):
-    model, ours, plain, theirs = trained(below_plain, use_orig_params)
-    fresh = adamw(model)
-    for kind in (FULL, SHARDED):
-        with FSDP.state_dict_type(model, kind):
-            state = FSDP.optim_state_dict(model, ours)
-            assert_same(state, by_name(theirs, plain))
-            resume(model, fresh, state)
-            assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+def by_block(module: nn.Module) -> torch.optim.Optimizer:
+    return grouped(module, lambda name: "blocks" in name)
 
 
-# Groups, frozen and unused parameters.
+def adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(module.parameters())
 
 
-@ranks(2)
-def test_groups_keep_their_options(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, True)
-    ours, theirs = (grouped(module, lambda name: name.endswith("bias")) for module in (model, plain))
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    swapped = grouped(model, lambda name: not name.endswith("bias"))
-    resume(model, swapped, state)
-    assert [group["lr"] for group in swapped.param_groups] == [1e-2, 1e-3]
-    with pytest.raises(ValueError, match=r"'shift' and 'stem.bias' are in one group"):
-        resume(model, adamw(model), state)
-    train_side_by_side(2, model, swapped, plain, theirs)
-    assert_close(model.state_dict(), plain.state_dict())
-
-
-@ranks(2)
-def test_groups_of_flat_parameters(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, False)
-    ours, theirs = (grouped(module, lambda name: "blocks" in name) for module in (model, plain))
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    other = per_block(copy.deepcopy(plain), use_orig_params=True)
-    fresh = grouped(other, lambda name: "blocks" in name)
-    resume(other, fresh, state)
-    train_side_by_side(2, other, fresh, plain, theirs)
-    assert_close(other.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("form", [(False, True), (True, False)])
-@ranks(2)
-def test_state_of_parameters_without_dimensions(rank, world_size, form):
-    """A count and an average look the same in a full state dict."""
-    plain = Net().double()
-    for name, param in plain.named_parameters():
-        param.requires_grad_(name.endswith("gain"))
-    model = per_block(copy.deepcopy(plain), use_orig_params=form[0])
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    other = per_block(copy.deepcopy(plain), use_orig_params=form[1])
-    fresh = adamw(other)
-    resume(other, fresh, state)
-    train_side_by_side(2, other, fresh, plain, theirs)
-    assert_close(other.state_dict(), plain.state_dict())
+def unsharded(net: nn.Module, **options: Any) -> nn.Module:
+    return whole(net, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
 
 
 class Partial(Net):
-    """A frozen block, and a parameter that is never used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(False)
         self.unused = nn.Parameter(torch.randn(5))
 
 
-@pytest.mark.parametrize(("wrap", "use_orig_params"), [(whole, False), (per_block, False), (per_block, True)])
+class Gains(Net):
+    """Trains what has no dimensions: a count and an average look the same in a full state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.endswith("gain"))
+
+
+@pytest.mark.parametrize(
+    ("net", "make", "wrap", "form"),
+    [
+        (Net, by_bias, per_block, (True, True)),
+        (Net, by_block, per_block, (False, True)),
+        (Gains, adamw, per_block, (False, True)),
+        (Gains, adamw, per_block, (True, False)),
+        (Partial, sgd, whole, (False, False)),
+        (Partial, sgd, per_block, (False, False)),
+        (Partial, sgd, per_block, (True, True)),
+        (Net, adafactor, unsharded, (True, True)),  # state of any shape
+    ],
+)
 @ranks(2)
-def test_frozen_and_unused_parameters(rank, world_size, wrap, use_orig_params):
-    model, ours, plain, theirs = trained(wrap, use_orig_params, sgd, Partial)
+def test_training_goes_on_from_state_of_some_parameters_and_groups(rank, world_size, net, make, wrap, form):
+    model, ours, plain, theirs = trained(wrap, form[0], make, net)
     state, expected = FSDP.optim_state_dict(model, ours), by_name(theirs, plain)
-    if not use_orig_params:  # its part of the FlatParameter is stepped as well
+    if net is Partial and not form[0]:  # its part of the FlatParameter is stepped as well
         assert not state["state"].pop("unused")["momentum_buffer"].any()
     assert_same(state, expected)
-    fresh = sgd(model)
-    resume(model, fresh, state)
-    train_side_by_side(2, model, fresh, plain, theirs)
-    assert_close(model.state_dict(), plain.state_dict())
+    other = wrap(copy.deepcopy(plain), use_orig_params=form[1])
+    fresh = make(other)
+    resume(other, fresh, state)
+    train_side_by_side(2, other, fresh, plain, theirs)
+    assert_close(other.state_dict(), plain.state_dict())
+
+
+@ranks(2)
+def test_groups_keep_their_options_in_another_order(rank, world_size):
+    model, ours, _, _ = trained(per_block, True, by_bias)
+    state = FSDP.optim_state_dict(model, ours)
+    swapped = grouped(model, lambda name: not name.endswith("bias"))
+    resume(model, swapped, state)
+    assert [group["lr"] for group in swapped.param_groups] == [1e-2, 1e-3]
+    assert_same(FSDP.optim_state_dict(model, swapped), {**state, "param_groups": state["param_groups"][::-1]})
+    with pytest.raises(ValueError, match=r"'shift' and 'stem.bias' are in one group"):
+        resume(model, adamw(model), state)
 
 
 @each_form
@@ -278,9 +228,6 @@ def test_an_optimizer_that_was_never_stepped(rank, world_size, use_orig_params):
         assert ours.state == fresh.state == {}
     train_side_by_side(2, model, fresh, plain, adamw(plain))
     assert_close(model.state_dict(), plain.state_dict())
-
-
-# Pieces.
 
 
 @pytest.mark.parametrize(
@@ -330,9 +277,6 @@ def test_pieces_alias_the_state_unless_offloaded(rank, world_size, use_orig_para
         assert all(entry["step"] == 1 for entry in optimizer.state.values())
 
 
-# Keys.
-
-
 @each_form
 @ranks(2)
 def test_keys_of_an_optimizer_with_names_and_of_the_user(rank, world_size, use_orig_params):
@@ -351,26 +295,23 @@ def test_keys_of_an_optimizer_with_names_and_of_the_user(rank, world_size, use_o
 
 @ranks(2)
 def test_rekeying(rank, world_size):
-    model, ours, plain, theirs = trained(per_block, True, steps=1)
+    model, ours, plain, _ = trained(per_block, True, steps=1)
     state = FSDP.optim_state_dict(model, ours)
     numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)
     names = [name for name, _ in plain.named_parameters()]
     assert numbered["param_groups"][0]["params"] == list(range(len(names)))
-    for number, name in enumerate(names):
-        assert numbered["state"][number] is state["state"][name]
+    assert all(numbered["state"][number] is state["state"][name] for number, name in enumerate(names))
     again = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_ID, model)
     assert again["state"].keys() == numbered["state"].keys()
-    back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, model, optim=ours)
-    assert_same(back, state)
-    with pytest.raises(TypeError, match="OptimStateKeyType"):
-        FSDP.rekey_optim_state_dict(state, "names", model)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="exclude each other"):
-        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, [], ours)
-    with pytest.raises(ValueError, match=r"has 2 parameters, and not what the state dict names: shift"):
-        FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, plain.stem.parameters())
-
-
-# What does not fit.
+    to_ids, of_stem = OptimStateKeyType.PARAM_ID, plain.stem.parameters()
+    arguments: Any
+    for error, message, arguments in (
+        (TypeError, "OptimStateKeyType", ("names", model)),
+        (ValueError, "exclude each other", (to_ids, model, [], ours)),
+        (ValueError, "has 2 parameters, and not what the state dict names: shift", (to_ids, plain, of_stem)),
+    ):
+        with pytest.raises(error, match=message):
+            FSDP.rekey_optim_state_dict(state, *arguments)
 
 
 @each_form
@@ -404,20 +345,6 @@ def test_state_that_is_not_elementwise(rank, world_size, use_orig_params):
 
 
 @ranks(2)
-def test_whole_parameters_take_state_of_any_shape(rank, world_size):
-    model, plain = wrapped_and_plain(Net, whole, True)
-    model = whole(copy.deepcopy(plain), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
-    ours, theirs = (torch.optim.Adafactor(module.parameters()) for module in (model, plain))
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = FSDP.optim_state_dict(model, ours)
-    assert_same(state, by_name(theirs, plain))
-    fresh = torch.optim.Adafactor(model.parameters())
-    resume(model, fresh, state)
-    train_side_by_side(2, model, fresh, plain, theirs)
-    assert_close(model.state_dict(), plain.state_dict())
-
-
-@ranks(2)
 def test_options_that_are_tensors_come_from_the_first_rank(rank, world_size):
     model = per_block(Net())
     optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor([0.5]), foreach=False)
@@ -429,26 +356,24 @@ def test_options_that_are_tensors_come_from_the_first_rank(rank, world_size):
 @ranks(2)
 def test_state_dicts_that_do_not_fit(rank, world_size):
     model, ours, plain, _ = trained(per_block, True, steps=1)
-    state = FSDP.optim_state_dict(model, ours)
     fresh = adamw(model)
-
-    def refused(error: type[Exception], message: str, given: Any) -> None:
+    unknown, other_shape = (copy.deepcopy(FSDP.optim_state_dict(model, ours)) for _ in range(2))
+    unknown["param_groups"][0]["params"].append("nowhere.weight")
+    other_shape["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
+    state: Any
+    for error, message, state in (
+        (TypeError, "has the entries 'state' and 'param_groups', and this has NoneType", None),
+        (TypeError, "this has \\['model'\\]", {"model": 1}),
+        (ValueError, "goes by parameter ids", adamw(plain).state_dict()),
+        (ValueError, "model does not have: nowhere.weight", unknown),
+        (ValueError, "'exp_avg' of parameter 'head.weight' has shape \\(2, 2\\)", other_shape),
+    ):
         with pytest.raises(error, match=message):
-            FSDP.optim_state_dict_to_load(model, fresh, given, load_directly=True)
+            FSDP.optim_state_dict_to_load(model, fresh, state, load_directly=True)
         # The first rank's mistake is every rank's.
         with pytest.raises(error, match=message):
-            FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=fresh)
+            FSDP.scatter_full_optim_state_dict(state if rank == 0 else None, model, optim=fresh)
         assert fresh.state == {}
-
-    refused(TypeError, "has the entries 'state' and 'param_groups', and this has NoneType", None)
-    refused(TypeError, "this has \\['model'\\]", {"model": 1})
-    refused(ValueError, "goes by parameter ids", adamw(plain).state_dict())
-    unknown = copy.deepcopy(state)
-    unknown["param_groups"][0]["params"].append("nowhere.weight")
-    refused(ValueError, "model does not have: nowhere.weight", unknown)
-    other_shape = copy.deepcopy(state)
-    other_shape["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
-    refused(ValueError, "'exp_avg' of parameter 'head.weight' has shape \\(2, 2\\)", other_shape)
     with pytest.raises(ValueError, match="not one of the model's"):
         FSDP.optim_state_dict(model, adamw(plain))
     with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
@@ -525,7 +450,6 @@ def test_a_rank_whose_optimizer_lacks_parameters_or_a_value_of_them(rank, world_
 @each_form
 @ranks(2)
 def test_state_without_groups(rank, world_size, use_orig_params):
-    """Goes and comes without them."""
     model, ours, _, _ = trained(per_block, use_orig_params)
     own = ours.state_dict()
     groups = own.pop("param_groups")
@@ -540,8 +464,6 @@ def test_state_without_groups(rank, world_size, use_orig_params):
 
 
 class Placed(Net):
-    """With a layer of the rank's own beside what is sharded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Linear(2, 2)
@@ -614,15 +536,6 @@ def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, use_orig_para
         assert_same(FSDP.optim_state_dict(model, ours), by_name(theirs, plain))
 
 
-@ranks(2)
-def test_not_in_the_middle_of_a_forward(rank, world_size):
-    model, _ = wrapped_and_plain(Net, whole, True)
-    ours = adamw(model)
-    model.module.head.register_forward_hook(lambda *_: FSDP.optim_state_dict(model, ours))
-    with pytest.raises(RuntimeError, match=r"optim_state_dict\(\) must not run inside the forward"):
-        model(new_batches()[rank])
-
-
 @each_form
 @ranks(2)
 def test_state_of_a_parameter_without_elements(rank, world_size, use_orig_params):
@@ -646,3 +559,9 @@ def test_state_of_a_parameter_without_elements(rank, world_size, use_orig_params
     state = FSDP.optim_state_dict(model, optimizer)["state"]
     assert state.keys() == names and state["none"]["exp_avg"].shape == (0, 4)
     assert {name: entry["step"].item() for name, entry in state.items()} == dict.fromkeys(names, 1)
+    other = FSDP(Odd(), use_orig_params=not use_orig_params)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+            fresh = torch.optim.AdamW(other.parameters())
+            resume(other, fresh, FSDP.optim_state_dict(model, optimizer))
+        assert all(int(entry["step"]) == 1 for entry in fresh.state.values())

@@ -16,12 +16,15 @@ from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import gather_objects
 from state_nets import (
+    FULL,
     MODELS,
+    SHARDED,
     Block,
     Buffered,
     Failing,
     Mixed,
     Net,
+    Shared,
     Tied,
     WithDoubling,
     WithExtraState,
@@ -34,9 +37,11 @@ from state_nets import (
     changed,
     double_biases,
     each_way,
+    load,
     new_batches,
     note_prefix,
     per_block,
+    take,
     train_side_by_side,
     whole,
     wrapped_and_plain,
@@ -56,13 +61,11 @@ def assert_own_memory(state: dict[str, Any]) -> None:
     assert len({value.untyped_storage().data_ptr() for value in tensors.values()}) == len(tensors)
 
 
-# What is saved.
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("Tied", "Shared")])
+@pytest.mark.parametrize("name", MODELS)
 @ranks(2)
 def test_state_dict_equals_that_of_the_plain_module(rank, world_size, name):
-    for wrap, use_orig_params in WAYS:
+    is_tied = name in ("Tied", "Shared")
+    for wrap, use_orig_params in WAYS_OF_TIES if is_tied else WAYS:
         model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
         expected, found = plain.state_dict(), model.state_dict()
         assert_equal(found, expected)
@@ -70,7 +73,7 @@ def test_state_dict_equals_that_of_the_plain_module(rank, world_size, name):
         inner = {clean(path): module for path, module in model.named_modules()}
         for path in ("", "blocks.1", "head") if name == "Hooked" else ():
             assert inner[path].seen == plain.get_submodule(path).seen, "once, with clean prefixes"
-        if wrap is not below_plain:
+        if wrap is not below_plain and not is_tied:
             assert_own_memory(found)
             for value in found.values():
                 value.fill_(7) if isinstance(value, torch.Tensor) else None
@@ -84,33 +87,18 @@ def test_state_dict_equals_that_of_the_plain_module(rank, world_size, name):
         assert_equal(found, expected)
         assert found._metadata.items() >= expected._metadata.items()
         assert_equal(model.state_dict(prefix="net."), plain.state_dict(prefix="net."))
+        found, expected = (module.state_dict(keep_vars=True) for module in (model, plain))
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert isinstance(found[key], nn.Parameter) == isinstance(value, nn.Parameter), key
+            if isinstance(value, nn.Parameter):
+                assert found[key].requires_grad == value.requires_grad, key
+                assert torch.equal(found[key], value), key
 
 
 def clean(name: str) -> str:
     """The innermost module keeps the name that it had before wrapping."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-
-
-@pytest.mark.parametrize("name", ["Tied", "Shared"])
-@ranks(3)
-def test_tied_parameters_are_saved_under_every_name_and_loaded(rank, world_size, name):
-    for wrap, use_orig_params in WAYS_OF_TIES:
-        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        assert_equal(model.state_dict(), plain.state_dict())
-        fresh = MODELS[name]().double()
-        assert str(fresh.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
-        assert_equal(fresh.state_dict(), plain.state_dict())
-        for _ in range(2):
-            train_side_by_side(2, model, adamw(model), plain, adamw(plain))
-            state = model.state_dict()
-            assert_close(state, plain.state_dict())
-            ties = {"stem": "head", "blocks.0.up": "blocks.1.up"}
-            for one, other in (ties if name == "Tied" else {"blocks.0.down": "again"}).items():
-                assert torch.equal(state[f"{one}.weight"], state[f"{other}.weight"])
-            state = changed(plain.state_dict())
-            model.load_state_dict(state)
-            plain.load_state_dict(state)
-            assert_equal(model.state_dict(), plain.state_dict())
 
 
 def without_biases(module, state, prefix, metadata):
@@ -133,80 +121,35 @@ def test_hooks_on_the_wrapper_run(rank, world_size):
     assert_equal(found, plain.state_dict())
 
 
+@pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, WithExtraState, Mixed, WithDoubling])
 @ranks(2)
-def test_keep_vars(rank, world_size):
-    for wrap, use_orig_params in WAYS:
-        model, plain = wrapped_and_plain(Mixed, wrap, use_orig_params)
-        expected, found = plain.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert isinstance(found[name], nn.Parameter), name
-            assert found[name].requires_grad == value.requires_grad, name
-            assert torch.equal(found[name], value), name
-
-
-@each_way
-@ranks(1, 3)
-def test_saving_beside_training(rank, world_size, wrap, use_orig_params):
-    """On every rank the same, also while parameters are kept for a backward."""
-    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
-    ours, theirs = adamw(model), adamw(plain)
-    batches = new_batches()
-    loss = model(batches[rank]).square().mean()
-    before, kept = model.state_dict(), copy.deepcopy(plain.state_dict())
-    assert_equal(before, kept)
-    loss.backward()
-    assert_own_memory(model.state_dict())
-    plain(batches.flatten(0, 1)).square().mean().backward()
-    ours.step(), theirs.step()
-    assert_close(model.state_dict(), plain.state_dict())
-    train_side_by_side(2, model, ours, plain, theirs)
-    state = model.state_dict()
-    assert_close(state, plain.state_dict())
-    for other in gather_objects(state):
-        assert_equal(other, state)
-    assert_equal(before, kept)
-
-
-# What is loaded.
-
-
-@pytest.mark.parametrize("name", ["Net", "Buffered", "WithExtraState", "Mixed"])
-@ranks(2)
-def test_loads_what_a_plain_module_saved_and_the_other_way(rank, world_size, name):
-    for wrap, use_orig_params in WAYS:
-        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        fresh = MODELS[name]() if name == "Mixed" else MODELS[name]().double()
-        assert str(fresh.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
-        assert_equal(fresh.state_dict(), plain.state_dict())
-        state = changed(plain.state_dict())
-        untouched = copy.deepcopy(state)
-        assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-        assert_equal(model.state_dict(), untouched)
-        assert_equal(state, untouched)
-
-
-@pytest.mark.parametrize("source", [whole, per_block, below_plain])
-@ranks(3)
-def test_loads_what_was_saved_in_another_wrapping(rank, world_size, source):
-    for target in (whole, per_block, below_plain):
-        saved, plain = wrapped_and_plain(Buffered, source, use_orig_params=True)
-        model, _ = wrapped_and_plain(Buffered, target, use_orig_params=False)
-        model.load_state_dict(saved.state_dict())
-        assert_equal(model.state_dict(), plain.state_dict())
+def test_loads_what_a_plain_module_saved_and_the_other_way(rank, world_size, cls):
+    """Where modules only copy, without communication, whatever kind of state dict is chosen."""
+    for wrap, use_orig_params in WAYS_OF_TIES if cls in (Tied, Shared) else WAYS:
+        model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
+        fresh = cls() if cls is Mixed else cls().double()
+        if cls is not WithDoubling:
+            assert str(fresh.load_state_dict(model.state_dict())) == "<All keys matched successfully>"
+            assert_equal(fresh.state_dict(), plain.state_dict())
+        if cls in (Tied, Shared):
+            train_side_by_side(2, model, adamw(model), plain, adamw(plain))
+            assert_close(model.state_dict(), plain.state_dict())
+        for kind in (FULL, SHARDED):
+            state = changed(plain.state_dict())
+            untouched = copy.deepcopy(state)
+            with count_collectives() as traffic:
+                assert str(load(model, kind, state)) == "<All keys matched successfully>"
+            assert (traffic == {}) == (cls is not WithDoubling)
+            assert_equal(state, untouched)
+            plain.load_state_dict(state)
+            assert_equal(model.state_dict(), plain.state_dict())
 
 
 @ranks(2)
 def test_values_are_cast_and_names_may_miss_as_in_a_plain_module(rank, world_size):
     for wrap, use_orig_params in WAYS:
-        model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
-        state = {name: value.float() for name, value in changed(plain.state_dict()).items()}
-        plain.load_state_dict(state)
-        model.load_state_dict(state)
-        assert_equal(model.state_dict(), plain.state_dict())
-
         model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
-        state = changed(plain.state_dict())
+        state = {name: value.float() for name, value in changed(plain.state_dict()).items()}
         for name in ("shift", "blocks.1.up.bias", "norm.running_var", "stem.weight"):
             del state[name]
         state["extra"] = state["blocks.1.extra"] = torch.zeros(2)
@@ -214,65 +157,48 @@ def test_values_are_cast_and_names_may_miss_as_in_a_plain_module(rank, world_siz
         assert sorted(found.missing_keys) == sorted(expected.missing_keys)
         assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
         assert_equal(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("cls", [Net, Tied, WithExtraState, WithDoubling])
-@ranks(2)
-def test_full_tensors_are_taken_without_communication_where_modules_only_copy(rank, world_size, cls):
-    for wrap, use_orig_params in WAYS_OF_TIES if cls is Tied else WAYS:
-        model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
-        state = changed(plain.state_dict())
-        del state["shift"]
-        with count_collectives() as traffic:
-            found = model.load_state_dict(state, strict=False)
-        assert list(found.missing_keys) == ["shift"]
-        assert (traffic == {}) == (cls is not WithDoubling)
-        plain.load_state_dict(state, strict=False)
-        assert_equal(model.state_dict(), plain.state_dict())
-
-
-@ranks(2)
-def test_assignment_below_a_plain_module(rank, world_size):
     model, plain = wrapped_and_plain(Net, below_plain, True)
     state = changed(plain.state_dict())
-    try:
-        model.load_state_dict(copy.deepcopy(state), assign=True)
-    except ValueError:
-        state = plain.state_dict()  # refused, as the wrapper itself does; then nothing has changed
+    model.load_state_dict(copy.deepcopy(state), assign=True)
     assert_equal(model.state_dict(), state)
 
 
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
 @each_way
 @ranks(2)
-def test_loading_beside_training(rank, world_size, wrap, use_orig_params):
+def test_saving_and_loading_beside_training(rank, world_size, wrap, use_orig_params, kind):
     """After a forward, with its parameters kept or not; between steps; beside gradients."""
     model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
     ours, theirs = adamw(model), adamw(plain)
+    source, _ = wrapped_and_plain(Net, wrap, use_orig_params)
 
-    def load() -> None:
+    def look_and_load() -> None:
+        found = model.state_dict()
+        assert_close(found, plain.state_dict())
+        assert_own_memory(found)
+        for other in gather_objects(found):
+            assert_equal(other, found)
         state = {name: value * 0.9 + 0.01 for name, value in plain.state_dict().items()}
-        model.load_state_dict(state)
         plain.load_state_dict(state)
+        source.load_state_dict(state)
+        load(model, kind, take(source, kind))
         assert_equal(model.state_dict(), plain.state_dict())
 
     batches = new_batches()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             model(batches[rank])
-            load()
+            look_and_load()
             assert_close({"": model(batches[rank])}, {"": plain(batches[rank])})
-    train_side_by_side(2, model, ours, plain, theirs)
-    load()
-    train_side_by_side(2, model, ours, plain, theirs)
+    for _ in range(2):
+        train_side_by_side(2, model, ours, plain, theirs)
+        look_and_load()
     for module, batch in ((model, batches[rank]), (plain, batches.flatten(0, 1))):
         module.zero_grad()
         module(batch).square().mean().backward()
-    load()
+    look_and_load()
     ours.step(), theirs.step()
     assert_close(model.state_dict(), plain.state_dict())
-
-
-# Modules that load in ways of their own.
 
 
 class Renamed(Block):
@@ -367,28 +293,27 @@ def copied_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return copy.deepcopy(model).state_dict()
 
 
-@pytest.mark.parametrize(("wrap", "use_orig_params"), WAYS)
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize(("wrap", "use_orig_params"), [*WAYS, (by_hand, True)])
 @ranks(2)
-def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap, use_orig_params):
+def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap, use_orig_params, kind):
+    """Before it is looked at in any way, or loaded again; pieces leave it as it was."""
     model, plain = wrapped_and_plain(WithFailing, wrap, use_orig_params)
     (failing,) = (module for module in model.modules() if isinstance(module, Failing))
     state = {name: value * 0.9 for name, value in plain.state_dict().items()}
-
-    def fail() -> None:
+    expected = plain.state_dict()
+    owned = [name for name in expected if wrap is not below_plain or name.startswith("blocks.1")]
+    for values_of in (summoned_values, streamed_values, copied_values):
         failing.fails = True
         with pytest.raises(KeyError, match="of the user's own"):
-            model.load_state_dict(state)
+            load(model, kind, state)
         failing.fails = False
-
-    for values_of in (summoned_values, streamed_values, copied_values) if wrap is below_plain else ():
-        fail()
-        found, expected = values_of(model), plain.state_dict()
-        for name in ("blocks.1.gain", "blocks.1.up.weight", "blocks.1.down.weight"):
+        found = values_of(model) if kind is SHARDED or wrap is below_plain else {}
+        for name in owned if found else ():
             assert torch.equal(found[name], expected[name]), (values_of, name)
-    fail()
     batch = new_batches()[rank]
     model(batch).square().mean().backward()
-    model.load_state_dict(state)
+    load(model, kind, state)
     plain.load_state_dict(state)
     torch.testing.assert_close(model(batch), plain(batch), rtol=0, atol=1e-12)
     assert_equal(model.state_dict(), plain.state_dict())

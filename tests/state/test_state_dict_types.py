@@ -1,4 +1,4 @@
-"""Full state dicts for one rank or for the host, sharded and local ones."""
+"""Full state dicts for one rank or for the host, sharded and local ones; pieces as torch's own tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bed import ranks
 from bed.memory import live_bytes
@@ -32,7 +33,9 @@ from fsdp_wrap import (
     StateDictSettings,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._params.interval_tensor import boxes_of
+from fsdp_wrap._params.held_by import Intervals
+from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR, boxes_of
+from fsdp_wrap.distributed_state_dict import pieces_of_model
 from state_nets import (
     FULL,
     LOCAL,
@@ -41,38 +44,27 @@ from state_nets import (
     WIDTH,
     Block,
     Buffered,
-    Failing,
     Net,
-    WithFailing,
-    adamw,
-    assert_close,
     assert_equal,
     below_plain,
     by_hand,
     changed,
     load,
-    new_batches,
     per_block,
     take,
-    train_side_by_side,
     whole,
     wrapped_and_plain,
 )
 
 WAYS = [(whole, True), (per_block, False), (by_hand, True), (below_plain, False)]
 """Of wrapping, with a form of the wrapper."""
-each_of_four = pytest.mark.parametrize(("wrap", "use_orig_params"), WAYS)
 
 
 def full(state: dict[str, Any]) -> dict[str, Any]:
-    """The full tensors of a sharded state dict."""
     return {
         name: value.full_tensor() if isinstance(value, IntervalTensor) else value
         for name, value in state.items()
     }
-
-
-# Settings.
 
 
 @ranks(1)
@@ -116,30 +108,38 @@ def test_configurations_that_do_not_belong_together(rank, world_size):
         assert FSDP.get_state_dict_type(model) == before
 
 
-# Full, for the first rank and for the host.
-
-
-@pytest.mark.parametrize("name", ["Tied", "Buffered", "Hooked"])
+@pytest.mark.parametrize("name", MODELS)
 @ranks(3)
-def test_the_first_rank_alone_gets_a_full_state_dict(rank, world_size, name):
+def test_every_kind_of_state_dict_has_the_values_of_the_plain_module(rank, world_size, name):
+    """Full ones of the first rank alone; pieces without communication, also from a file to the other form."""
     # A tie between a wrapped module and a plain one above cannot last.
-    for wrap, use_orig_params in WAYS[:3] if name == "Tied" else WAYS:
+    for wrap, use_orig_params in WAYS[:3] if name in ("Tied", "Shared") else WAYS:
         model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        state, expected = take(model, FULL, FullStateDictConfig(True, rank0_only=True)), plain.state_dict()
-        if rank == 0:
-            assert_equal(state, expected)
-        else:  # what no instance wraps is on every rank
-            assert_equal(state, {name: expected[name] for name in state} if wrap is below_plain else {})
-            assert not any(name.startswith(("stem", "blocks.1")) for name in state)
+        expected = plain.state_dict()
+        owned = [key for key in expected if wrap is not below_plain or key.startswith(("stem", "blocks.1"))]
+        state = take(model, FULL, FullStateDictConfig(True, rank0_only=True))
+        # What no instance wraps is on every rank.
+        assert_equal(state, {key: value for key, value in expected.items() if rank == 0 or key not in owned})
+        with count_collectives() as counts:
+            pieces = {kind: take(model, kind) for kind in (SHARDED, LOCAL)}
+        assert counts == {}
+        assert_equal(full(pieces[SHARDED]), expected)
+        params = {key for key, _ in plain.named_parameters(remove_duplicate=False)}
+        for key, value in pieces[SHARDED].items():
+            is_cut = key.removesuffix("_doubled") in params and key in owned
+            assert isinstance(value, IntervalTensor) == is_cut, key
         assert_equal(model.state_dict(), expected)
-
-
-@ranks(4)
-def test_the_first_rank_of_a_hybrid_mesh(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = per_block(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    state = take(model, FULL, FullStateDictConfig(rank0_only=True))
-    assert bool(state) == (rank == 0)
+        target, _ = wrapped_and_plain(MODELS[name], wrap, not use_orig_params)
+        for kind, state in pieces.items() if name != "Hooked" else ():
+            target.load_state_dict(changed(expected))
+            stored = io.BytesIO()
+            torch.save(state, stored)
+            stored.seek(0)
+            read = torch.load(stored, weights_only=True)
+            with count_collectives() as counts:
+                assert str(load(target, kind, read)) == "<All keys matched successfully>"
+            assert counts == {}
+            assert_equal(target.state_dict(), expected)
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
@@ -161,8 +161,6 @@ def test_offloaded_values_are_copies(rank, world_size, kind):
 
 
 class Chain(nn.Module):
-    """Units nested in each other, of one size each."""
-
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.randn(40_000))
@@ -192,9 +190,6 @@ def per_chain(chain: Any, use_orig_params: bool) -> FSDP:
     return FSDP(chain, use_orig_params=use_orig_params)
 
 
-# Sharded.
-
-
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5), (2, 3, 2, 3), (0, 3), (5, 1, 2)])
 def test_boxes_cover_every_interval_once(shape):
     numel = torch.Size(shape).numel()
@@ -213,62 +208,6 @@ def test_boxes_cover_every_interval_once(shape):
         assert torch.equal(found.flatten(), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("Tied", "Shared")])
-@ranks(3)
-def test_sharded_values_stand_for_those_of_the_plain_module(rank, world_size, name):
-    for wrap, use_orig_params in [*WAYS, (whole, False)]:
-        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        with count_collectives() as counts:
-            state = take(model, SHARDED)
-        assert counts == {}
-        assert_equal(full(state), plain.state_dict())
-        params = dict(plain.named_parameters())
-        for key, value in state.items():
-            owned = wrap is not below_plain or key.startswith(("stem", "blocks.1"))
-            expected = key.removesuffix("_doubled") in params and owned
-            assert isinstance(value, IntervalTensor) == expected, key
-        assert_equal(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("name", ["Tied", "Shared"])
-@pytest.mark.parametrize("kind", [SHARDED, LOCAL])
-@ranks(2)
-def test_tied_parameters_travel_by_pieces(rank, world_size, kind, name):
-    for wrap, use_orig_params in WAYS[:3]:
-        model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        state = copy.deepcopy(take(model, kind))
-        if kind is SHARDED:
-            assert_equal(full(state), plain.state_dict())
-        else:
-            assert all(name.endswith("_flat_param") for name in state)
-        model.load_state_dict(changed(plain.state_dict()))
-        assert str(load(model, kind, state)) == "<All keys matched successfully>"
-        assert_equal(model.state_dict(), plain.state_dict())
-        train_side_by_side(2, model, adamw(model), plain, adamw(plain))
-        assert_close(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("name", ["Buffered", "Mixed"])
-@pytest.mark.parametrize("kind", [SHARDED, LOCAL])
-@ranks(2)
-def test_pieces_are_loaded_without_communication(rank, world_size, kind, name):
-    """From a file, into the other form of the wrapper."""
-    for wrap, use_orig_params in WAYS:
-        source, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        model, _ = wrapped_and_plain(MODELS[name], wrap, not use_orig_params)
-        model.load_state_dict(changed(plain.state_dict()))
-        stored = io.BytesIO()
-        torch.save(take(source, kind), stored)
-        stored.seek(0)
-        state = torch.load(stored, weights_only=True)
-        for fqn, value in take(source, kind).items():
-            assert bool((state[fqn] == value).all()) and torch.equal(state[fqn], value)
-        with count_collectives() as counts:
-            assert str(load(model, kind, state)) == "<All keys matched successfully>"
-        assert counts == {}
-        assert_equal(model.state_dict(), plain.state_dict())
-
-
 @each_form
 @ranks(2)
 def test_pieces_are_the_models_memory_and_copied_straight_into_it(rank, world_size, use_orig_params):
@@ -285,31 +224,6 @@ def test_pieces_are_the_models_memory_and_copied_straight_into_it(rank, world_si
         load(model, SHARDED, kept)
     assert not walked.called
     assert_equal(model.state_dict(), plain.state_dict())
-
-
-@ranks(3)
-def test_full_tensors_are_loaded_without_communication(rank, world_size):
-    for wrap, use_orig_params in WAYS:
-        model, plain = wrapped_and_plain(Buffered, wrap, use_orig_params)
-        state = changed(plain.state_dict())
-        with count_collectives() as counts:
-            load(model, SHARDED, state)
-        assert counts == {}
-        assert_equal(model.state_dict(), state)
-
-
-@each_form
-@ranks(2)
-def test_loading_pieces_in_the_middle_of_training(rank, world_size, use_orig_params):
-    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
-    state, expected = copy.deepcopy(take(model, SHARDED)), copy.deepcopy(plain.state_dict())
-    ours, theirs = adamw(model), adamw(plain)
-    train_side_by_side(2, model, ours, plain, theirs)
-    model(new_batches()[rank])  # the root keeps its parameters for a backward that never comes
-    load(model, SHARDED, state)
-    plain.load_state_dict(expected)
-    train_side_by_side(2, model, ours, plain, theirs)
-    assert_close(model.state_dict(), plain.state_dict())
 
 
 @ranks(2)
@@ -333,36 +247,8 @@ def sharded_tensor(value: torch.Tensor, rank: int) -> Any:
     """Torch's kind: two rows on the first rank, the rest on the second."""
     rows = [(0, 2), (2, len(value))][rank]
     part = value[rows[0] : rows[1]].clone()
-    shard = Shard.from_tensor_and_offsets(part, [rows[0], 0], rank)
+    shard = ShardOfTensor.from_tensor_and_offsets(part, [rows[0], 0], rank)
     return init_from_local_shards([shard], *value.shape)
-
-
-@ranks(4)
-def test_pieces_convert_to_dtensors(rank, world_size):
-    model, plain = wrapped_and_plain(Net, per_block, False)
-    expected = plain.state_dict()
-    for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
-        for name, value in take(model, SHARDED).items():
-            converted = value.to_dtensor(mesh)
-            assert isinstance(converted, DTensor) and converted.device_mesh == mesh
-            assert torch.equal(converted.full_tensor(), expected[name]), name
-
-
-@ranks(1)
-def test_operations_on_pieces(rank, world_size):
-    value = IntervalTensor(torch.Size((3, 4)), 2, torch.arange(5.0))
-    assert torch.equal((value * 2 + value).piece, 3 * value.piece)
-    assert value.to(torch.bfloat16).piece.dtype == torch.bfloat16
-    assert (value.clone().start, value.clone().shape) == (2, (3, 4))
-    assert copy.deepcopy(value).mul_(2).piece.sum() == 20 and value.piece.sum() == 10
-    for action in (value.sum, lambda: torch.ones(3, 4).copy_(value), lambda: value.add_(torch.ones(3, 4))):
-        with pytest.raises(TypeError, match="full_tensor|cannot combine"):
-            action()
-    with pytest.raises(ValueError, match="elements 3 to 8 do not match elements 2 to 7"):
-        value.add_(IntervalTensor(torch.Size((3, 4)), 3, torch.arange(5.0)))
-
-
-# What does not fit.
 
 
 @each_form
@@ -371,46 +257,26 @@ def test_pieces_of_another_wrapping_are_refused_and_names_may_miss(rank, world_s
     model, plain = wrapped_and_plain(Net, whole, use_orig_params)
     other, _ = wrapped_and_plain(Net, per_block, use_orig_params)
     expected = plain.state_dict()
-    with pytest.raises(RuntimeError, match=r"elements .* of stem.bias .*torch\.distributed\.checkpoint"):
-        load(model, SHARDED, take(other, SHARDED))
-    with pytest.raises(RuntimeError, match=r"shift.*SHARDED_STATE_DICT"):
-        model.load_state_dict(take(model, SHARDED))
-    with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
-        load(model, LOCAL, take(other, LOCAL))
-    for unlike in (take(model, LOCAL)["_flat_param"].piece.view(-1, 1), None):
-        with pytest.raises(RuntimeError, match=r"_flat_param: .*fits only the ranks and wrapping"):
-            load(model, LOCAL, {"_flat_param": unlike})
-    with pytest.raises(RuntimeError, match="Missing key.*stem.weight"):
-        load(model, SHARDED, {})
-    state = take(model, SHARDED)
-    state["stem.weight"] = torch.zeros(2, 2)
-    with pytest.raises(RuntimeError, match="size mismatch for stem.weight"):
-        load(model, SHARDED, state)
+    pieces = take(model, SHARDED)
+    flat = r"_flat_param: .*fits only the ranks and wrapping"
+    state: Any
+    for kind, state, words in (
+        (SHARDED, take(other, SHARDED), r"elements .* of stem.bias .*torch\.distributed\.checkpoint"),
+        (FULL, pieces, "shift.*SHARDED_STATE_DICT"),
+        (LOCAL, take(other, LOCAL), flat),
+        (LOCAL, {"_flat_param": take(model, LOCAL)["_flat_param"].piece.view(-1, 1)}, flat),
+        (LOCAL, {"_flat_param": None}, flat),
+        (SHARDED, {}, "Missing key.*stem.weight"),
+        (SHARDED, pieces | {"stem.weight": torch.zeros(2, 2)}, "size mismatch for stem.weight"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            load(model, kind, state)
     assert_equal(model.state_dict(), expected)
     state = {name: value * 2 for name, value in take(model, SHARDED).items() if name != "stem.weight"}
     found = load(model, SHARDED, state | {"extra": torch.zeros(1)}, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["stem.weight"], ["extra"])
     doubled = {name: value * (1 if name == "stem.weight" else 2) for name, value in expected.items()}
     assert_equal(model.state_dict(), doubled)
-
-
-@each_of_four
-@ranks(2)
-def test_a_module_that_fails_to_load_pieces_leaves_the_model_as_it_was(
-    rank, world_size, wrap, use_orig_params
-):
-    model, plain = wrapped_and_plain(WithFailing, wrap, use_orig_params)
-    (failing,) = (module for module in model.modules() if isinstance(module, Failing))
-    state = {name: value * 0.9 for name, value in plain.state_dict().items()}
-    failing.fails = True
-    with pytest.raises(KeyError, match="of the user's own"):
-        load(model, SHARDED, state)
-    failing.fails = False
-    found, expected = model.state_dict(), plain.state_dict()
-    owned = [name for name in expected if wrap is not below_plain or name.startswith("blocks.1")]
-    assert_equal({name: found[name] for name in owned}, {name: expected[name] for name in owned})
-    load(model, SHARDED, state)
-    assert_equal(model.state_dict(), state)
 
 
 @ranks(2)
@@ -436,11 +302,143 @@ def test_refused_while_full_parameters_are_shown_or_a_state_dict_is_taken(rank, 
     assert_equal(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "with_mesh", "use_orig_params"),
+    [
+        ("FULL_SHARD", False, False),
+        ("HYBRID_SHARD", False, True),
+        ("HYBRID_SHARD", True, False),
+        ("NO_SHARD", True, True),
+    ],
+)
+@ranks(4)
+def test_as_dtensors(rank, world_size, strategy, with_mesh, use_orig_params):
+    mesh = init_device_mesh("cpu", (2, 2) if strategy == "HYBRID_SHARD" else (4,)) if with_mesh else None
+    plain = Block().double()
+    model = FSDP(
+        copy.deepcopy(plain),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_mesh=mesh,
+        use_orig_params=use_orig_params,
+    )
+    others = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    with count_collectives() as counts:
+        state = pieces_of_model(model)
+        for value in state.values():
+            assert isinstance(value, IntervalTensor) and isinstance(value, DTensor) == PASSES_FOR_DTENSOR
+            assert value.device_mesh == (mesh or value.device_mesh)
+            assert len(value.placements) == value.device_mesh.ndim
+            assert value.to_local().numel() == value.piece.numel() == value._local_tensor.numel()
+            same = value.redistribute(placements=value.placements)
+            assert same.placements == value.placements and torch.equal(same.to_local(), value.to_local())
+    assert counts == {}
+    for name, expected in plain.state_dict().items():
+        assert torch.equal(state[name].full_tensor(), expected), name
+        ndim = state[name].device_mesh.ndim
+        last = Shard(0) if expected.dim() else Replicate()
+        placed = state[name].redistribute(placements=[*[Replicate()] * (ndim - 1), last])
+        assert type(placed) is DTensor and torch.equal(placed.full_tensor(), expected), name
+        for other in others:
+            converted = state[name].to_dtensor(other)
+            assert type(converted) is DTensor and converted.device_mesh == other
+            assert torch.equal(converted.full_tensor(), expected), name
+        if strategy == "NO_SHARD":
+            assert set(state[name].placements) == {Replicate()}
+            assert torch.equal(state[name].to_local(), expected), name
+
+
 @ranks(2)
-def test_local_state_dicts_have_one_flat_shard_per_segment(rank, world_size):
-    net = Block()
-    net.down.requires_grad_(False)
-    for use_orig_params in (False, True):
-        state = take(FSDP(copy.deepcopy(net), use_orig_params=use_orig_params), LOCAL)
-        assert list(state) == ["_flat_param", "_flat_param_1"]
-        assert all(value.dim() == 1 for value in state.values())
+def test_placements_and_operations_of_pieces(rank, world_size):
+    """They are rows where every rank has just these; pieces made by hand are over all ranks."""
+    for shape, by_rows in (((6, 4), True), ((3, 3), False), ((4,), True), ((5, 4), False)):
+        model = FSDP(nn.ParameterList([nn.Parameter(torch.randn(shape))]))
+        (value,) = take(model, SHARDED).values()
+        (placement,) = value.placements
+        full = value.full_tensor()
+        if by_rows:
+            assert placement == Shard(0) and torch.equal(value.to_local(), full.chunk(2)[rank])
+        else:
+            assert placement == Intervals() != Shard(0) and not placement.is_shard()
+            assert value.to_local().dim() == 1
+        assert value.dim() == len(shape) and value.local_tensor().numel() == value.to_local().numel()
+    other = DTensor.from_local(torch.ones(5, 4), value.device_mesh, [Replicate()])
+    with pytest.raises((AttributeError, RuntimeError, TypeError)):
+        other.copy_(value)
+    with pytest.raises(AttributeError, match="use full_tensor"):
+        _ = value._spec
+
+    value = IntervalTensor(torch.Size((2, 5)), 5 * rank, torch.arange(5.0) + 5 * rank)
+    assert torch.equal(value.full_tensor(), torch.arange(10.0).view(2, 5))
+    assert value.device_mesh == DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    assert value.placements == (Intervals(),)
+    with pytest.raises(RuntimeError, match="made by hand"):
+        value.metadata()
+    assert torch.equal((value * 2 + value).piece, 3 * value.piece)
+    assert value.to(torch.bfloat16).piece.dtype == torch.bfloat16
+    assert (value.clone().start, value.clone().shape) == (5 * rank, (2, 5))
+    total = value.piece.sum()
+    assert copy.deepcopy(value).mul_(2).piece.sum() == 2 * total and value.piece.sum() == total
+    for action in (value.sum, lambda: torch.ones(2, 5).copy_(value), lambda: value.add_(torch.ones(2, 5))):
+        with pytest.raises(TypeError, match="full_tensor|cannot combine"):
+            action()
+    here, there = f"elements {5 * rank} to {5 * rank + 5}", "elements 1 to 6"
+    with pytest.raises(ValueError, match=f"{there} do not match {here}"):
+        value.add_(IntervalTensor(torch.Size((2, 5)), 1, torch.arange(5.0)))
+
+
+@ranks(4)
+def test_full_tensors_come_from_the_ranks_that_hold_them(rank, world_size):
+    """Each half of the ranks has a model of its own; nobody else takes part."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank // 2)
+    plain = Net().double()
+    state = take(per_block(copy.deepcopy(plain), process_group=halves[rank // 2]), SHARDED)
+    if rank < 2:
+        for name, expected in plain.state_dict().items():
+            assert torch.equal(state[name].full_tensor(), expected), name
+            assert state[name].device_mesh.mesh.tolist() == [0, 1]
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("kind", "use_orig_params"), [(SHARDED, False), (SHARDED, True), (LOCAL, True)])
+@ranks(3)
+def test_as_sharded_tensors(rank, world_size, kind, use_orig_params):
+    model = per_block(Net().double(), use_orig_params=use_orig_params)
+    state = take(model, kind)
+    with count_collectives() as counts:
+        told = {name: value.metadata() for name, value in state.items()}
+    assert counts == {}
+    for name, value in state.items():
+        covered = torch.zeros(value.shape)
+        for each in told[name].shards_metadata:
+            where = tuple(slice(at, at + size) for at, size in zip(each.shard_offsets, each.shard_sizes))
+            covered[where] += 1
+        assert covered.min() == covered.max() == 1 and told[name].size == value.shape, name
+        mine = [each for each in told[name].shards_metadata if each.placement.rank() == rank]
+        shards = value.local_shards()
+        assert [shard.metadata for shard in shards] == mine
+        assert [shard.metadata for shard in value._local_shards] == mine
+        assert torch.equal(
+            torch.cat([shard.tensor.flatten() for shard in shards] or [value.piece]), value.piece
+        )
+
+
+@pytest.mark.parametrize(("kind", "use_orig_params"), [(SHARDED, True), (LOCAL, False)])
+@ranks(2)
+def test_pieces_from_a_file_equal_those_saved(rank, world_size, kind, use_orig_params):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if kind is SHARDED else None
+    model = whole(Net().double(), use_orig_params=use_orig_params, device_mesh=mesh)
+    state, stored = pieces_of_model(model) if mesh else take(model, kind), io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    read = torch.load(stored, weights_only=True)
+    for name in ("stem.weight", "shift") if kind is SHARDED else state:
+        value = state[name]
+        copies = (copy.deepcopy(value), value.cpu(), value.detach(), value.clone(), value + 0)
+        for other in (read[name], *copies):
+            torch.testing.assert_close(other, value, rtol=0, atol=0)
+            assert torch.equal(other, value) and torch.allclose(other, value)
+            assert bool((other == value).all())
+            assert other.device_mesh == value.device_mesh and other.placements == value.placements
+        assert torch.equal(read[name].full_tensor(), value.full_tensor())
+    load(model, kind, read)

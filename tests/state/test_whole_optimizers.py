@@ -103,11 +103,7 @@ def test_whole_parameters_train_as_a_plain_model(rank, world_size, use_orig_para
         fronts.assert_same_values(model, plain, rtol=0, atol=1e-12)
 
 
-# groups by the number of dimensions
-
-
 def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices alone, as programs say it."""
     params = [*module.parameters()]
     matrices, others = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
     return [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
