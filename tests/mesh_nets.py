@@ -124,7 +124,6 @@ def _wrapper(front: str, model: Net, mesh: DeviceMesh) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Takes a step in which all ranks see the same."""
     tokens = torch.randint(WIDTH, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     model(tokens).square().mean().backward()
     optimizer.step()
@@ -132,13 +131,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 
 class Side:
-    """A model with its optimizer, and the functions that save and load them.
-
-    Args:
-        model: Sharded in any way, or plain.
-        functions: Ours, or torch's.
-        options: Options of these functions.
-    """
+    """A model with its optimizer, and the functions, ours or torch's, that save and load them."""
 
     def __init__(self, model: nn.Module, functions: Any = our_functions, **options: Any) -> None:
         self.model, self.functions, self._options = model, functions, options
@@ -159,7 +152,6 @@ class Side:
         )
 
     def save(self, way: str, path: Path) -> None:
-        """Saves into a folder of ours, or by DCP."""
         if way == "folder":
             from fsdp_wrap import checkpoint  # only here: it can be left out
 
@@ -195,7 +187,6 @@ class Side:
 
 
 def assert_same_sides(one: Side, other: Side, atol: float = 0) -> None:
-    """Asserts that parameters and state of the optimizer have the same values."""
     found, expected = one.values(), other.values()
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -38,8 +38,6 @@ WIDTH, BATCH, STEPS = 16, 4, 3
 
 
 class Layer(nn.Module):
-    """A unit."""
-
     def __init__(self, number: int, checkpoints: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(number)
@@ -119,8 +117,29 @@ def one_step(
     optimizer.step()
 
 
-def _trains(rank: int, device: Simulation, front: str, accumulates: bool = False, **options: Any) -> object:
-    return train(wrapped(front, **options), rank, device, accumulates=accumulates)
+def _trains(
+    rank: int,
+    device: Simulation,
+    front: str,
+    accumulates: bool = False,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **options: Any,
+) -> object:
+    return train(prepared(prepare, front, **options), rank, device, accumulates=accumulates)
+
+
+def prepared(prepare: Callable[[Any], object], front: str, **options: Any) -> Any:
+    model = wrapped(front, **options)
+    prepare(model)
+    return model
+
+
+def _freeze(model: nn.Module) -> None:
+    inner(model)[1].requires_grad_(False)
+
+
+def hook(model: Any) -> None:
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
 
 
 def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
@@ -131,12 +150,6 @@ def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
         strategy = ShardingStrategy.HYBRID_SHARD
         model = wrapped(front, sharding_strategy=strategy, device_mesh=mesh, cpu_offload=CPUOffload(offload))
     return train(model, rank, device, accumulates=True)
-
-
-def _frozen(rank: int, device: Simulation, front: str) -> object:
-    model = wrapped(front)
-    inner(model)[1].requires_grad_(False)
-    return train(model, rank, device)
 
 
 def _fails(rank: int, device: Simulation, front: str, where: str, after: int = 0, **options: Any) -> object:
@@ -197,11 +210,14 @@ def _dropped(rank: int, device: Simulation) -> object:
     return torch.ones(4096).sum()
 
 
-def _by_hand(rank: int, device: Simulation) -> object:
-    """Handles, lists of prefetched units, an optimizer on another stream, backwards ended by hand."""
-    model = wrapped("composable")
+def list_prefetches(model: Any) -> None:
     model[0].set_modules_to_forward_prefetch([model[1], model[2]])
     model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+
+
+def _by_hand(rank: int, device: Simulation) -> object:
+    """Handles, lists of prefetched units, an optimizer on another stream, backwards ended by hand."""
+    model = prepared(list_prefetches, "composable")
     model.set_manual_backward_finalization(True)
     optimizer, side = torch.optim.SGD(model.parameters(), lr=0.1), device.stream("optimizer")
     for step in range(STEPS):
@@ -217,13 +233,10 @@ def _by_hand(rank: int, device: Simulation) -> object:
 
 
 def _kept_within_a_host(rank: int, device: Simulation) -> object:
-    model = by_calls(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    return train(model, rank, device)
+    return train(by_calls(mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2), rank, device)
 
 
 class _Gather:
-    """A user's collective, with memory of its own."""
-
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -238,12 +251,10 @@ class _Reduce(_Gather):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _users_collectives(rank: int, device: Simulation) -> object:
-    model = wrapped("composable")
+def _replace_collectives(model: Any) -> None:
     for part in (*list(model)[:3], model):
         part.set_custom_all_gather(_Gather())
         part.set_custom_reduce_scatter(_Reduce())
-    return train(model, rank, device)
 
 
 class _FailingGather(_Gather):
@@ -295,12 +306,6 @@ def _hooked_on_a_stream(rank: int, device: Simulation) -> object:
     return train(model, rank, device)
 
 
-def _comm_hook(rank: int, device: Simulation, **options: Any) -> object:
-    model = wrapped("orig", **options)
-    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-    return train(model, rank, device)
-
-
 def _compressed(rank: int, device: Simulation) -> object:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     for number, layer in enumerate(model):
@@ -321,7 +326,6 @@ def _compressed(rank: int, device: Simulation) -> object:
 
 
 def _states(rank: int, device: Simulation, front: str, offload: bool) -> object:
-    """State dicts and summoned parameters between steps."""
     model = wrapped(front, cpu_offload=CPUOffload(offload))
     train(model, rank, device, steps=1)
     states = [model.state_dict()]
@@ -347,12 +351,6 @@ def _evaluates(rank: int, device: Simulation, front: str) -> object:
     return model
 
 
-def _in_place(rank: int, device: Simulation) -> object:
-    model = wrapped("orig")
-    set_gradients_in_place(model)
-    return train(model, rank, device)
-
-
 def _clips(rank: int, device: Simulation, norm_type: float) -> object:
     model = wrapped("orig")
     for step in range(2):
@@ -373,7 +371,6 @@ def _scales(rank: int, device: Simulation) -> object:
 
 
 def _summons(rank: int, device: Simulation, offload: bool, rank0_only: bool) -> object:
-    """The full parameters and gradients, which are edited."""
     model = wrapped("orig", cpu_offload=CPUOffload(offload))
     model(batch(rank, 0)).square().sum().backward()
     with FSDP.summon_full_params(model, True, True, rank0_only, with_grads=True):
@@ -408,14 +405,7 @@ def offloads(
     states: dict[int, Any] | None = None,
     **options: Any,
 ) -> object:
-    """Trains with shards on the host, and something else.
-
-    Args:
-        doing: The other thing.
-        offload: Whether they are on the host.
-        states: Gets the state dict in the end, by rank.
-        options: The wrapper's.
-    """
+    """Trains with shards on the host or not, and does something else; `states` gets the states by rank."""
     units = net(checkpoints=doing == "checkpoints")
     module = _Skipping(*units) if doing == "skips" else units
     model = shard(front, module, ModuleWrapPolicy({Layer}), cpu_offload=CPUOffload(offload), **options)
@@ -449,7 +439,6 @@ def offloads(
 
 
 def _halve(model: nn.Module) -> None:
-    """Changes the shards so that no version counter tells it."""
     for param in model.parameters():
         local = param.to_local() if hasattr(param, "to_local") else param
         local.data.mul_(0.5)
@@ -484,7 +473,7 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     **{f"accumulates-{front}": (2, partial(_trains, front=front, accumulates=True)) for front in FRONTS},
     **{f"offloads-{front}": (2, partial(_trains, front=front, cpu_offload=OFFLOAD)) for front in FRONTS},
     **{f"checkpoints-{front}": (2, partial(_trains, front=front, checkpoints=True)) for front in FRONTS},
-    **{f"frozen-{front}": (2, partial(_frozen, front=front)) for front in FRONTS},
+    **{f"frozen-{front}": (2, partial(_trains, front=front, prepare=_freeze)) for front in FRONTS},
     **{f"hybrid-{front}": (4, partial(_hybrid, front=front, offload=False)) for front in FRONTS},
     **{f"hybrid-offload-{front}": (4, partial(_hybrid, front=front, offload=True)) for front in FRONTS},
     **{f"evaluates-{front}": (2, partial(_evaluates, front=front)) for front in FRONTS},
@@ -508,14 +497,14 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "dropped": (2, _dropped),
     "by_hand": (2, _by_hand),
     "kept_within_a_host": (4, _kept_within_a_host),
-    "users_collectives": (2, _users_collectives),
+    "users_collectives": (2, partial(_trains, front="composable", prepare=_replace_collectives)),
     "collective_raises": (2, _collective_raises),
     "looks_after_unshard": (2, _looks_after_unshard),
     "hooked_on_a_stream": (2, _hooked_on_a_stream),
-    "comm_hook": (2, _comm_hook),
-    "comm_hook-no_shard": (2, partial(_comm_hook, sharding_strategy=NO_SHARD)),
+    "comm_hook": (2, partial(_trains, front="orig", prepare=hook)),
+    "comm_hook-no_shard": (2, partial(_trains, front="orig", prepare=hook, sharding_strategy=NO_SHARD)),
     "compressed": (2, _compressed),
-    "in_place": (2, _in_place),
+    "in_place": (2, partial(_trains, front="orig", prepare=set_gradients_in_place)),
     "clips": (2, partial(_clips, norm_type=2.0)),
     "clips-inf": (2, partial(_clips, norm_type=float("inf"))),
     "scales": (2, _scales),

@@ -52,8 +52,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, layers, norm and head."""
-
     def __init__(self, checkpointing: str = "none", hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -135,7 +133,6 @@ def batches(copies: int, seed: int) -> torch.Tensor:
 
 
 def place_in(data: DeviceMesh) -> int:
-    """Returns the index of the model copy that this rank has a part of."""
     place = 0
     for size, here in zip(data.shape, data.get_coordinate() or ()):
         place = place * size + here
@@ -143,7 +140,6 @@ def place_in(data: DeviceMesh) -> int:
 
 
 def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
-    """Returns the batch of this rank's copy."""
     return tokens[place_in(data)]
 
 

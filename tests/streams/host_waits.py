@@ -33,25 +33,26 @@ from fsdp_wrap import (
     set_gradients_in_place,
 )
 from fsdp_wrap.clip_grad import clip_grad_norm_
-from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress
-from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, by_calls, wrapped
+from fsdp_wrap.comm_hooks import compress
+from stream_programs import (
+    BF16,
+    NO_SHARD,
+    OFFLOAD,
+    batch,
+    by_calls,
+    hook,
+    list_prefetches,
+    prepared,
+    wrapped,
+)
 
-STEPS = 3
+STEPS = 5
 WRAPPER = ("flat", "orig")
 
 
 @dataclass(frozen=True)
 class Case:
-    """An option with which a model trains.
-
-    Attributes:
-        name: For the table.
-        make: Makes the model for a front-end.
-        fronts: Those that have it.
-        size: How many ranks train.
-        before: Called with the model and the rank before the backward that is reduced.
-        after: Called with the model after it.
-    """
+    """An option with which a model trains, and what is called before and after each reduced backward."""
 
     name: str
     make: Callable[[str], nn.Module]
@@ -68,8 +69,6 @@ def _fill(module: nn.Module) -> nn.Module:
 
 
 class _Partly(nn.Module):
-    """A unit whose second half only some ranks use."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sometimes, self.always = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -98,29 +97,10 @@ def mixed(front: str, offload: bool = False) -> nn.Module:
     return by_calls(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **options)
 
 
-def _hooked(front: str, **options: Any) -> nn.Module:
-    model = wrapped(front, **options)
-    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-    return model
-
-
 def _compressed(front: str, **codecs: str) -> nn.Module:
     layers = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 16))
     model = wrapped(front, module=_fill(layers), kinds={nn.Linear})
     compress(model, **codecs)
-    return model
-
-
-def _in_place(front: str) -> nn.Module:
-    model = wrapped(front)
-    set_gradients_in_place(model)
-    return model
-
-
-def _lists(front: str) -> nn.Module:
-    model = wrapped(front)
-    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
     return model
 
 
@@ -131,9 +111,7 @@ def _accumulate(model: nn.Module, rank: int) -> None:
 
 def _accumulate_in_vain(model: nn.Module, rank: int) -> None:
     _accumulate(model, rank)
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.zero_()
+    model.zero_grad(set_to_none=False)
 
 
 def _evaluate(model: nn.Module, rank: int) -> None:
@@ -146,7 +124,7 @@ def _unshard(model: nn.Module, rank: int) -> None:
     handles[0].wait()
 
 
-def _clip(model: nn.Module) -> None:
+def _clip(model: Any) -> None:
     if hasattr(model, "clip_grad_norm_"):
         model.clip_grad_norm_(0.1)
     else:
@@ -165,13 +143,13 @@ CASES = [
     Case("hybrid", _hybrid, size=4),
     Case("forward prefetch", partial(wrapped, forward_prefetch=True), WRAPPER),
     Case("`unshard` by hand", wrapped, _COMPOSABLE, before=_unshard),
-    Case("prefetch lists", _lists, _COMPOSABLE),
+    Case("prefetch lists", partial(prepared, list_prefetches), _COMPOSABLE),
     Case("an evaluation before each step", wrapped, before=_evaluate),
-    Case("gradients in place", _in_place, ("orig", "composable")),
+    Case("gradients in place", partial(prepared, set_gradients_in_place), ("orig", "composable")),
     Case("gathers in int8", partial(_compressed, gathers="int8")),
     Case("reductions in int8", partial(_compressed, reductions="int8")),
-    Case("a communication hook", _hooked, WRAPPER),
-    Case("the same with NO_SHARD", partial(_hooked, sharding_strategy=NO_SHARD), WRAPPER),
+    Case("a communication hook", partial(prepared, hook), WRAPPER),
+    Case("the same with NO_SHARD", partial(prepared, hook, sharding_strategy=NO_SHARD), WRAPPER),
     Case("parameters that this rank did not use, in two units", _unused),
     Case("clipping", wrapped, after=_clip),
     Case("offload", partial(wrapped, cpu_offload=OFFLOAD)),
@@ -179,33 +157,29 @@ CASES = [
 ]
 
 
-def _program(rank: int, device: Simulation, case: Case, front: str, told: list[list[str]]) -> None:
-    model = case.make(front)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        case.before(model, rank)
-        model(batch(rank, step)).square().sum().backward()
-        case.after(model)
-        optimizer.step()
-        waits, _ = device.end_step()
-        if rank == 0:
-            told.append(waits)
-
-
 def waits(case: Case, front: str) -> list[list[str]]:
-    """Returns what the host of the first rank waits for in each step."""
-    told: list[list[str]] = []
-    run_simulated(case.size, partial(_program, case=case, front=front, told=told))
-    return told
+    """Returns what the host of the first rank waits for in each step, of which later ones have one peak."""
+    told: list[tuple[list[str], dict[str, int]]] = []
+
+    def program(rank: int, device: Simulation) -> None:
+        model = case.make(front)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            case.before(model, rank)
+            model(batch(rank, step)).square().sum().backward()
+            case.after(model)
+            optimizer.step()
+            if rank == 0:
+                told.append(device.end_step())
+
+    run_simulated(case.size, program)
+    peaks = [peaks for _, peaks in told[2:]]
+    assert all(each == peaks[0] for each in peaks), (case.name, front, peaks)
+    return [waits for waits, _ in told]
 
 
 HEAD = ("| option | wrapper, flat | wrapper, original parameters | `fully_shard` |", "|---|---|---|---|")
-
-
-def row_of(case: Case) -> str:
-    """An option with each front-end."""
-    return f"| {case.name} | {' | '.join(cell(case, front) for front in FRONTS)} |"
 
 
 def cell(case: Case, front: str) -> str:
@@ -220,4 +194,4 @@ def cell(case: Case, front: str) -> str:
 if __name__ == "__main__":
     print("\n".join(HEAD))
     for each in CASES:
-        print(row_of(each), flush=True)
+        print(f"| {each.name} | {' | '.join(cell(each, front) for front in FRONTS)} |", flush=True)

@@ -75,7 +75,6 @@ _KEPT = {
 """Why a place is needed that no program on the simulation misses, and which test holds that."""
 
 _AT_ONCE = 2
-"""Processes."""
 
 _NET = "_EventPending.__del__"
 
@@ -85,15 +84,7 @@ _UNORDERED = rf"rank \d+: {_SIDE} (?:reads|writes) .* that {_SIDE} (read|wrote):
 
 @dataclass(frozen=True)
 class Place:
-    """One wait or switch.
-
-    Attributes:
-        path: The file, below the package.
-        line: Of the statement, from 1.
-        text: It.
-        scope: The class and the function around it.
-        instead: What stands there without it.
-    """
+    """One wait or switch: its file below the package, what stands there, and what stands there without it."""
 
     path: str
     line: int
@@ -103,11 +94,9 @@ class Place:
 
     @property
     def row(self) -> str:
-        """How its row in the table begins."""
         return f"| `{self.path}` {self.scope} | `{self.text}` |"
 
     def removed_from(self, source: str) -> str:
-        """Returns the source without it."""
         lines = source.splitlines(keepends=True)
         text = lines[self.line - 1]
         lines[self.line - 1] = text[: len(text) - len(text.lstrip())] + self.instead + "\n"
@@ -115,7 +104,6 @@ class Place:
 
 
 def places() -> Iterator[Place]:
-    """Finds all of them."""
     package = ROOT / "fsdp_wrap"
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package).as_posix()
@@ -200,7 +188,6 @@ class _Removal:
 
 
 def _likely(place: Place) -> tuple[str, ...]:
-    """The programs that are tried first, by how their names begin."""
     return next(
         (names for part, names in _LIKELY.items() if part in f"{place.path} {place.scope}"), ("none",)
     )

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from host_waits import mixed
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import Simulation, run_simulated
@@ -20,15 +19,12 @@ from fsdp_wrap import (
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_wrap._comm import FromHost, ToHost
 from fsdp_wrap._params import Layout, to_local
-from fsdp_wrap._params.collectives import Reduction
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from stream_programs import (
     BF16,
     OFFLOAD,
-    PROGRAMS,
     STATE,
     batch,
     net,
@@ -59,44 +55,18 @@ def _devices(make, steps=4, **options: Any):
     return run_simulated(2, program), told
 
 
-# where the host waits
-
-
-def _assert_waits(make, told_of_one, ends, **options: Any):
-    """In each step but the first the host waits so often, and from the third on the peaks are the same."""
-    _, told = _devices(make, **options)
-    for waits, _ in told[1:]:
-        assert len(waits) == ends and all(told_of_one(each) for each in waits), waits
-    peaks = [peaks for _, peaks in told[2:]]
-    assert all(each == peaks[0] for each in peaks), peaks
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_the_host_waits_at_the_end_of_the_forward_and_of_the_backward(front):
-    """What travels in another dtype makes no forward wait, since it is cast into memory that is pinned."""
-    make = partial(wrapped, front, cpu_offload=OFFLOAD)
-    for accumulates in (False, True):
-        ends = 2 * (1 + accumulates)
-        _assert_waits(make, lambda each: each.startswith("Stream.sync"), ends, accumulates=accumulates)
-    _assert_waits(
-        partial(mixed, front, offload=True), lambda each: "Stream.sync" in each and "backward" in each, 1
-    )
-
-
 # what runs beside what
 
 
-def _beside_products(actions, kind, phase, queue):
-    """For each such action, how many matrix products may run beside it."""
-    chosen = (each for each in actions if each.what == kind and each.queue == queue)
-    return products_beside(actions, (each for each in chosen if each.where.endswith(phase)))
+def _beside_products(actions, *chosen):
+    found = [each for each in actions if (each.what, each.queue, each.where.rpartition(" ")[2]) == chosen]
+    return products_beside(actions, found)
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_gradients_reach_the_host_beside_the_backward(front):
-    """All but the last, which nothing is left to run beside of."""
     devices, _ = _devices(partial(wrapped, front, cpu_offload=OFFLOAD), steps=1)
-    *earlier, _, last = _beside_products(devices[0].actions, "aten::copy_", "backward", "to host")
+    *earlier, _, last = _beside_products(devices[0].actions, "aten::copy_", "to host", "backward")
     assert len(earlier) == _UNITS - 2 and all(earlier) and last == 0
 
 
@@ -107,15 +77,14 @@ def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
     options = {} if front == "composable" else {"backward_prefetch": prefetch}
     devices, _ = _devices(partial(wrapped, front, cpu_offload=OFFLOAD, **options), steps=2)
     actions = devices[0].actions
-    forward = _beside_products(actions, "aten::copy_", "forward", "to device")
-    assert len(forward) == _UNITS - 1 and all(forward[1:]), (
-        forward
-    )  # the root computes nothing before the first
+    forward = _beside_products(actions, "aten::copy_", "to device", "forward")
+    # The root computes nothing before the first.
+    assert len(forward) == _UNITS - 1 and all(forward[1:]), forward
     by_gathers = [each for each in actions if each.queue == "gather" and each.where.endswith("forward")]
     from_host = [each for each in by_gathers if any(region.block.on_host for region in each.reads)]
     assert len(from_host) == _UNITS + 1, from_host  # in the second forward only the root's
-    backward = _beside_products(actions, "aten::copy_", "backward", "to device")
-    gathers = _beside_products(actions, "all_gather", "backward", "gather")
+    backward = _beside_products(actions, "aten::copy_", "to device", "backward")
+    gathers = _beside_products(actions, "all_gather", "gather", "backward")
     assert all(backward), backward
     if front != "composable" and prefetch is not BackwardPrefetch.BACKWARD_PRE:
         assert len(backward) == len(gathers), (backward, gathers)
@@ -177,7 +146,6 @@ _OF_BOTH = {"doing", "sharding_strategy"}
 
 
 def _cases():
-    """Every program by every front-end that has it, of which each takes turns in the fast tier."""
     for number, (name, options) in enumerate(SAME.items()):
         fronts = [front for front in FRONTS if _has(front, name, options)]
         for turn, front in enumerate(fronts):
@@ -212,8 +180,7 @@ def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
 
         def look(name, param):
             local = to_local(param.grad)
-            if rank == 0:
-                assert device.is_on_host(local) is offload, name
+            assert rank or device.is_on_host(local) is offload, name
             seen[offload].append((rank, name, local.clone().tolist()))
 
         for name, param in model.named_parameters():
@@ -282,8 +249,7 @@ def test_what_travels_is_made_once_in_a_step():
 # optimizer state alone
 
 
-def _stepping(rank, device, front, offload, told, make=torch.optim.AdamW):
-    """Trains, and tells of each step the peak before the optimizer's, and the waits in that."""
+def _stepping(rank, device, front, offload, told, make):
     model = wrapped(front, cpu_offload=offload)
     optimizer = make(model.parameters(), lr=0.001)
     told[rank] = []
@@ -302,13 +268,22 @@ def _stepping(rank, device, front, offload, told, make=torch.optim.AdamW):
         ]
 
 
-@both
-def test_optimizer_state_alone_on_the_host(front):
+_MOMENTA = partial(torch.optim.SGD, momentum=0.9, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("front", "make"),
+    [
+        *(("orig", torch.optim.AdamW), ("composable", torch.optim.AdamW), ("orig", _MOMENTA)),
+        ("orig", partial(torch.optim.Adam, amsgrad=True)),
+    ],
+)
+def test_optimizer_state_alone_on_the_host(front, make):
     """Between steps, which run on the device with the same bits; forward and backward have its memory."""
     found: dict[int, Any] = {}
     expected: dict[int, Any] = {}
-    run_simulated(2, partial(_stepping, front=front, offload=STATE, told=found))
-    run_simulated(2, partial(_stepping, front=front, offload=CPUOffload(), told=expected))
+    run_simulated(2, partial(_stepping, front=front, offload=STATE, told=found, make=make))
+    run_simulated(2, partial(_stepping, front=front, offload=CPUOffload(), told=expected, make=make))
     for rank in range(2):
         *steps, state, on_host, params = found[rank]
         *usual, usual_state, on_device, usual_params = expected[rank]
@@ -319,50 +294,37 @@ def test_optimizer_state_alone_on_the_host(front):
         moments = sum(each.nbytes for each in state if each.dim())
         assert steps[2][0] <= usual[2][0] - moments, (steps, usual)
         assert [waits for _, waits in steps] == [waits + 1 for _, waits in usual], (steps, usual)
-    momenta = partial(torch.optim.SGD, momentum=0.9, foreach=True)  # no counts in host memory to be recorded
-    program = partial(_stepping, front=front, offload=STATE, told=found, make=momenta)
+    # Without counts in host memory, which would be recorded.
+    program = partial(_stepping, front=front, offload=STATE, told=found, make=_MOMENTA)
     run_simulated(2, program, records=True, seeds=1)
-
-
-def test_optimizer_state_of_kinds():
-    """Whatever tensors an optimizer has."""
-    for make in (
-        partial(torch.optim.SGD, momentum=0.9, foreach=True),
-        partial(torch.optim.Adam, amsgrad=True),
-    ):
-        found: dict[int, Any] = {}
-        expected: dict[int, Any] = {}
-        for offload, told in ((STATE, found), (CPUOffload(), expected)):
-            run_simulated(2, partial(_stepping, front="orig", offload=offload, told=told, make=make))
-        assert all(torch.equal(each, found[0][-1][name]) for name, each in expected[0][-1].items())
-        assert all(found[0][-2]) and found[0][-2]
 
 
 @both
 def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
-    """Full and sharded ones are those of an optimizer on the device, and are loaded as well."""
-    told: dict[bool, list[Any]] = {True: [], False: []}
+    def told(offload):
+        found: dict[int, list[Any]] = {0: [], 1: []}
 
-    def program(rank, device, offload):
-        model = wrapped(front, cpu_offload=STATE if offload else CPUOffload())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        for step in range(2):
-            one_step(model, optimizer, rank, step)
-        for full in (True, False):
-            options = StateDictOptions(full_state_dict=full)
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-            set_optimizer_state_dict(model, optimizer, state, options=options)
-            one_step(model, optimizer, rank, 2)
+        def program(rank, device):
+            model = wrapped(front, cpu_offload=offload)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+            for step in range(2):
+                one_step(model, optimizer, rank, step)
+            for full in (True, False):
+                options = StateDictOptions(full_state_dict=full)
+                state = get_optimizer_state_dict(model, optimizer, options=options)
+                set_optimizer_state_dict(model, optimizer, state, options=options)
+                one_step(model, optimizer, rank, 2)
+                with device.aside():
+                    tensors = [value for each in state["state"].values() for value in each.values()]
+                    found[rank] += [each.tolist() for each in tensors if full]
             with device.aside():
-                tensors = [value for each in state["state"].values() for value in each.values()]
-                told[offload] += [(rank, each.tolist()) for each in tensors if full]
-        with device.aside():
-            told[offload].append((rank, [value.tolist() for value in full_state(model).values()]))
+                found[rank] += [value.tolist() for value in full_state(model).values()]
 
-    for offload in (True, False):
-        run_simulated(2, partial(program, offload=offload))
-    by_rank = [sorted(told[offload], key=lambda each: each[0]) for offload in (True, False)]
-    assert by_rank[0] == by_rank[1] and len(by_rank[0]) > 2 * _UNITS
+        run_simulated(2, program)
+        return found
+
+    found = told(STATE)
+    assert found == told(CPUOffload()) and len(found[0]) > 2 * _UNITS
 
 
 def test_a_step_without_memory_for_its_state_leaves_the_state_as_it_was():
@@ -395,60 +357,14 @@ def test_a_step_without_memory_for_its_state_leaves_the_state_as_it_was():
     assert told[True] and all(map(torch.equal, told[True], told[False]))
 
 
-def test_offload_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="leave offload_optimizer_state out"):
-        CPUOffload(offload_params=True, offload_optimizer_state=False)
-    with pytest.raises(ValueError, match="leave offload_optimizer_state out"):
-        CPUOffloadPolicy(offload_optimizer_state=False)
-    with pytest.raises(ValueError, match=r"pass OffloadPolicy\(\)"):
-        CPUOffloadPolicy(offload_params=False)
-    assert CPUOffloadPolicy(False) == CPUOffloadPolicy(pin_memory=False) and CPUOffload(True).offload_params
-    assert not CPUOffload(True).only_state and not CPUOffloadPolicy().only_state and STATE.only_state
-
-
-# known faults of others
-
-
-def _objection(ranks, program, patched):
-    """What the simulation says of a program of this package as it is rebuilt so."""
-    with patched, pytest.raises(AssertionError) as told:
-        run_simulated(ranks, program)
-    return str(told.value)
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_a_gradient_that_goes_to_the_host_before_the_sum_over_replicas_ends(front):
-    """Hybrid: what does not wait for the all-reduce is objected to, in this package as it is rebuilt so."""
-    ranks, program = PROGRAMS[f"hybrid-offload-{front}"]
-    finish = Reduction.finish
-
-    def too_early(self):
-        if self._in_copy:
-            self._pending.wait()
-            self._leave_copy()
-        self._kept, self._over_replicas = self._over_replicas, None  # it goes on, but nobody waits
-        finish(self)
-
-    run_simulated(ranks, program)
-    told = _objection(ranks, program, mock.patch.object(Reduction, "finish", too_early))
-    assert "all_reduce on reduce" in told
-
-
-@both
-def test_memory_that_goes_or_is_read_while_a_copy_runs(front):
-    """What was sent ahead belongs to the gather until the computation has waited for that."""
-    write = FromHost.write
-
-    def forgetful(self, out):
-        write(self, out)
-        self.settle()
-
-    def forget(self):
-        self._copying._start = None
-
-    for patched, told in (
-        (mock.patch.object(ToHost, "release", forget), "free on compute"),
-        (mock.patch.object(FromHost, "write", forgetful), "free on compute"),
-        (mock.patch("fsdp_wrap._runtime.offloading.await_copies", lambda _: None), "on host"),
-    ):
-        assert told in _objection(2, partial(offloads, front=front), patched)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(CPUOffload, True, offload_optimizer_state=False), "leave offload_optimizer_state out"),
+        (partial(CPUOffloadPolicy, offload_optimizer_state=False), "leave offload_optimizer_state out"),
+        (partial(CPUOffloadPolicy, offload_params=False), r"pass OffloadPolicy\(\)"),
+    ],
+)
+def test_offload_that_cannot_be_is_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

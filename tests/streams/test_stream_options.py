@@ -68,7 +68,6 @@ _PARTS = [
     *((space, 2, part, 4) for space in (SPACE, COMPOSABLE_SPACE) for part in range(4)),
     *((space, 4, part, 16) for space in (HYBRID_SPACE, HYBRID_COMPOSABLE_SPACE) for part in range(4)),
 ]
-"""The space, the ranks, and which part of its scenarios of how many."""
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from bed.paths import ROOT
 
 
 def _run(program, records=False):
-    """Runs a program on one simulated accelerator; returns that."""
     device = Simulation(records)
     with simulations(), device.use():
         kept = program(device)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
 from bed.accelerator import run_simulated
 from fronts import FRONTS
 from fsdp_wrap import BackwardPrefetch
-from stream_programs import BF16, NO_SHARD, PROGRAMS, one_step, products_beside, wrapped
+from stream_programs import PROGRAMS, one_step, products_beside, wrapped
 
 _BY_FRONT = [name.removesuffix("-flat") for name in PROGRAMS if name.endswith("-flat")]
 
@@ -27,46 +24,6 @@ def _marks(name):
 def test_every_order_has_the_same_outcome(name):
     size, program = PROGRAMS[name]
     run_simulated(size, program, records=True, seeds=1)
-
-
-def _step_by_step(rank, device, told, front, accumulates=False, **options):
-    model = wrapped(front, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    for step in range(6):
-        one_step(model, optimizer, rank, step, accumulates)
-        optimizer.zero_grad()
-        told[rank].append(device.end_step())
-
-
-def _steps(front, **options):
-    """What the host waited for in each step of the first rank, and the peaks by stream."""
-    told: tuple[list[Any], list[Any]] = ([], [])
-    run_simulated(2, partial(_step_by_step, told=told, front=front, **options))
-    return told[0]
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "accumulation": {"accumulates": True},
-    "mixed_precision": {"mixed_precision": BF16},
-    "no_shard": {"sharding_strategy": NO_SHARD},
-    "forward_prefetch": {"forward_prefetch": True},
-    "checkpointing": {"checkpoints": True},
-}
-ON_DEVICE = [
-    (front, name)
-    for front in FRONTS
-    for name in OPTIONS
-    if front != "composable" or name in ("nothing", "accumulation", "checkpointing")
-]
-
-
-@pytest.mark.parametrize(("front", "name"), ON_DEVICE)
-def test_the_host_never_waits_and_every_step_has_the_same_peak(front, name):
-    steps = _steps(front, **OPTIONS[name])
-    assert not any(waits for waits, _ in steps[1:]), steps[1:]  # in the first, ranks compare the model
-    peaks = [peaks for _, peaks in steps[2:]]
-    assert all(each == peaks[0] for each in peaks), peaks
 
 
 def _overlaps(kind, **options):
