@@ -37,7 +37,6 @@ def assert_mean_gradients(plain: nn.Module, model: nn.Module, told: Any = "", **
 
 
 def step_beside(plain: nn.Module, model: nn.Module, rank: int, told: Any = "") -> None:
-    """One step of training, whose gradients must be those of the plain models."""
     zero(plain, model)
     for loss in losses(plain, model, batch_of(rank)):
         loss.backward()

@@ -24,7 +24,6 @@ KEEPS_CLASS = {
 
 
 def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds each row to int8, with a scale of its own."""
     scales = values.abs().amax(1).clamp(min=1e-12) / 127
     return (values / scales[:, None]).round().to(torch.int8), scales.to(torch.float32)
 

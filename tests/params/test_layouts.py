@@ -6,7 +6,6 @@ between them is put together by hand. All else is tested in one form of a model.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import operator
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_wrap._comm.process_group import SoloCommunicator
 from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
@@ -27,7 +26,6 @@ from fsdp_wrap._params import (
     DTensorLayout,
     FlatParameter,
     FlatParameterLayout,
-    HiddenFlatParameter,
     Layout,
     SliceLayout,
     memory_around,
@@ -51,8 +49,6 @@ FLAT = "_flat_param"
 
 
 class OneOf(SoloCommunicator):
-    """Of one rank of several, which never communicate."""
-
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(torch.device("cpu"))
         self.rank, self.size = rank, size
@@ -73,8 +69,6 @@ class Held(nn.Module):
 
 
 class Ranks:
-    """The layouts of the same parameters on all ranks, with what they were made of."""
-
     def __init__(
         self,
         kind: str,
@@ -100,7 +94,6 @@ class Ranks:
 
     @property
     def travelling(self) -> torch.Tensor:
-        """What a gather makes of all shards."""
         buffers = [torch.full((each.shard_numel,), 9.0, dtype=each.dtype) for each in self.layouts]
         for layout, buffer in zip(self.layouts, buffers):
             layout.write_shard(buffer)
@@ -121,7 +114,6 @@ class Ranks:
             layout.add_reduced(shard, layout.used_by_any(shard, mine, frozen))
 
     def gradients(self) -> list[Any]:
-        """Whole gradients, flattened; None where no rank has one."""
         pieces = [[each.reshape(-1) for each in of_all if each is not None] for of_all in self._grads()]
         return [torch.cat(each) if each else None for each in pieces]
 
@@ -139,7 +131,6 @@ def _layout(kind: str, slots: Any, communicator: Any, module: Any, dims: Any, sh
 
 
 def shown(module: Any) -> list[Any]:
-    """What attributes show, with the second place of the first."""
     return [*(getattr(module, name) for name in SHAPES), module.below.again]
 
 
@@ -230,22 +221,6 @@ def test_columns_are_no_intervals():
             ask()
 
 
-@each_kind
-def test_what_every_rank_holds_whole(kind):
-    ranks = Ranks(kind, 2, sharded=False)
-    for layout, params in zip(ranks.layouts, ranks.params):
-        assert not layout.sharded and layout.resident.data_ptr() == layout.flat_param.data_ptr()
-        assert [interval.start for interval in layout.intervals()] == [0] * len(SHAPES)
-        for source, original in zip(layout.sources, ranks.originals):
-            if kind == "dtensor":
-                assert source.placements == (Replicate(),) and torch.equal(source.to_local(), original)
-            elif kind == "slices":
-                assert torch.equal(source, original)
-        if kind == "slices":
-            assert all(map(operator.is_, layout.sources, params))
-    assert Ranks(kind, 2).layouts[0].resident is None
-
-
 def test_cutting_with_gaps():
     values = torch.arange(9)
     sizes, indices = stretches([(0, 2), (5, 5), (3, 6)], 9)
@@ -267,33 +242,25 @@ def test_cutting_with_gaps():
 def test_what_modules_show(kind):
     ranks = Ranks(kind, 3)
     for layout, module, params in zip(ranks.layouts, ranks.modules, ranks.params):
-        names = [*module._parameters]
-        assert names == [*SHAPES, *([FLAT] if kind == "flat" else [])]
+        assert [*module._parameters] == [*SHAPES, *([FLAT] if kind == "flat" else [])]
         pieces = layout.pieces(layout.flat_param.data)
         for value, param, piece in zip(shown(module), params, pieces):
             assert to_local(param).data_ptr() == piece.data_ptr() or not piece.numel(), "memory is kept"
-            if kind == "flat":
-                assert type(value) is torch.Tensor and torch.equal(value, piece)
-            elif kind == "slices":
-                assert value is param and torch.equal(value, piece)
-            else:
+            assert torch.equal(to_local(value).reshape(-1), piece)
+            if kind == "dtensor":
                 assert isinstance(value, DTensor) and value.placements == (Shard(0),)
-                assert value.told == param.told and torch.equal(value.to_local().reshape(-1), piece)
+                assert value.told == param.told
+            else:
+                assert type(value) is torch.Tensor if kind == "flat" else value is param
         assert shown(module)[0] is module.below.again
         if kind == "flat":
             assert type(module._parameters[FLAT]) is FlatParameter is type(layout.flat_param)
-            assert layout.flat_param._fqns == tuple(SHAPES) and layout.flat_param._shapes == (
-                *SHAPES.values(),
-            )
-            with pytest.raises(
-                ValueError, match="FlatParameter of 'matrix' and others would never be called"
-            ):
+            assert layout.flat_param._fqns == tuple(SHAPES)
+            assert layout.flat_param._shapes == (*SHAPES.values(),)
+            with pytest.raises(ValueError, match="FlatParameter of 'matrix' and others would never be"):
                 layout.flat_param.register_hook(print)
-        elif kind == "slices":
-            assert type(layout.flat_param) is HiddenFlatParameter
         assert layout.display.is_untouched()
-        full = layout.unpack(ranks.travelling)
-        leaves = layout.make_leaves(full)
+        leaves = layout.make_leaves(layout.unpack(ranks.travelling))
         layout.display.show_leaves()
         for name, value, leaf, original in zip(SHAPES, shown(module), leaves, ranks.originals):
             assert value is leaf and type(value) is nn.Parameter and torch.equal(value, original)
@@ -487,60 +454,24 @@ def test_zeroing_is_told_from_nothing(kind):
     assert layout.zeroed_partial()
 
 
-# values that change from outside
-
-
-@each_kind
-def test_writes_are_told(kind):
-    layout = Ranks(kind, 2).layouts[0]
-    told = layout.written()
-    layout.sources[0].data.add_(1)
-    assert layout.written() == told, "which no counter tells"
-    for write in (layout.sharded_params[0], layout.flat_param):
-        with torch.no_grad():
-            write.add_(1)
-        assert layout.written() != told
-        told = layout.written()
-    own = torch.arange(layout.shard_numel, dtype=layout.dtype)
-    layout.read_shard(own)
-    again = torch.zeros_like(own)
-    layout.write_shard(again)
-    assert torch.equal(own, again)
-
-
-@each_kind
-def test_data_of_another_dtype_are_followed(kind):
-    ranks = Ranks(kind, 2, torch.float32)
-    ranks.reduce([[torch.ones(shape) for shape in SHAPES.values()]] * 2)
-    for layout, module in zip(ranks.layouts, ranks.modules):
-        assert not layout.follow_replaced()
-        if kind == "dtensor":
-            module.double()
-        for param in layout.sharded_params if kind != "dtensor" else ():
-            param.data = param.data.double()
-        assert layout.follow_replaced() and layout.dtype == torch.float64 and not layout.follow_replaced()
-        assert {to_local(each).dtype for each in (*layout.sources, *shown(module))} == {torch.float64}
-        assert {grad.dtype for grad in layout.gradients() if grad is not None} == {torch.float64}
-        assert all(map(operator.is_, shown(module)[:6], layout._stand_ins()))
-    views = ranks.layouts[0].views(ranks.layouts[0].unpack(ranks.travelling))
-    assert all(torch.equal(view, original.double()) for view, original in zip(views, ranks.originals))
-
-
 def test_data_that_do_not_fit_are_refused():
-    flat, slices, dtensor = (Ranks(kind, 2) for kind in KINDS)
-    flat.layouts[0].flat_param.data = torch.zeros(3)
+    flat, (layout, _) = (Ranks(kind, 2).layouts for kind in ("flat", "slices"))
+    flat[0].flat_param.data = torch.zeros(3)
     with pytest.raises(ValueError, match=r"FlatParameter of 'matrix' and others .*\(3,\); they must keep"):
-        flat.layouts[0].follow_replaced()
-    (layout, _), said = slices.layouts, "sharded parameter 'matrix'.*must keep.*the dtype of 'matrix'"
-    kept, layout.sources[0].data = layout.sources[0].data, torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(ValueError, match=said):
-        layout.follow_replaced()
-    layout.sources[0].data = kept.float()
-    with pytest.raises(ValueError, match="sharded parameter 'narrow'.*must keep.*the dtype of 'matrix'"):
-        layout.follow_replaced()
+        flat[0].follow_replaced()
+    kept = layout.sources[0].data
+    for data, name in ((torch.zeros(2, dtype=torch.float64), "matrix"), (kept.float(), "narrow")):
+        layout.sources[0].data = data
+        with pytest.raises(ValueError, match=f"parameter '{name}'.*must keep.*the dtype of 'matrix'"):
+            layout.follow_replaced()
     layout.sources[0].data = kept.clone().mul_(2)
     assert layout.follow_replaced() and torch.equal(layout.intervals()[0].data, kept * 2)
-    module, source = dtensor.modules[0], dtensor.layouts[0].sources[0]
+
+
+def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
+    ranks = Ranks("dtensor", 2)
+    layout, module = ranks.layouts[0], ranks.modules[0]
+    source = layout.sources[0]
     plain, low = nn.Parameter(torch.zeros(7, 5).double()), nn.Parameter(source.detach().float())
     for other, said in (
         (plain, "'matrix' was replaced by a Parameter"),
@@ -548,37 +479,9 @@ def test_data_that_do_not_fit_are_refused():
     ):
         module._parameters["matrix"] = other
         with pytest.raises(ValueError, match=said):
-            dtensor.layouts[0].follow_replaced()
+            layout.follow_replaced()
     module._parameters["matrix"] = taken = nn.Parameter(source.detach() * 2)
-    assert (
-        dtensor.layouts[0].follow_replaced() and dtensor.layouts[0].sources[0] is taken is module.below.again
-    )
-    assert torch.equal(
-        dtensor.layouts[0].intervals()[0].data, dtensor.originals[0].detach()[:4].reshape(-1) * 2
-    )
+    assert layout.follow_replaced() and layout.sources[0] is taken is module.below.again
+    assert torch.equal(layout.intervals()[0].data, ranks.originals[0].detach()[:4].reshape(-1) * 2)
     module._parameters["matrix"] = None
-    assert not dtensor.layouts[0].follow_replaced(), "what was removed is refused elsewhere"
-
-
-@each_kind
-def test_a_copy_has_memory_and_modules_of_its_own(kind):
-    ranks = Ranks(kind, 2)
-    layout, module = ranks.layouts[0], ranks.modules[0]
-    layout.sharded_params[0].requires_grad_(False).marked = 3
-    memo: dict[int, Any] = {}
-    copied = layout.copied(memo)
-    other: Any = copy.deepcopy(module, memo)
-    copied.follow_modules(memo)
-    assert torch.equal(copied.flat_param, layout.flat_param)
-    assert copied.flat_param.data_ptr() != layout.flat_param.data_ptr()
-    assert all(map(operator.is_, shown(other)[:6], copied._stand_ins())) and copied.display.is_untouched()
-    assert (
-        all(map(operator.is_, shown(module)[:6], layout._stand_ins()))
-        and shown(other)[0] is other.below.again
-    )
-    assert copied.sharded_params[0].marked == 3 and memo[id(layout.flat_param)] is copied.flat_param
-    assert [each.requires_grad for each in copied.sources] == [each.requires_grad for each in layout.sources]
-    with torch.no_grad():
-        copied.flat_param.mul_(2)
-    assert torch.equal(layout.intervals()[0].data * 2, copied.intervals()[0].data)
-    assert copied.written() != layout.written()
+    assert not layout.follow_replaced(), "what was removed is refused elsewhere"

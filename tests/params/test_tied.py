@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, full_grads, full_state, local_numel, shard, twins
+from fronts import (
+    assert_same_grads,
+    assert_same_values,
+    each_front,
+    full_grads,
+    full_state,
+    local_numel,
+    shard,
+    twins,
+)
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 
@@ -31,36 +40,27 @@ class Tied(nn.Module):
         return self.head(self.last(self.middle(x).tanh()))
 
 
-def _wrap_by_hand(front: str, model: nn.Module, names: list[str]) -> nn.Module:
-    for name in names:
-        setattr(model, name, shard(front, getattr(model, name)))
-    return shard(front, model)
-
-
 HAND = {
-    "siblings": ["first", "last"],
     "nested and root": ["embed", "first"],
     "all": ["embed", "first", "middle", "last", "head"],
     "later first": ["head", "last"],
 }
 
 
-def _train(model, steps, seed=0):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        x = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed + step))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+def _train(steps, *modules, seed=0):
+    for model in modules:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(steps):
+            x = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed + step))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
 
 
 def _assert_same(plain, model):
-    state, grads = full_state(model), full_grads(model)
-    assert list(state) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12, msg=name)
+    assert list(full_state(model)) == list(plain.state_dict())
+    assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @each_front
@@ -70,7 +70,10 @@ def test_training_tied_parameters(rank, world_size, front):
         if how in HAND:
             torch.manual_seed(0)
             plain: nn.Module = Tied().double()
-            model: nn.Module = _wrap_by_hand(front, copy.deepcopy(plain), HAND[how])
+            model: nn.Module = copy.deepcopy(plain)
+            for name in HAND[how]:
+                setattr(model, name, shard(front, getattr(model, name)))
+            model = shard(front, model)
         else:
             policy = always_wrap_policy if how == "always" else ModuleWrapPolicy({nn.Linear})
             plain, model = twins(front, Tied, torch.float64, auto_wrap_policy=policy)
@@ -78,8 +81,7 @@ def test_training_tied_parameters(rank, world_size, front):
             total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
             torch.distributed.all_reduce(total)
             assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16, "alignment"
-        for module in (plain, model):
-            _train(module, 4)
+        _train(4, plain, model)
         _assert_same(plain, model)
         names = [name for name, _ in plain.named_parameters()]
         with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
@@ -88,15 +90,16 @@ def test_training_tied_parameters(rank, world_size, front):
             with torch.no_grad():
                 model.head.weight.add_(1)
                 plain.head.weight.add_(1)
-        for module in (plain, model):
-            _train(module, 2, seed=9)
+        _train(2, plain, model, seed=9)
         _assert_same(plain, model)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
+
+
+@orig_and_composable
 @ranks(2)
 def test_tied_modules_without_a_common_root(rank, world_size, front):
-    """Two wrapped modules that share a weight, each a root of its own."""
     torch.manual_seed(0)
     plain = nn.ModuleList([nn.Linear(6, 6).double(), nn.Linear(6, 6).double()])
     plain[1].weight = plain[0].weight
@@ -105,37 +108,29 @@ def test_tied_modules_without_a_common_root(rank, world_size, front):
     for _ in range(2):
         for first, second in (plain, wrapped):
             second(first(x).tanh()).square().sum().backward()
-    grads = full_grads(wrapped[0])
-    for name, param in plain[0].named_parameters():
+    grads = {**full_grads(wrapped[0]), "other": full_grads(wrapped[1])["bias"]}
+    for name, param in (*plain[0].named_parameters(), ("other", plain[1].bias)):
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(full_grads(wrapped[1])["bias"], plain[1].bias.grad, rtol=1e-12, atol=1e-12)
 
 
 class _Shared(nn.Module):
-    """The root runs a module of the first layer as well."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.again = self.layers[0][0]
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.embed, self.again = nn.Embedding(11, 8), self.layers[0][0]
 
     def forward(self, x):
-        x = self.again(x)
+        x = self.again(self.embed(x))
         for layer in self.layers:
             x = layer(x)
         return self.again(x)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@orig_and_composable
 @ranks(2)
 def test_a_module_of_two_units(rank, world_size, front):
     plain, model = twins(front, _Shared, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    for module in (plain, model):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
+    _train(2, plain, model)
     _assert_same(plain, model)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,26 +16,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fronts
 from bed import ranks
 from bed.references import count_collectives
-from composable import trace
-from fronts import FRONTS, FULL, KEPT, each_front, full, full_grads, inner, shard
+from fronts import FRONTS, FULL, KEPT, each_front, full, inner, shard
 from fsdp_wrap import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
-    record_events,
     replicate,
 )
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
-from params.beside_plain import assert_mean_gradients, batch_of, losses, zero
+from params.beside_plain import assert_mean_gradients, batch_of, zero
 
 
 class Fused(nn.Module):
@@ -60,7 +58,6 @@ class Fused(nn.Module):
 
 
 def grouped(plain: nn.Module, **options: Any) -> Any:
-    """A sharded copy, with norm and head in one unit."""
     model: Any = copy.deepcopy(plain)
     for unit in (model.block, [model.norm, model.head], model):
         fully_shard(unit, **options)
@@ -94,77 +91,23 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
                 module(batches[0])
             for loss in reversed(found) if number % 2 else found:
                 loss.backward()
-        assert_mean_gradients(plain, model, **tolerance)
-        zero(plain, model)
-        assert all(map(lambda one, other: one is other, model.parameters(), shown))
-        for context in (torch.no_grad(), torch.inference_mode()):
-            with context:
-                torch.testing.assert_close(
-                    model(batches[0]), plain(batches[0]), check_dtype=False, **tolerance
-                )
-        for module in (plain, model):
             module(batches[0], whole=True).square().sum().backward()
         assert_mean_gradients(plain, model, **tolerance)
         zero(plain, model)
-
-
-@ranks(2)
-def test_how_long_modules_in_one_unit_stay_full(rank, world_size):
-    torch.manual_seed(0)
-    plain = Fused().double()
-    model = grouped(plain)
-    batch = batch_of(rank)
-    weight = model.head.weight
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    def events_of(step: Callable[[], Any]) -> list[str]:
-        with record_events() as events:
-            step()
-        return [line[0] for line in trace(events) if line.endswith("norm, head")]
-
-    for _ in range(2):
-        loss = model(batch).square().sum()
-        assert model.head.weight is weight
-        loss.backward()
-        hook = model.register_forward_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            model(batch)
-        hook.remove()
-        assert model.head.weight is weight
-    model.zero_grad()
-    step = [*"urupr"]
-    assert events_of(lambda: model(batch).sum().backward()) == step
-    assert events_of(lambda: model(batch, whole=True).sum().backward()) == step
-    with torch.no_grad():
-        assert events_of(lambda: model(batch)) == step[:2]
-    model.zero_grad()
-    for module in (plain, model):  # each for itself: nothing encloses them
-        module.tail(batch).square().sum().backward()
-    assert_mean_gradients(plain, model)
-    zero(plain, model)
-    with torch.no_grad():
-        torch.testing.assert_close(model.tail(batch), plain.tail(batch))
-    for loss in losses(plain, model, batch):
-        loss.backward()
-    assert_mean_gradients(plain, model)
-    model.norm.register_forward_hook(lambda norm, args, output: (output, model.head.weight))
-    with pytest.raises(TypeError):
-        model(batch)
-    model.forward = lambda x: model.norm(x)
-    kept = model(batch)[1]
-    assert torch.equal(kept, plain.head.weight) and kept is not weight
+        assert all(map(operator.is_, model.parameters(), shown))
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                out, expected = model(batches[0]), plain(batches[0])
+                torch.testing.assert_close(out, expected, check_dtype=False, **tolerance)
 
 
 class Used(nn.Module):
-    """Three units, and the root; a way of using parameters outside of their module's forward."""
+    way: Way
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.block, self.head = Embed(WIDTH, WIDTH), Block(), Head(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.way: Way = tied
 
     def forward(self, x):
         return self.way(self, x) * self.scale
@@ -173,12 +116,10 @@ class Used(nn.Module):
         return self.head(self.block(self.embed(x)))
 
 
-class Embed(nn.Linear):
-    """A unit of its own."""
+class Embed(nn.Linear): ...
 
 
-class Head(nn.Linear):
-    """Another."""
+class Head(nn.Linear): ...
 
 
 Way = Callable[[Used, torch.Tensor], torch.Tensor]
@@ -186,16 +127,6 @@ Way = Callable[[Used, torch.Tensor], torch.Tensor]
 
 def weight_of(module: nn.Module) -> torch.Tensor:
     return inner(module).weight
-
-
-def tied(net, x):
-    return F.linear(net.run(x), weight_of(net.embed))
-
-
-def tied_by_call(net, x):
-    out = net.run(x)
-    params = {"weight": weight_of(net.embed), "bias": net.scale}
-    return functional_call(nn.Linear(WIDTH, WIDTH), params, out)
 
 
 def tied_in_hook(net, x):
@@ -214,42 +145,31 @@ def tied_in_checkpoint(net, x):
     return checkpoint(tail, out, use_reentrant=True)
 
 
-def instead(net, x):
-    return F.linear(net.block(net.embed(x)), weight_of(net.head))
-
-
-def before(net, x):
-    return net.run(F.linear(x, weight_of(net.embed)))
-
-
-def whole(net, x):
-    return F.linear(net.block(net.embed(x)), full(weight_of(net.head)))
-
-
-def whole_and_run(net, x):
-    return F.linear(net.run(x), full(weight_of(net.head)))
-
-
-def in_loss(net, x):
-    return net.run(x)
-
-
-WAYS = (tied, tied_by_call, tied_in_hook, tied_in_checkpoint, instead, before, whole, whole_and_run, in_loss)
-KEPT_SERVES = (tied, tied_by_call, tied_in_hook, tied_in_checkpoint, whole_and_run, in_loss)
+WAYS: dict[str, Way] = {
+    "tied": lambda net, x: F.linear(net.run(x), weight_of(net.embed)),
+    "tied in hook": tied_in_hook,
+    "tied in checkpoint": tied_in_checkpoint,
+    "instead": lambda net, x: F.linear(net.block(net.embed(x)), weight_of(net.head)),
+    "before": lambda net, x: net.run(F.linear(x, weight_of(net.embed))),
+    "whole": lambda net, x: F.linear(net.block(net.embed(x)), full(weight_of(net.head))),
+    "whole and run": lambda net, x: F.linear(net.run(x), full(weight_of(net.head))),
+    "in loss": lambda net, x: net.run(x),
+}
+KEPT_SERVES = ("tied", "tied in hook", "tied in checkpoint", "whole and run", "in loss")
 """Those that are right where units keep their parameters: these are used after their forward."""
 MIXED = "mixed torch.Tensor and DTensor"
 
 
-def refusal_of(way: Way, front: str, sharding: str, mode: str) -> str | None:
+def refusal_of(way: str, front: str, sharding: str, mode: str) -> str | None:
     """What refuses a way, if anything does; all else must be right."""
     if sharding == "none" and front != "composable":
         return None  # all ranks have all parameters, and show them
-    if way in (whole, whole_and_run) and front == "composable":
+    if "whole" in way and front == "composable":
         return None
     after = KEPT_SERVES if mode not in CONTEXTS else KEPT_SERVES[:-1]
     if sharding != "full" and way in after:
         return None
-    if way is in_loss or sharding == "none":  # where nobody can add a name
+    if way == "in loss" or sharding == "none":  # where nobody can add a name
         return MIXED if front == "composable" else "size mismatch|must be a matrix|1-D"
     return rf"{MIXED}[\s\S]*' or another of .*rank" if front == "composable" else r"'(head|embed)\.weight'"
 
@@ -268,7 +188,6 @@ CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 def forwards_between(module: Any, batch: torch.Tensor) -> None:
-    """Other forwards before a backward, with gradients and without."""
     for context in (nullcontext, *CONTEXTS.values()):
         with context():
             module(batch)
@@ -286,15 +205,17 @@ def test_every_way_is_right_or_refused(rank, world_size, front, sharding):
         for module in (plain, inner(model)) if mode == "frozen" else ():
             module.embed.requires_grad_(False), module.head.requires_grad_(False)
         for way in WAYS:
-            check_way(way, mode, plain, model, batch_of(rank), refusal_of(way, front, sharding, mode))
+            check_way(way, mode, plain, model, batch_of(rank), front, sharding)
 
 
-def check_way(way: Way, mode: str, plain: Used, model: Any, batch: torch.Tensor, refusal: str | None) -> None:
+def check_way(way, mode, plain, model, batch, front, sharding):
+    refusal = refusal_of(way, front, sharding, mode)
+
     def loss_of(module: Any) -> torch.Tensor:
         net = inner(module)
-        net.way = way
+        net.way = WAYS[way]
         out = module(batch)
-        return (F.linear(out, weight_of(net.head)) if way is in_loss else out).square().sum()
+        return (F.linear(out, weight_of(net.head)) if way == "in loss" else out).square().sum()
 
     with CONTEXTS.get(mode, nullcontext)():
         expected = loss_of(plain)
@@ -307,37 +228,13 @@ def check_way(way: Way, mode: str, plain: Used, model: Any, batch: torch.Tensor,
     if mode == "between":
         forwards_between(model, batch)
     if mode not in CONTEXTS:
-        expected.backward(), loss.backward()
+        with count_collectives(objects=False) as traffic:
+            loss.backward()
+        if sharding == "kept" and "whole" not in way:
+            assert not any("gather" in name for name in traffic)
+        expected.backward()
         assert_mean_gradients(plain, model, (way, mode))
     zero(plain, model)
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
-@ranks(2)
-def test_forwards_before_the_backward_of_what_is_kept(rank, world_size, front):
-    """The backward gathers nothing; other values are seen by forwards, and refused by the backward."""
-    torch.manual_seed(0)
-    plain = Used().double()
-    model, batch = sharded_as(front, plain, "kept"), batch_of(rank)
-    expected, loss = losses(plain, model, batch)
-    forwards_between(model, batch)
-    with count_collectives(objects=False) as traffic:
-        loss.backward()
-    assert not any("gather" in name for name in traffic)
-    expected.backward()
-    assert_mean_gradients(plain, model)
-    with torch.no_grad():
-        for unseen in (False, True):
-            with torch.enable_grad():
-                loss = model(batch).square().sum()
-            for param in (*model.parameters(), *plain.parameters()):
-                (param.data if unseen else param).mul_(2)
-            torch.testing.assert_close(model(batch), plain(batch))
-            if not unseen:
-                with pytest.raises(
-                    RuntimeError, match="between forward and backward|by an inplace operation"
-                ):
-                    loss.backward()
 
 
 # what is returned
@@ -351,10 +248,10 @@ class Output:
 
 RETURNED: dict[str, Callable[[nn.Linear, torch.Tensor], Any]] = {
     "parameter": lambda linear, out: (out, linear.weight),
-    "transposed": lambda linear, out: (out, linear.weight.t()),
     "row in a dict": lambda linear, out: {"out": out, "rows": [linear.weight[0]]},
     "twice": lambda linear, out: Output(out, [linear.bias, linear.weight, linear.bias]),
     "alone": lambda linear, out: linear.weight,
+    "lent": lambda linear, out: (out, linear.weight),
 }
 
 
@@ -373,15 +270,8 @@ class Returns(nn.Module):
         self.first, self.giving = nn.Linear(WIDTH, WIDTH), Giving(how)
 
     def forward(self, x):
-        return self.giving(self.first(x))
-
-
-class Lender(Returns):
-    """Another unit computes with what is returned."""
-
-    def forward(self, x):
-        out, weight = self.giving(self.first(x))
-        return torch.tanh(out) @ weight
+        found = self.giving(self.first(x))
+        return torch.tanh(found[0]) @ found[1] if inner(self.giving).how == "lent" else found
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -420,10 +310,6 @@ def test_gradients_pass_through_the_copy(rank, world_size, front):
                 zero(plain, model)
             if how == "twice":
                 assert output.weights[0] is output.weights[2]
-        plain, model = returning(front, partial(Lender, "parameter"), strategy)
-        for loss in losses(plain, model, batch_of(rank)):
-            loss.backward()
-        assert_mean_gradients(plain, model)
     plain, model = returning(front, partial(Returns, "parameter"), FULL)
     with torch.no_grad():
         _, weight = model(batch_of(rank))
@@ -431,21 +317,3 @@ def test_gradients_pass_through_the_copy(rank, world_size, front):
         weight.zero_()  # which stays with the copy
         torch.testing.assert_close(model(batch_of(rank))[0], plain(batch_of(rank))[0])
     assert not weight.requires_grad
-
-
-@each_front
-@ranks(2)
-def test_a_parameter_that_is_all_that_there_is(rank, world_size, front):
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.full((1,), 1.5, dtype=torch.float64))
-
-        def forward(self, x):
-            return self.own
-
-    model = shard(front, Alone())
-    out = model(None)
-    (out * (rank + 1)).sum().backward()
-    assert out.item() == 1.5
-    assert full_grads(model)["own"].item() == 1.5  # the mean of 1 and 2
