@@ -16,14 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 class AddOn(NamedTuple):
-    """An add-on to delete, and the name by which users see that it is gone.
-
-    Attributes:
-        files: In the package; folders end with a slash.
-        tests: In the folder of tests, as patterns.
-        missed: What raises an error that names the add-on; nothing where nobody would notice.
-        error: Its type and a part of its text.
-    """
+    """What to delete in the package and in the tests; what is missed then, and the error that names it."""
 
     files: list[str]
     tests: list[str]
@@ -74,23 +67,17 @@ ADD_ONS = {
 }
 """The one list of what belongs to which add-on."""
 
-CHOSEN = {
-    "test_parity": "by_hand",
-    "test_fully_shard_comms": "collectives_of_the_users",
-    "test_comm_hooks": "differ_and_dtypes",
-    "test_distributed_state_dict": "several_optimizers",
-}
-"""The other tests that run, by file; all of them are imported."""
+CHOSEN = (
+    "test_parity and by_hand or test_fully_shard_comms and collectives_of_the_users "
+    "or test_comm_hooks and differ_and_dtypes or test_distributed_state_dict and several_optimizers"
+)
+"""The other tests that run where all add-ons are gone; all of them are imported."""
 
 OF_THE_WHOLE = [
     *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
-    "core/test_message_page.py",
-    "whole/test_distribution.py",
-    "whole/test_gallery.py",
-    "site/",
+    *("whole/test_distribution.py", "whole/test_gallery.py", "site/"),
 ]
 """Tests that look at all files and names of the package, those of add-ons too."""
-
 
 ALONE = """
 import sys
@@ -100,28 +87,45 @@ sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in geta
 """Without it an installation of the repository would give back what was deleted from the copy."""
 
 
-def without(add_on: AddOn, root: Path) -> None:
-    """Copies package and tests into a folder, and deletes an add-on."""
+def without(add_ons: list[AddOn], root: Path) -> dict[str, str]:
+    """Copies package and tests into a folder, and deletes add-ons; returns an environment that uses it."""
     for name in ("fsdp_wrap", "tests", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "sitecustomize.py").write_text(ALONE)
-    for folder, patterns in (("fsdp_wrap", add_on.files), ("tests", [*add_on.tests, *OF_THE_WHOLE])):
+    files = {pattern for each in add_ons for pattern in each.files}
+    tests = {pattern for each in add_ons for pattern in each.tests}
+    for folder, patterns in (("fsdp_wrap", files), ("tests", {*tests, *OF_THE_WHOLE})):
         for pattern in patterns:
-            found = [*(root / folder).glob(pattern.rstrip("/"))]
-            assert found, f"{pattern} is not in {folder}"
-            for path in found:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            assert (ROOT / folder / pattern).exists(), f"{pattern} is not in {folder}"
+            path = root / folder / pattern
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return {**os.environ, "PYTHONPATH": str(root)}
+
+
+IMPORTS = """
+import pkgutil
+from importlib import import_module
+
+import fsdp_wrap
+
+for found in pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap."):
+    if not found.name.endswith("__main__"):
+        import_module(found.name)
+"""
 
 
 @pytest.mark.parametrize("name", ADD_ONS)
 def test_each_can_be_deleted(name, tmp_path):
     add_on = ADD_ONS[name]
-    without(add_on, tmp_path)
-    chosen = " or ".join(f"({file} and {name})" for file, name in CHOSEN.items())
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    python(*("-m", "pytest", "-q", "-x", "-k", chosen, "tests"), folder=tmp_path, env=environment)
+    environment = without([add_on], tmp_path)
+    python("-c", IMPORTS, folder=tmp_path, env=environment)
     if add_on.missed:
         asks = f"import fsdp_wrap, fsdp_wrap.comm_hooks, torch; {add_on.missed}"
         told = python("-c", asks, code=None, folder=tmp_path, env=environment)
         assert add_on.error in told.err, told
+
+
+def test_all_can_be_deleted_at_once(tmp_path):
+    environment = without(list(ADD_ONS.values()), tmp_path)
+    python(*("-m", "pytest", "-q", "-x", "-k", CHOSEN, "tests"), folder=tmp_path, env=environment)

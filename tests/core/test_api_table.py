@@ -1,4 +1,4 @@
-"""docs/api.md says what its script finds in both packages, and the script finds every kind of difference.
+"""docs/api.md and docs/messages.md say what their scripts find, and these find every kind of difference.
 
 The public API is also the recorded one, and the changelog tells what changed in it since the last release.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
+from collections import defaultdict
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import fsdp_wrap
 from bed.scripts import script
@@ -37,17 +38,6 @@ def test_page_says_what_the_installed_torch_has():
     for module in api_table.MODULES:
         table.compare(module, facts[module])
     assert api_table.faults_of(table, version) == []
-
-
-def test_page_lists_what_torch_exports():
-    import torch.distributed.fsdp as torch_fsdp
-
-    lines = api_table.TARGET.read_text().splitlines()
-    for name in torch_fsdp.__all__:
-        assert any(line.startswith((f"| `{name}`", f"| `{name}.")) for line in lines), name
-    assert "| `FullyShardedDataParallel` | `limit_all_gathers` | `True` | same |  |" in lines
-    assert "| `FSDPModule.reset_iter_state` |  |  | same | 2.13, 2.15 |" in lines
-    assert "| `FSDPModule.reset_iter_state` |  |  | public here only | 2.11 |" in lines
 
 
 def test_what_torch_does_not_have_is_by_keyword_only():
@@ -81,22 +71,6 @@ def test_infos_of_meshes_equal_those_of_torch():
             assert len(theirs) == 2 if name == "ShardPlacementResult" else len(theirs) in (3, 5)
 
 
-def test_rows_of_several_versions_become_one_list():
-    a, b, c, d = ((name, "", "", "same") for name in "abcd")
-    assert api_table.merged({"2.1": [d, a, b], "2.2": [a, b, c], "2.3": [a, c]}) == [
-        (d, ["2.1"]),
-        (a, ["2.1", "2.2", "2.3"]),
-        (b, ["2.1", "2.2"]),
-        (c, ["2.2", "2.3"]),
-    ]
-
-
-def test_what_is_known_of_a_version_is_read_as_it_was_written(tmp_path):
-    facts = {"wrap": {"Theirs": api_table.described("Theirs", Theirs)}}
-    api_table.write(tmp_path / "new" / "2.1.json", facts)
-    assert api_table.read(tmp_path / "new" / "2.1.json") == facts
-
-
 class Theirs:
     def __init__(self, first: int, second: str = "a") -> None: ...
 
@@ -106,49 +80,20 @@ class Theirs:
     def size(self) -> int: ...  # type: ignore[empty-body]
 
 
-class Colour(Enum):
-    RED = 1
+class Other(Theirs):
+    """Has another default, one argument too few and one too many, no property, and a method more."""
 
+    def __init__(self, first: int, second: str = "b") -> None: ...
 
-@dataclasses.dataclass
-class Config:
-    wide: bool = False
-    colours: list[Colour] = dataclasses.field(default_factory=list)
+    def step(self, count: int = 1, *, wide: bool = True) -> None: ...  # type: ignore[override]
 
-
-class Same(Theirs):
-    def __init__(self, first: int, second: str = "a") -> None: ...
-
-    def step(self, *, count: int = 1, closure: Any = None) -> None: ...
-
-    @property
-    def size(self) -> int: ...  # type: ignore[empty-body]
+    def size(self) -> int: ...  # type: ignore[empty-body, override]
 
     def more(self) -> None: ...
 
 
-class AnotherDefault(Same):
-    def __init__(self, first: int, second: str = "b") -> None: ...
-
-
-class AnotherOrder(Same):
-    def step(self, *, closure: Any = None, count: int = 1) -> None: ...
-
-
-class NoArgument(Same):
-    def step(self, *, count: int = 1) -> None: ...  # type: ignore[override]
-
-
-class ByPosition(Same):
-    def step(self, count: int = 1, *, closure: Any = None) -> None: ...
-
-
-class OneMore(Same):
-    def step(self, *, count: int = 1, closure: Any = None, wide: bool = True) -> None: ...
-
-
-class NoProperty(Same):
-    def size(self) -> int: ...  # type: ignore[empty-body, override]
+class Colour(Enum):
+    RED = 1
 
 
 def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -157,62 +102,47 @@ def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
     return table.rows, table.unexplained
 
 
-def test_differences_of_a_class_are_found():
-    for ours, faults in (
-        (Same, []),
-        (AnotherDefault, ["Name(second) (here `'b'`)"]),
-        (AnotherOrder, ["Name.step(count)", "Name.step(closure)"]),
-        (NoArgument, ["Name.step(closure) (missing)"]),
-        (ByPosition, ["Name.step(count) (here `1`)"]),
-        (NoProperty, ["Name.size (here `a method`)"]),
-        (OneMore, []),
-    ):
-        rows, found = compare(Theirs, ours)
-        assert len(found) == len(faults), ours
-        assert all(one.startswith(fault) for one, fault in zip(found, faults)), found
-        assert rows[-1] == ("Name.more", "", "", "public here only")
+def test_differences_are_found(monkeypatch):
+    rows, found = compare(Theirs, Other)
+    assert found == [
+        "Name(second) (here `'b'`)",
+        "Name.size (here `a method`)",
+        "Name.step(count) (here `1`)",
+        "Name.step(closure) (missing)",
+    ]
     assert ("Name.step", "wide", "", "here only: `by keyword, True`") in rows
-
-
-def test_inherited_methods_count():
-    class Scaler(torch.amp.GradScaler):
-        pass
-
-    class Theirs(torch.amp.GradScaler):
-        def update(self, new_scale: Any = None) -> None: ...
-
-        def step(self, optimizer: Any) -> None: ...
-
-    rows, faults = compare(Theirs, Scaler)
-    assert ("Name.update", "new_scale", "None", "same") in rows
-    assert faults == []
-
-
-def test_differences_of_other_kinds_are_found():
-    assert compare(Theirs, None)[1] == ["Name (missing)"]
+    assert rows[-1] == ("Name.more", "", "", "public here only")
+    assert compare(Theirs, None)[1] == ["Name (missing)"] and compare(Theirs, Theirs)[1] == []
     other = Enum("Colour", {"RED": 2, "BLUE": 3})  # type: ignore[misc]
     assert compare(Colour, other)[1] == ["Name.RED (here `2`)"]
-    narrow = dataclasses.make_dataclass("Config", [("wide", bool, True), ("colours", list, ())])
-    assert compare(Config, narrow)[1] == ["Name(wide) (here `True`)"]
-    assert compare(Config, Config)[1] == []
-    table = api_table.Table()
-    config = api_table.described("Name", Config)
-    table.compare_name("Name", config, Config)
-    table.compare_name("Name", config, narrow)
-    assert table.unexplained == ["Name (another object than under the first path)"]
+    wide, narrow = (dataclasses.make_dataclass("Config", [("wide", bool, each)]) for each in (False, True))
+    assert compare(wide, narrow)[1] == ["Name(wide) (here `True`)"]
 
-
-def test_reasons_and_notes_are_used_and_counted(monkeypatch):
     monkeypatch.setitem(api_table.REASONS, "Name.step(closure)", "it has none")
-    monkeypatch.setitem(api_table.NOTES, "Name.step(count)", "another meaning since 2.3")
-    for needless in (api_table.REASONS, api_table.NOTES):
-        monkeypatch.setitem(needless, "Name.never", "no need")
-    rows, faults = compare(Theirs, NoArgument)
-    assert faults == []
+    monkeypatch.setitem(api_table.NOTES, "Name(first)", "another meaning since 2.3")
+    rows, found = compare(Theirs, Other)
+    assert len(found) == 3
     assert ("Name.step", "closure", "by keyword, None", "missing: it has none") in rows
-    assert ("Name.step", "count", "by keyword, 1", "same: another meaning since 2.3") in rows
-    needless = [f"needless: Name.{each}" for each in ("step(closure)", "never", "step(count)", "never")]
-    assert api_table.build()[1] == needless
+    assert ("Name", "first", "required", "same: another meaning since 2.3") in rows
+    assert api_table.build()[1] == ["needless: Name.step(closure)", "needless: Name(first)"]
+
+
+messages = script("messages")
+
+
+def test_page_of_messages_is_up_to_date():
+    assert messages.page() == messages.TARGET.read_text("utf-8"), "run python docs/messages.py"
+
+
+def test_one_mistake_is_told_by_one_place():
+    places = defaultdict(set)
+    for each in messages.read():
+        text = re.sub(r"\{[^}]*\}", "", each.text)
+        if len(text.split()) > 4:
+            places[text].add((each.file, each.place))
+    assert len(places) > 250
+    twice = {text: found for text, found in places.items() if len(found) > 1}
+    assert not twice, "let both raise what one function returns"
 
 
 public_api = script("public_api")
@@ -233,21 +163,6 @@ def test_changelog_tells_every_change_since_the_last_release():
     assert untold == [], "name these under [Unreleased] in CHANGELOG.md"
     version = public_api.RELEASE.read_text().split()[2]
     assert f"\n## [{version}] - " in changelog
-
-
-def test_record_has_what_users_call():
-    lines = public_api.lines_of(fsdp_wrap)
-    for start in (
-        "fsdp_wrap.fully_shard(module, *, mesh=None, ",
-        "fsdp_wrap.FullyShardedDataParallel.no_sync(*, reduce_within_copy=False)",
-        "fsdp_wrap.ShardingStrategy.FULL_SHARD = 1",
-        "fsdp_wrap.checkpoint.save(",
-        "fsdp_wrap.optim.Muon.step(",
-        "fsdp_wrap.wrap.",
-    ):
-        assert any(line.startswith(start) for line in lines), start
-    assert not any("._" in line.partition("(")[0] for line in lines if " = " not in line)
-    assert not any("forward(*args" in line and "FSDPModule" in line for line in lines)
 
 
 def test_what_came_went_or_changed_must_be_told():

@@ -76,19 +76,6 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert len(found) <= OBSCURE_DOCSTRINGS, "python tests/tools/size.py --docstrings lists them"
 
 
-def test_the_beginnings_of_sentences_are_seen():
-    for text in (
-        "What it is.",
-        "It is. Of these.",
-        "One.\n\nThose.",
-        "Args:\n    name: Whose it is.",
-        "- As it.",
-    ):
-        assert size.begins_obscurely(text), text
-    for text in ("Whatever it is.", "Returns what is: that of it.", "So\nthat it is.", "Offloads. Thatched."):
-        assert not size.begins_obscurely(text), text
-
-
 def counted(rank: int, world_size: int, front: str) -> dict[str, tuple[int, int]]:
     """Returns how many files and functions are entered, by what is traced."""
     walks = script("walk", "tests/tools").walk(rank, world_size, front)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bed
 from bed import ranks
+from fronts import full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from models import Block, Transformer, tokens, train
@@ -46,18 +47,21 @@ WAYS = {
     "wrapped-blocks": True,
     "whole-then-wrapped": False,
     "wrapped-whole": True,
+    "whole-by-calls": True,
 }
-"""Modules compiled before and after wrapping, and with which `use_orig_params`."""
-each_of_two_ways = pytest.mark.parametrize("way", ["compiled-blocks-by-policy", "wrapped-whole"])
+"""Each compiled before or after sharding; the last by `fully_shard`, others with this `use_orig_params`."""
+FAST = ("compiled-blocks-by-policy", "wrapped-whole")
 
 
 def _compile(module: nn.Module, backend: str) -> Any:
-    """A module as well; torch declares a function."""
     return torch.compile(module, backend=backend)
 
 
-def _prepared(way: str, model: nn.Module, backend: str, **options: Any) -> tuple[FSDP, nn.Module]:
-    """The wrapped model, and what to call."""
+def _prepared(way: str, model: nn.Module, backend: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    if way == "whole-by-calls":
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        return model, _compile(model, backend)
     options = {"use_orig_params": WAYS[way], **options}
     for index, block in enumerate(model.blocks):
         if way == "blocks-then-wrapped":
@@ -84,10 +88,9 @@ def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
     _forget()
     torch.manual_seed(0)
     plain = Unrolled().double()  # in fp32 AdamW makes rounding errors of small gradients large
-    wrapped, called = _prepared(way, copy.deepcopy(plain), backend, **options)
+    model, called = _prepared(way, copy.deepcopy(plain), backend, **options)
     ddp = DDP(plain)
-    reference = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, ddp))
     for step in range(4):
         if step == 2:
             compiled = _compiled()
@@ -96,7 +99,7 @@ def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
         expected = train(ddp, reference, rank, range(step, step + 1))
         assert found == pytest.approx(expected, rel=0, abs=1e-5)
     assert _compiled() == compiled, "a later step compiled again"
-    state = {name.replace("_orig_mod.", ""): value for name, value in wrapped.state_dict().items()}
+    state = {name.replace("_orig_mod.", ""): full(value) for name, value in model.state_dict().items()}
     for name, param in plain.named_parameters():
         if not name.endswith("attention.in_proj_bias"):  # AdamW blows up its gradient of nearly zero
             torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=1e-5)
@@ -111,45 +114,27 @@ def _compiled() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _breaks() -> int:
-    return sum(counters["graph_break"].values())
-
-
-@each_of_two_ways
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
+)
 @ranks(2)
 def test_compiled_training_equals_eager(rank, world_size, way):
     _check_against_eager(way, "aot_eager", rank)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
 @ranks(2, timeout=300)
-def test_training_with_inductor_equals_eager(rank, world_size, way):
-    _check_against_eager(way, "inductor", rank)
+def test_training_with_inductor_equals_eager(rank, world_size):
+    for way in ("blocks-in-place", "whole-by-calls"):
+        _check_against_eager(way, "inductor", rank)
 
 
 @pytest.mark.slow
-@each_of_two_ways
 @ranks(4, timeout=300)
-def test_inductor_at_four_ranks(rank, world_size, way):
-    """Two copies of the model, each of two ranks."""
+def test_inductor_at_four_ranks(rank, world_size):
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
-    _check_against_eager(way, "inductor", rank, device_mesh=init_device_mesh("cpu", (2, 2)), **options)
-
-
-@pytest.mark.slow
-@ranks(4, timeout=300)
-def test_fully_shard_with_inductor_at_four_ranks(rank, world_size):
-    _forget()
-    torch.manual_seed(0)
-    plain = Unrolled().double()
-    model = copy.deepcopy(plain)
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    called, ddp = _compile(model, "inductor"), DDP(plain)
-    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp))
-    found, expected = train(called, optimizer, rank, range(4)), train(ddp, reference, rank, range(4))
-    assert found == pytest.approx(expected, rel=0, abs=1e-5) and _compiled() > 0
+    mesh = init_device_mesh("cpu", (2, 2))
+    _check_against_eager("wrapped-whole", "inductor", rank, device_mesh=mesh, **options)
 
 
 @pytest.mark.slow
@@ -167,22 +152,21 @@ def test_one_graph_break_per_unit(rank, world_size):
     for way, breaks, graphs in (("blocks-in-place", 0, 1), ("wrapped-whole", 4, 1 + 4)):
         _forget()
         wrapped, called = _prepared(way, Unrolled(), "aot_eager")
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-        train(called, optimizer, rank, range(3))
-        assert (_breaks(), _compiled()) == (breaks, graphs), counters["graph_break"]
+        train(called, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rank, range(3))
+        found = sum(counters["graph_break"].values())
+        assert (found, _compiled()) == (breaks, graphs), counters["graph_break"]
 
 
 @pytest.mark.slow
 @ranks(2)
 def test_graphs_follow_what_trains_and_evaluation(rank, world_size):
-    """Both compile anew, but once."""
     _forget()
     torch.manual_seed(0)
     plain = Unrolled()
     wrapped, called = _prepared("wrapped-whole", copy.deepcopy(plain), "aot_eager")
     for trains in (True, False, True):
-        for model in (plain, wrapped):
-            model.get_submodule("blocks.1" if model is plain else WRAPPED_BLOCK).requires_grad_(trains)
+        plain.blocks[1].requires_grad_(trains)
+        wrapped.get_submodule(WRAPPED_BLOCK).requires_grad_(trains)
         ddp = DDP(plain)  # asks only now what trains
         reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, wrapped))
         for step in range(2):
@@ -193,16 +177,3 @@ def test_graphs_follow_what_trains_and_evaluation(rank, world_size):
             if step == 0:
                 compiled = _compiled()
         assert _compiled() == compiled
-
-
-@ranks(2)
-def test_parameters_are_no_constants_of_the_graph(rank, world_size):
-    """Values come from the leaves of the running step, also after a load."""
-    _forget()
-    wrapped, called = _prepared("wrapped-whole", Unrolled(), "aot_eager")
-    batch = tokens(rank, 0)
-    before = called(batch)
-    wrapped.load_state_dict({name: 2 * value for name, value in wrapped.state_dict().items()})
-    after = called(batch)
-    assert not torch.allclose(before, after)
-    torch.testing.assert_close(after, wrapped(batch), rtol=0, atol=1e-5)

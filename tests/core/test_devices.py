@@ -21,24 +21,19 @@ absent = pytest.mark.skipif(torch.accelerator.is_available(), reason="about host
 
 
 @contextmanager
-def compiled_for(name: str) -> Iterator[None]:
-    """As torch's wheel for CUDA on a host without a GPU: the accelerator has a name, but is not there."""
+def having(name: str, count: int) -> Iterator[None]:
+    """As if there were so many accelerators; nothing can be put on them.
+
+    Without any, as torch's wheel for CUDA on a host without a GPU: there is a name, and no device.
+    """
 
     def current_accelerator(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device(name)
+        return None if check_available and not count else torch.device(name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-        yield
-
-
-@contextmanager
-def having(name: str, count: int) -> Iterator[None]:
-    """As if there were so many accelerators; nothing can be put on them."""
-    device = torch.device(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
-        patch.setattr(torch.accelerator, "device_count", lambda: count)
+        if count:
+            patch.setattr(torch.accelerator, "device_count", lambda: count)
         yield
 
 
@@ -53,8 +48,7 @@ def _train(model: nn.Module) -> None:
 @each_api
 @ranks(2)
 def test_an_accelerator_that_is_compiled_in_but_absent_is_none(rank, world_size, front):
-    """Modules on meta are made on the CPU."""
-    with compiled_for("cuda"):
+    with having("cuda", 0):
         for offload in (False, True):
             model = shard(front, nn.Linear(4, 4), cpu_offload=CPUOffload(offload))
             _train(model)
@@ -70,37 +64,32 @@ def test_an_accelerator_that_is_compiled_in_but_absent_is_none(rank, world_size,
 
 @absent
 @ranks(2)
-def test_a_device_id_that_is_not_there_is_refused(rank, world_size):
-    module = nn.Linear(4, 4)
+def test_a_device_that_is_not_there_is_refused(rank, world_size):
+    module, mesh = nn.Linear(4, 4), init_device_mesh("cuda", (world_size,))
+    on_host = CPUOffloadPolicy()
     for device_id in ("cuda", "cuda:1", torch.device("cuda", 0), "xpu", "meta"):
-        with compiled_for("cuda"), pytest.raises(ValueError, match="device_id names the device") as refusal:
+        with having("cuda", 0), pytest.raises(ValueError, match="device_id names the device") as refusal:
             FSDP(module, device_id=device_id)  # type: ignore[arg-type]
         for told in (f"'{device_id}'", f"rank {rank} finds no accelerator", "device_id must name 'cpu'"):
             assert told in str(refusal.value)
+    for present, make, said in (
+        (
+            False,
+            lambda: fully_shard(module, mesh=mesh, offload_policy=on_host),
+            "^mesh names the device 'cuda'",
+        ),
+        (False, lambda: FSDP(module, device_mesh=mesh), "^device_mesh names the device 'cuda', which is not"),
+        (True, lambda: FSDP(module, device_id=2), "'xpu:2'.* finds 2 of type 'xpu'.*from 'xpu:0' to 'xpu:1'"),
+        (
+            True,
+            lambda: FSDP(module, device_id=torch.device("hpu:0")),
+            "'hpu:0'.* finds 'xpu' but.*must name 'xpu' or 'cpu'",
+        ),
+    ):
+        with having("xpu", 2) if present else having("cuda", 0), pytest.raises(ValueError, match=said):
+            make()
+    assert type(module) is nn.Linear and type(module.weight) is nn.Parameter
     _train(FSDP(module, device_id=0))  # a number is an accelerator's index where there is one
-
-
-@absent
-@ranks(2)
-def test_a_mesh_of_devices_that_are_not_there_is_refused(rank, world_size):
-    mesh = init_device_mesh("cuda", (world_size,))
-    module = nn.Linear(4, 4)
-    with compiled_for("cuda"):
-        with pytest.raises(ValueError, match="^mesh names the device 'cuda', which is not there"):
-            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        with pytest.raises(ValueError, match="^device_mesh names the device 'cuda', which is not there"):
-            FSDP(module, device_mesh=mesh)
-        assert type(module) is nn.Linear and type(module.weight) is nn.Parameter
-        _train(fully_shard(module))
-
-
-@ranks(2)
-def test_an_accelerator_of_another_kind_or_number_is_refused(rank, world_size):
-    with having("xpu", 2):
-        with pytest.raises(ValueError, match="'xpu:2'.* finds 2 of type 'xpu'.*from 'xpu:0' to 'xpu:1'"):
-            FSDP(nn.Linear(4, 4), device_id=2)
-        with pytest.raises(ValueError, match="'hpu:0'.* finds 'xpu' but not 'hpu'.*must name 'xpu' or 'cpu'"):
-            FSDP(nn.Linear(4, 4), device_id="hpu:0")  # type: ignore[arg-type]
 
 
 @absent

@@ -129,14 +129,12 @@ def _found() -> Any:
 
 
 def counted() -> dict[str, tuple[int, int]]:
-    """Calls of a step, and of an unshard, by ranks, front, units and parameters of each."""
     found: dict[str, tuple[int, int]] = _found()[0]
     return found
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_calls_per_unit_and_parameter_are_few(front):
-    """They do not grow with units or ranks."""
     for travels, (most_per_unit, most_per_param) in (("", MOST[front]), ("alone ", MOST_ALONE[front])):
         small, more, wider = (counted()[f"{travels}8 {front} {size}"][0] for size in ("2 4", "6 4", "6 16"))
         assert (more - small) / 4 <= most_per_unit
