@@ -23,13 +23,7 @@ import fronts
 from bed import ranks
 from bed.references import count_collectives
 from fronts import FRONTS, FULL, KEPT, each_front, full, inner, shard
-from fsdp_wrap import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-    replicate,
-)
+from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
 from params.beside_plain import assert_mean_gradients, batch_of, zero
