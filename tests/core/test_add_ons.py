@@ -69,7 +69,7 @@ ADD_ONS = {
 
 CHOSEN = (
     "test_parity and by_hand or test_fully_shard_comms and collectives_of_the_users "
-    "or test_comm_hooks and differ_and_dtypes or test_distributed_state_dict and several_optimizers"
+    "or test_comm_hooks and differ_dtypes or test_distributed_state_dict and several_optimizers"
 )
 """The other tests that run where all add-ons are gone; all of them are imported."""
 
