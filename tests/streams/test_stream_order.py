@@ -1,4 +1,4 @@
-"""What the simulation sees, in programs of a few lines; known faults are in `test_stream_faults.py`."""
+"""What the simulation sees, in programs of a few lines; known faults are in `test_stream_programs.py`."""
 
 from __future__ import annotations
 
