@@ -80,6 +80,9 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
                 module(batches[0])
             for loss in reversed(found) if number % 2 else found:
                 loss.backward()
+        assert_mean_gradients(plain, model, **tolerance)
+        zero(plain, model)
+        for module in (plain, model):
             module(batches[0], whole=True).square().sum().backward()
         assert_mean_gradients(plain, model, **tolerance)
         zero(plain, model)
