@@ -55,8 +55,8 @@ def test_what_torch_does_not_have_is_by_keyword_only():
 
 def test_infos_of_meshes_equal_those_of_torch():
     """Which torch has, but does not export."""
-    names = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    names = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
     for name in names:
         if hasattr(common, name):  # torch 2.11 lacks one, and the last fields of the others
             theirs, ours = (

@@ -19,6 +19,7 @@ from bed import ranks
 from fronts import full
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, tokens, train
 
 
@@ -74,13 +75,9 @@ def _prepared(way: str, model: nn.Module, backend: str, **options: Any) -> tuple
             block.compile(backend=backend)
     if way == "whole-then-wrapped":
         model = _compile(model, backend)
-    policy = None if way in ("blocks-then-wrapped", "wrapped-blocks") else _is_block
+    policy = None if way in ("blocks-then-wrapped", "wrapped-blocks") else ModuleWrapPolicy({Block})
     wrapped = FSDP(model, auto_wrap_policy=policy, **options)
     return wrapped, _compile(wrapped, backend) if way == "wrapped-whole" else wrapped
-
-
-def _is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    return recurse or isinstance(module, Block)
 
 
 def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:

@@ -72,14 +72,11 @@ def look_up(path: str) -> Any:
         break
     for place in range(count, len(parts)):
         owner = INSTANCES.get(".".join(parts[:place]), found)
-        if isinstance(owner, type) and not hasattr(owner, parts[place]) and sets(owner, parts[place]):
-            return None
+        if isinstance(owner, type) and not hasattr(owner, parts[place]):
+            if re.search(rf"self\.{parts[place]}(: .*)? = ", inspect.getsource(owner)):
+                return None  # given to its instances
         found = getattr(owner, parts[place])
     return found
-
-
-def sets(cls: type, name: str) -> bool:
-    return re.search(rf"self\.{name}(: .*)? = ", inspect.getsource(cls)) is not None
 
 
 def test_torch_has_every_name():

@@ -82,14 +82,9 @@ def upcast_as_accelerate_does(model: nn.Module) -> None:
                 module._handle._orig_param_dtype = torch.float32
 
 
-def upcast_parameters(model: nn.Module) -> None:
+def change_data(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for param in model.parameters():
-        param.data = param.data.to(torch.float32)
-
-
-def halve_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.data * 0.5
+        param.data = change(param.data)
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
@@ -97,9 +92,12 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "half and double": lambda model: model.half().double(),
     "bfloat16 and float": lambda model: model.bfloat16().float(),
     "behind the wrapper": lambda model: getattr(model, "module", model).double(),
-    "replaced data": halve_data,
+    "replaced data": lambda model: change_data(model, lambda data: data * 0.5),
 }
-UPCASTS = {"accelerate": upcast_as_accelerate_does, "all": upcast_parameters}
+UPCASTS: dict[str, Callable[[nn.Module], Any]] = {
+    "accelerate": upcast_as_accelerate_does,
+    "all": lambda model: change_data(model, torch.Tensor.float),
+}
 """Of models in bfloat16, before their first forward."""
 
 

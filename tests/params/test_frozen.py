@@ -102,11 +102,9 @@ class _WithUnusedInput(nn.Module):
 def test_frozen_unit_with_an_unused_input(rank, world_size, front):
     """Equals the same model with the parameters trainable but left out of the optimizer."""
     prefetches = ("default",) if front == "composable" else ("BACKWARD_PRE", "BACKWARD_POST")
-    ways = itertools.product((FULL, KEPT), (False, True), prefetches)
-    dtypes = [*zip(ways, itertools.repeat(torch.float32)), ((FULL, False, prefetches[-1]), torch.float16)]
-    for (strategy, offload, prefetch), dtype in dtypes:
+    for strategy, offload, prefetch in itertools.product((FULL, KEPT), (False, True), prefetches):
         torch.manual_seed(0)
-        left_out = _WithUnusedInput().to(dtype)
+        left_out = _WithUnusedInput()
         module = copy.deepcopy(left_out)
         module.frozen.requires_grad_(False)
         options = {"sharding_strategy": strategy, "cpu_offload": CPUOffload(offload), **prefetching(prefetch)}
@@ -117,10 +115,9 @@ def test_frozen_unit_with_an_unused_input(rank, world_size, front):
         for step in range(3):
             for each, optimizer in zip((ddp, model), optimizers):
                 optimizer.zero_grad()
-                each(_batch(rank, step).to(dtype)).float().square().mean().backward()
+                each(_batch(rank, step)).square().mean().backward()
                 optimizer.step()
-        # SGD's half-precision kernel rounds the last elements of a tensor in another way than the others.
-        assert_same_values(model, ddp, rtol=0, atol=0 if dtype is torch.float32 else 2**-11)
+        assert_same_values(model, ddp)
 
 
 class _AdapterLast(nn.Module):

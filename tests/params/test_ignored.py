@@ -96,10 +96,8 @@ def test_what_is_wrapped_may_itself_be_ignored(rank, world_size, by_policy, argu
 def test_state_dicts_have_the_memory_of_what_is_ignored(rank, world_size, use_orig_params):
     """As that of a plain module; what units own is copied, also parameters that are shown in full now."""
     prefix = "below."
-    raw, options = (
-        nn.Sequential(Counting(), Counting(), nn.Linear(4, 4)),
-        {"use_orig_params": use_orig_params},
-    )
+    raw = nn.Sequential(Counting(), Counting(), nn.Linear(4, 4))
+    options = {"use_orig_params": use_orig_params}
     raw[1] = FSDP(raw[1], ignored_states=[raw[1].linear.weight], **options)
     model = FSDP(raw, ignored_modules=[raw[0]], **options)
     model(torch.ones(2, 4)).sum().backward()

@@ -142,19 +142,18 @@ def write(layer: nn.Linear) -> None:
         layer.bias.clamp_(-0.01, 0.01)
 
 
-def replace_data(layer: nn.Linear) -> None:
-    layer.bias.data = layer.bias.data.clone()
-
-
-def replace(layer: nn.Linear) -> None:
-    layer.bias = nn.Parameter(layer.bias.detach().clone())
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "written": write,
+    "data": lambda layer: setattr(layer.bias, "data", layer.bias.data.clone()),
+    "replaced": lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias.detach().clone())),
+}
 
 
 @each_front
 @ranks(2)
 def test_changes_of_what_is_shown_are_refused(rank, world_size, front):
     message = rf"parameter 'middle.linear.bias' .* between forward and backward on rank {rank}"
-    for change in (write, replace_data, replace):
+    for how, change in CHANGES.items():
         plain, model = models(front)
         kept = inner(inner(model).middle).linear
         sharded = kept.bias
@@ -162,17 +161,17 @@ def test_changes_of_what_is_shown_are_refused(rank, world_size, front):
         change(kept)
         with pytest.raises(AssertionError, match=message):
             loss.backward()
-        step_beside(plain, model, rank, change)
+        step_beside(plain, model, rank, how)
         model(batch_of(rank))
         change(kept)
-        error = ValueError if change is replace else RuntimeError
+        error = ValueError if how == "replaced" else RuntimeError
         with pytest.raises(error, match=r"linear.bias' was (written to|replaced)"):
             model(batch_of(rank))
-        if change is replace and front == "flat":
+        if how == "replaced" and front == "flat":
             kept._parameters["bias"] = None
-        elif change is replace:
+        elif how == "replaced":
             kept.bias = sharded
-        step_beside(plain, model, rank, change)
+        step_beside(plain, model, rank, how)
 
 
 def assert_own_gradient(plain: nn.Module, expected: Any, loss: Any, part: str, taken: Any) -> None:

@@ -279,31 +279,6 @@ def test_what_modules_show(kind):
         assert other.lent is module.vector is leaves[5]
 
 
-@each_kind
-def test_full_parameters_for_the_user(kind):
-    ranks = Ranks(kind, 2)
-    for layout, module, params in zip(ranks.layouts, ranks.modules, ranks.params):
-        before = shown(module)
-        layout.flat_param.requires_grad_(True)
-        grads = [torch.ones_like(source) for source in layout.sources]
-        for source, grad in zip(layout.sources, grads):
-            source.requires_grad_(True)
-            source.grad = grad
-        full = [nn.Parameter(each.detach().clone()) for each in ranks.originals]
-        for copies in (True, False):
-            layout.show_full(full, copies)
-            own = kind == "slices" and not copies
-            assert all(map(operator.is_, shown(module), params if own else full))
-            assert all(map(torch.equal, shown(module), ranks.originals)) and FLAT not in module._parameters
-            if own:
-                assert all(param.grad is None for param in params), "it has the shape of the slice"
-                assert layout.flat_param.grad.sum() == sum(map(torch.numel, grads)), "set aside"
-            layout.hide_full()
-            assert all(map(operator.is_, shown(module), before))
-            assert all(source.grad.shape == source.shape for source in layout.sources)
-            assert (FLAT in module._parameters) == (kind == "flat")
-
-
 # gradients
 
 

@@ -20,14 +20,7 @@ from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
 from fronts import FRONTS, FULL, KEPT, ONE, each_front, full_state, inner, shard, squares
-from fsdp_wrap import (
-    CPUOffload,
-    Event,
-    EventKind,
-    MixedPrecision,
-    fully_shard,
-    record_events,
-)
+from fsdp_wrap import CPUOffload, Event, EventKind, MixedPrecision, fully_shard, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 

@@ -29,8 +29,6 @@ WIDTH, HIDDEN = 6, 8
 
 
 class Old(Rounded):
-    """The same, by the older of the two signatures."""
-
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
         return quantised(self.values_), "told"
 

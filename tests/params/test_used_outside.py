@@ -23,13 +23,7 @@ import fronts
 from bed import ranks
 from bed.references import count_collectives
 from fronts import FRONTS, FULL, KEPT, each_front, full, inner, shard
-from fsdp_wrap import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-    replicate,
-)
+from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
 from params.beside_plain import assert_mean_gradients, batch_of, zero
@@ -57,13 +51,6 @@ class Fused(nn.Module):
         return F.linear(self.norm(hidden), self.head.weight) + self.head.bias
 
 
-def grouped(plain: nn.Module, **options: Any) -> Any:
-    model: Any = copy.deepcopy(plain)
-    for unit in (model.block, [model.norm, model.head], model):
-        fully_shard(unit, **options)
-    return model
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "resharded": {},
     "kept": {"reshard_after_forward": False},
@@ -78,7 +65,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options):
     torch.manual_seed(0)
     plain = Fused().double()
-    model = grouped(plain, **OPTIONS[options])
+    model: Any = copy.deepcopy(plain)
+    for unit in (model.block, [model.norm, model.head], model):
+        fully_shard(unit, **OPTIONS[options])
     tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if options == "mixed" else {}
     shown = [*model.parameters()]
     ways = [None, partial(checkpoint, use_reentrant=False), partial(checkpoint, use_reentrant=True)]
@@ -91,6 +80,9 @@ def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options
                 module(batches[0])
             for loss in reversed(found) if number % 2 else found:
                 loss.backward()
+        assert_mean_gradients(plain, model, **tolerance)
+        zero(plain, model)
+        for module in (plain, model):
             module(batches[0], whole=True).square().sum().backward()
         assert_mean_gradients(plain, model, **tolerance)
         zero(plain, model)
@@ -187,12 +179,6 @@ def sharded_as(front: str, plain: Used, sharding: str) -> Any:
 CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-def forwards_between(module: Any, batch: torch.Tensor) -> None:
-    for context in (nullcontext, *CONTEXTS.values()):
-        with context():
-            module(batch)
-
-
 @pytest.mark.parametrize("sharding", ["full", "kept", "none"])
 @pytest.mark.parametrize("front", FRONTS)
 @ranks(2)
@@ -226,7 +212,9 @@ def check_way(way, mode, plain, model, batch, front, sharding):
         loss = loss_of(model)
     torch.testing.assert_close(loss, expected)
     if mode == "between":
-        forwards_between(model, batch)
+        for context in (nullcontext, *CONTEXTS.values()):
+            with context():
+                model(batch)
     if mode not in CONTEXTS:
         with count_collectives(objects=False) as traffic:
             loss.backward()

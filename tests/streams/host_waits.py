@@ -34,17 +34,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.comm_hooks import compress
-from stream_programs import (
-    BF16,
-    NO_SHARD,
-    OFFLOAD,
-    batch,
-    by_calls,
-    hook,
-    list_prefetches,
-    prepared,
-    wrapped,
-)
+from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, by_calls, hook, list_prefetches, prepared, wrapped
 
 STEPS = 5
 WRAPPER = ("flat", "orig")

@@ -172,8 +172,10 @@ class _Removal:
         os.close(write)
 
     def _run(self, write: int) -> None:
+        where = f"{self._place.path} {self._place.scope}"
+        likely = next((names for part, names in _LIKELY.items() if part in where), ("none",))
         try:
-            told = _first_objection(self._folder, self._place.scope == _NET, _likely(self._place))
+            told = _first_objection(self._folder, self._place.scope == _NET, likely)
         except BaseException:  # a child that must not go on
             told = traceback.format_exc(limit=1)
         os.write(write, told.replace("\n", " ").replace("|", "/").encode()[:2000])
@@ -185,12 +187,6 @@ class _Removal:
         _, status = os.waitpid(self._child, 0)
         shutil.rmtree(self._folder)
         return self._place, told or ("the process died" if status else "")
-
-
-def _likely(place: Place) -> tuple[str, ...]:
-    return next(
-        (names for part, names in _LIKELY.items() if part in f"{place.path} {place.scope}"), ("none",)
-    )
 
 
 def _first_objection(folder: Path, drops: bool, likely: tuple[str, ...]) -> str:
@@ -208,18 +204,14 @@ def _first_objection(folder: Path, drops: bool, likely: tuple[str, ...]) -> str:
             run_simulated(size, program, records)
         except AssertionError as error:
             lines = str(error).splitlines()
-            return f"{name}: {_in_short(lines[1] if len(lines) > 1 else lines[0])}"
+            told = lines[1] if len(lines) > 1 else lines[0]
+            found = re.match(_UNORDERED, told)  # then without units, phases and sizes
+            return f"{name}: {f'{found[1]} / {found[2]} {found[3]}' if found else told}"
     try:
         test_gathers_and_reductions_run_beside_products("orig")
     except AssertionError as error:
         return f"nothing runs beside products: {error}"
     return ""
-
-
-def _in_short(objection: str) -> str:
-    """The two that nothing orders, without units, phases and sizes; another objection as it is."""
-    found = re.match(_UNORDERED, objection)
-    return f"{found[1]} / {found[2]} {found[3]}" if found else objection
 
 
 def main() -> int:

@@ -12,27 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import Simulation, run_simulated
 from fronts import FRONTS, full_state, inner
-from fsdp_wrap import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from stream_programs import (
-    BF16,
-    OFFLOAD,
-    STATE,
-    batch,
-    net,
-    offloads,
-    one_step,
-    products_beside,
-    wrapped,
-)
+from stream_programs import BF16, OFFLOAD, STATE, batch, net, offloads, one_step, products_beside, wrapped
 
 _UNITS = 4
 both = pytest.mark.parametrize("front", ["orig", "composable"])
