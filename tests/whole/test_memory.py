@@ -169,7 +169,7 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size
         del model, optimizer, state
         late.sum().backward()  # the graph still has what it needs
         del late, unused  # whose backward never comes
-        # Ranks compare a few elements of each parameter; gloo's threads let go of what was sent later.
+        # But what ranks compare of each parameter; gloo's threads let go of what was sent later.
         until(lambda: live_bytes() <= before + 8192)
     finally:
         gc.enable()
