@@ -48,30 +48,25 @@ def test_what_cannot_be_measured_is_refused():
 
 
 @pytest.mark.slow
-@ranks(2)
+@ranks(4)
 def test_ranks_measure_their_links_together(rank, world_size):
+    """On one host, and on two, which are only named so; links between are slow for all that crosses them."""
     machine = measure_machine("cpu", seconds=0.01)
-    assert machine.ranks_per_host == 2 and "2 ranks of one host" in machine.source
+    assert machine.ranks_per_host == 4 and "4 ranks of one host" in machine.source
     assert machine.bandwidth_within == machine.bandwidth_between > 0
     assert 0 < machine.latency_within == machine.latency_between
-    told = [None, None]
+    told = [None] * world_size
     dist.all_gather_object(told, machine.bandwidth_within)
-    assert told[0] == told[1], "links are of both"
-
-
-@pytest.mark.slow
-@ranks(4)
-def test_ranks_of_two_hosts_tell_links_within_from_links_between(rank, world_size, monkeypatch):
-    """The hosts are named so; links between are slow for all that crosses them."""
-    monkeypatch.setattr(measured, "host_id", lambda: f"host{rank // 2}")
+    assert len({*told}) == 1, "links are of all"
     real = measured.measure_link
 
     def slow_between(communicator, seconds):
         link = real(communicator, seconds)
         return measured.Link(link.bandwidth / communicator.size**2, link.latency * communicator.size)
 
-    monkeypatch.setattr(measured, "measure_link", slow_between)
-    machine = measure_machine("cpu", seconds=0.01)
+    host = f"host{rank // 2}"
+    with mock.patch.multiple(measured, host_id=lambda: host, measure_link=slow_between):
+        machine = measure_machine("cpu", seconds=0.01)
     assert machine.ranks_per_host == 2 and "2 hosts with 2 ranks each" in machine.source
     assert machine.bandwidth_between != machine.bandwidth_within
 

@@ -41,9 +41,9 @@ CATEGORIES = ("gather", "reduce", "forward", "backward", "optimizer")
 each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
-def _trained(front, module=None, **options):
+def _trained(front, **options):
     torch.manual_seed(0)
-    model = shard(front, module or Net(), ModuleWrapPolicy({Block}), **options)
+    model = shard(front, Net(), ModuleWrapPolicy({Block}), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step():
