@@ -6,8 +6,7 @@ And transforms of `torch.func` over sharded models: by inputs, and backward into
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,6 +54,7 @@ def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def much_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Forwards, an evaluation, a step of another loss, and derivatives without graphs."""
     slope = slope_of(model(x), x)
     with torch.no_grad():
         model(inputs(2))
@@ -92,6 +92,8 @@ LOSSES = [penalty, much_between, third_order, product_with_the_jacobian, hessian
 
 
 class _Force(nn.Module):
+    """Returns the derivative of what its layers compute."""
+
     def __init__(self) -> None:
         super().__init__()
         self.energy = make_net()
@@ -154,6 +156,7 @@ def test_a_backward_after_a_step_is_refused_by_name(rank, world_size):
 
 @ranks(2)
 def test_a_step_of_other_parameters_is_no_change(rank, world_size):
+    """As a generator's backward goes on after its critic has stepped."""
     plain, model = pair("orig")
     for net in (plain, model):
         made = net(inputs())
@@ -186,48 +189,72 @@ def test_what_a_hook_captured_inside_of_a_unit_reaches_no_freed_leaf(rank, world
         model(x).sum().backward()
 
 
-WEIGHTS = {"forward": 4, "evaluate": 1, "slope": 4, "backward": 3, "no_sync": 1, "step": 0.5, "fail": 0.3}
-"""How often a walk draws each operation."""
+OPERATIONS = ["forward", "evaluate", "slope", "backward", "no_sync", "step", "fail"]
 
 
-def walk(model: nn.Module, seed: int) -> Iterator[Any]:
-    """Does random operations on a model, drawn alike for it and its plain twin; yields what each gives."""
-    draw, optimizer = random.Random(seed), torch.optim.SGD(model.parameters(), lr=0.01)
-    live: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs and slopes, each with the input
-    for _ in range(12):
-        operation = draw.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
-        chosen, keeps, graph = (draw.random() for _ in range(3))
-        out, x = live[int(chosen * len(live))] if live else (None, inputs(int(chosen * 1000)))
-        try:
-            if operation == "forward":
-                x = inputs(int(chosen * 1000))
-                live.append((model(x), x))
-                yield live[-1][0].detach()
-            elif operation == "evaluate":
-                with torch.no_grad():
-                    yield model(inputs(int(chosen * 1000)))
-            elif operation == "step":
-                live.clear()
-                model(inputs()).sum().backward()
-                optimizer.step()
-            elif operation == "fail":
-                raise KeyError
-            elif operation == "slope" and out is not None:
-                how: Any = {"create_graph": graph < 0.7, "retain_graph": True if keeps < 0.7 else None}
-                (slope,) = torch.autograd.grad(out.square().sum(), x, **how)
-                if slope.requires_grad:
-                    live.append((slope, x))
-                yield slope.detach()
-            elif out is not None:
-                with no_sync(model) if operation == "no_sync" else nullcontext():
-                    out.square().sum().backward(retain_graph=keeps < 0.6)
-                yield x.grad.clone()
-        except (RuntimeError, KeyError):
-            yield "failed"
-            live.clear()
-            with torch.no_grad():
-                model(inputs())
-            optimizer.zero_grad()
+class _Walk:
+    """Some random operations on a model, all drawn alike for it and its plain twin."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model, self._draw = model, random.Random(seed)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with the input
+
+    def go(self) -> list[Any]:
+        said = []
+        for _ in range(12):
+            operation = self._draw.choices(OPERATIONS, [4, 1, 4, 3, 1, 0.5, 0.3])[0]
+            self._chosen, self._keeps, self._graph = (self._draw.random() for _ in range(3))
+            try:
+                said.append(getattr(self, operation)())
+            except (RuntimeError, KeyError):
+                said.append("failed")
+                self._live.clear()
+                self.evaluate()
+                self._optimizer.zero_grad()
+        return said
+
+    def _one(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._live[int(self._chosen * len(self._live))]
+
+    def forward(self) -> Any:
+        x = inputs(int(self._chosen * 1000))
+        self._live.append((self.model(x), x))
+        return self._live[-1][0].detach()
+
+    def evaluate(self) -> Any:
+        with torch.no_grad():
+            return self.model(inputs(int(self._chosen * 1000)))
+
+    def slope(self) -> Any:
+        if not self._live:
+            return None
+        out, x = self._one()
+        keeps = True if self._keeps < 0.7 else None
+        graph = self._graph < 0.7
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=graph, retain_graph=keeps)
+        if slope.requires_grad:
+            self._live.append((slope, x))
+        return slope.detach()
+
+    def backward(self) -> Any:
+        if not self._live:
+            return None
+        out, x = self._one()
+        out.square().sum().backward(retain_graph=self._keeps < 0.6)
+        return x.grad.clone()
+
+    def no_sync(self) -> Any:
+        with no_sync(self.model):  # which is nothing for a plain model
+            return self.backward()
+
+    def step(self) -> Any:
+        self._live.clear()
+        self.model(inputs()).sum().backward()
+        self._optimizer.step()
+
+    def fail(self) -> Any:
+        raise KeyError
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -235,7 +262,7 @@ def walk(model: nn.Module, seed: int) -> Iterator[Any]:
 def test_random_walks(rank, world_size, front):
     for seed in range(8):
         plain, model = pair(front, FULL if seed % 2 else KEPT)
-        for expected, found in zip(walk(plain, seed), walk(model, seed), strict=True):
+        for expected, found in zip(_Walk(plain, seed).go(), _Walk(model, seed).go(), strict=True):
             if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
                 torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=f"seed {seed}")
             else:
@@ -352,28 +379,29 @@ def test_by_batches(rank, world_size):
         assert_close_grads(model, plain, rtol=0)
 
 
-def loss_by(name: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        found = TRANSFORMS[name](net, x)
-        return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
-
-    return loss
-
-
-CASES: list[tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = [
-    *((make_stack, loss_by(name)) for name in ("jvp", "grad", "vmap", "grad_of_each")),
-    (Energy, lambda net, x: total(net)(x)),
-    (lambda: Recurrent(WIDTH, 3), loss_by("jvp")),
-]
-
-
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["orig", "composable"])
 @ranks(2)
 def test_backward_after_a_transform(rank, world_size, front):
-    """Also after one in the root's forward, and of a module with a list of its parameters."""
-    for make, loss in CASES:
-        plain, model = twins(front, make, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    for name in ("jvp", "grad", "vmap", "grad_of_each"):
+
+        def loss(net: nn.Module, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            found = TRANSFORMS[name](net, x)
+            return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
+
+        plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
         assert_steps_alike(model, plain, loss)
+
+
+@ranks(2)
+def test_transforms_in_the_root_s_forward_and_of_modules_with_lists_of_parameters(rank, world_size):
+    def tangent(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return sum(func.jvp(net, (x,), (x.cos(),))).square().sum()
+
+    for front in FRONTS:
+        plain, model = twins(front, Energy, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert_steps_alike(model, plain, lambda net, x: total(net)(x))
+        plain, model = twins(front, lambda: Recurrent(WIDTH, 3), torch.float64)
+        assert_steps_alike(model, plain, tangent)
 
 
 @ranks(2)

@@ -162,13 +162,13 @@ def test_tied_parameters_count_once_by_their_first_name(rank, world_size):
     assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
 
 
-def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype) -> None:
+def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype, **near: float) -> None:
     """The norm is of the widest dtype in which gradients are kept; each is scaled more precisely."""
     before = {name: grad.double() for name, grad in full_grads(model).items()}
     for norm_type in NORMS:
         for name, norm in model.grad_norms(norm_type).items():
             expected = torch.linalg.vector_norm(before[name], norm_type)
-            assert norm.dtype in (SINGLE, DOUBLE)
+            assert norm.dtype == SINGLE or (norm.dtype == widest == DOUBLE)
             torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
     exact = torch.cat([grad.flatten() for grad in before.values()]).norm()
     total = model.clip_grad_norm_(0.1)
@@ -176,7 +176,8 @@ def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype) -> None:
     torch.testing.assert_close(total.double(), exact, rtol=max(1e-6, torch.finfo(widest).eps), atol=0)
     for name, grad in full_grads(model).items():
         expected = (before[name] * (0.1 / (exact + 1e-6))).to(grad.dtype)
-        torch.testing.assert_close(grad, expected, rtol=torch.finfo(grad.dtype).eps, atol=1e-7, msg=name)
+        precise = {"rtol": torch.finfo(grad.dtype).eps, "atol": 1e-7}
+        torch.testing.assert_close(grad, expected, **near or precise, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_norms_are_of_the_dtype_in_which_gradients_are_kept(
     with pytest.warns(UserWarning, match="no gradients"):
         assert model.clip_grad_norm_(1.0).dtype == expected
     backward(model, rank)
-    assert_norms_and_clipping_in(model, expected)
+    assert_norms_and_clipping_in(model, expected, rtol=0.01, atol=1e-6)
 
 
 @ranks(2)
