@@ -48,8 +48,7 @@ class Arrivals:
 
     def begin(self) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
-        self.progress = Progress.UNREACHED
-        self.open_calls = 0
+        self.progress, self.open_calls = Progress.UNREACHED, 0
         self.needed_to_end = self.quarter_came = False
         self.missing = self._weights.copy()  # inlined `expect_all`: saves a call
         self._to_come = self._next_stop = self._total
@@ -82,13 +81,13 @@ class Arrivals:
         """Sets when the schedule acts next (at each gradient if `every`); returns whether all have come."""
         self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
-        if every:
-            self._next_stop = self._to_come
-        elif not self.quarter_came:
-            self._next_stop = self._quarter
-        else:
-            self._next_stop = -1 if self.open_calls else 0
+        later = (-1 if self.open_calls else 0) if self.quarter_came else self._quarter
+        self._next_stop = self._to_come if every else later
         return not self.missing
+
+    def some_came(self) -> bool:
+        """Whether the running backward has brought any gradient, few as they may be."""
+        return self._to_come < self._total
 
     def enter_derivative(self) -> None:
         """Notes a double backward: no trigger ends it, so it may need the leaves until the end."""

@@ -575,6 +575,10 @@ class Schedule(StepState):
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Finishes, as the final callback, the units that no trigger has reached."""
+        # No hook has acted where each unit got less than a quarter.
+        self._gradients_came = self._gradients_came or any(
+            [each.arrivals.some_came() for each in self._units]
+        )
         for unit in self._units:
             handle = unit.handle
             if handle is None:

@@ -116,3 +116,28 @@ def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
             doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
             used = doubtful.get(name, True) and param.numel() > 0
             assert (param.grad is not None) == used, (name, user)
+
+
+class Heads(nn.ModuleList):
+    """Ten equal heads of which a forward uses one: less than a quarter of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4) for _ in range(10))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self[head](x).square().mean()
+
+
+@each_front
+@ranks(2)
+def test_few_gradients_of_a_unit_count(rank, world_size, front):
+    plain, model = twins(front, Heads)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    batch = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(0))
+    for head in (0, 7, 7):
+        torch.stack([plain(each, head) for each in batch]).mean().backward()
+        model(batch[rank], head).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(full_state(model), {**plain.state_dict()})

@@ -162,7 +162,7 @@ def test_tied_parameters_count_once_by_their_first_name(rank, world_size):
     assert borrower.clip_grad_norm_(1.0).item() == pytest.approx(norms["1.bias"])
 
 
-def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype, **near: float) -> None:
+def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype, near: Any = None) -> None:
     """The norm is of the widest dtype in which gradients are kept; each is scaled more precisely."""
     before = {name: grad.double() for name, grad in full_grads(model).items()}
     for norm_type in NORMS:
@@ -176,8 +176,8 @@ def assert_norms_and_clipping_in(model: FSDP, widest: torch.dtype, **near: float
     torch.testing.assert_close(total.double(), exact, rtol=max(1e-6, torch.finfo(widest).eps), atol=0)
     for name, grad in full_grads(model).items():
         expected = (before[name] * (0.1 / (exact + 1e-6))).to(grad.dtype)
-        precise = {"rtol": torch.finfo(grad.dtype).eps, "atol": 1e-7}
-        torch.testing.assert_close(grad, expected, **near or precise, msg=name)
+        precise: Any = {"rtol": torch.finfo(grad.dtype).eps, "atol": 1e-7}
+        torch.testing.assert_close(grad, expected, **(near or precise), msg=name)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_norms_are_of_the_dtype_in_which_gradients_are_kept(
     with pytest.warns(UserWarning, match="no gradients"):
         assert model.clip_grad_norm_(1.0).dtype == expected
     backward(model, rank)
-    assert_norms_and_clipping_in(model, expected, rtol=0.01, atol=1e-6)
+    assert_norms_and_clipping_in(model, expected, {"rtol": 0.01, "atol": 1e-6})
 
 
 @ranks(2)
