@@ -222,7 +222,7 @@ def async_save(
 
     Raises:
         TypeError: See `save`.
-        ValueError: As `save`; what is found out later is raised by the result.
+        ValueError: See `save`; the result raises what is found out later.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
 

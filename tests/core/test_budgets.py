@@ -39,7 +39,7 @@ FILES_IN_CIRCLES: dict[str, int] = {}
 DOUBLED_CLASS_NAMES = 2
 """Names that classes in several files have."""
 
-OBSCURE_DOCSTRINGS = 1
+OBSCURE_DOCSTRINGS = 0
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
