@@ -21,10 +21,7 @@ from fsdp_wrap._state import Originals
 from fsdp_wrap.wrap import CustomPolicy
 from params.fake_ranks import fake_ranks
 
-pure = pytest.mark.pure
 
-
-@pure
 def test_parts_begin_at_multiples_and_make_up_the_whole():
     draw, refused = random.Random(24), 0
     for number in range(40):
@@ -57,7 +54,6 @@ def test_parts_begin_at_multiples_and_make_up_the_whole():
     assert 0 < refused < 6  # of eight with rows
 
 
-@pure
 def test_padding_is_shown_and_no_more_than_needed():
     with fake_ranks(0, 2):
         model = FSDP(nn.Linear(100, 60), use_orig_params=True, shard_alignment=256)
@@ -74,7 +70,6 @@ def test_padding_is_shown_and_no_more_than_needed():
     assert "aligned to rows" in told[0] and "aligned" not in told[1] and "aligned to 8 elements" in told[2]
 
 
-@pure
 def test_dtensors_stay_whole_or_are_refused():
     with fake_ranks(1, 2):
         net = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
@@ -95,7 +90,6 @@ def test_dtensors_stay_whole_or_are_refused():
             )
 
 
-@pure
 @pytest.mark.parametrize("make", [FSDP, fully_shard])
 def test_other_values_are_refused(make):
     for value, error in (("row", ValueError), (0, ValueError), (True, TypeError), (2.0, TypeError)):

@@ -34,7 +34,6 @@ from fsdp_wrap._params import (
 from fsdp_wrap._params.layout import Extent, stretches
 from params.fake_ranks import fake_ranks
 
-pytestmark = pytest.mark.pure
 SHAPES = {
     "matrix": (7, 5),
     "narrow": (2, 3),
