@@ -100,7 +100,7 @@ def test_any_number_of_processes_trains_evaluates_and_samples(text):
 @pytest.mark.parametrize("way", ["gloo", "folder"])
 def test_a_generating_process_follows_the_trainers(way):
     words = f"--way {way} --steps 4 --every 2".split()
-    result = warm(2, EXAMPLES / "weights_to_inference.py", *words)
+    result = python(*on_ranks(2, EXAMPLES / "weights_to_inference.py", *words))
     lines = [line for line in result.out.splitlines() if line.startswith("version")]
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
     assert ": all; 'def " in lines[0] and " changes (" in lines[2]
