@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_wrap._core import format_bytes
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
@@ -171,13 +172,13 @@ def _tensors_as_json(described: Described) -> dict[str, dict[str, Any]]:
 
 def _entries(names: Sequence[str], described: Described, others: str) -> Iterator[str]:
     """Yields a line on a model, and one on each entry; entries that are no tensors are called `others`."""
-    yield f"model: {len(names)} entries, {_size(sum(itertools.starmap(nbytes, described.values())))}"
+    yield f"model: {len(names)} entries, {format_bytes(sum(itertools.starmap(nbytes, described.values())))}"
     width = max(map(len, names), default=0)
     for name in names:
         told = others
         if name in described:
             shape, dtype = described[name]
-            told = f"{_dtype(dtype)} {list(shape)}  {_size(nbytes(shape, dtype))}"
+            told = f"{_dtype(dtype)} {list(shape)}  {format_bytes(nbytes(shape, dtype))}"
         yield f"  {name.ljust(width)}  {told}"
 
 
@@ -206,7 +207,7 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
     found = "intact" if every_byte else "complete"
-    return f"{folder.name}  {found}, by {ranks}, {_size(manifest.size)}", True
+    return f"{folder.name}  {found}, by {ranks}, {format_bytes(manifest.size)}", True
 
 
 def _described(dir: Path, step: int | None) -> Iterator[str]:
@@ -220,7 +221,7 @@ def _described(dir: Path, step: int | None) -> Iterator[str]:
     yield from _model(metadata)
     yield from _optimizer(metadata)
     yield from _extra(metadata)
-    yield f"total: {_size(manifest.size)} in {len(manifest.files)} files"
+    yield f"total: {format_bytes(manifest.size)} in {len(manifest.files)} files"
 
 
 def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Metadata]:
@@ -258,7 +259,7 @@ def _optimizer(metadata: Metadata) -> Iterator[str]:
         if path[1] == "state"
     ]
     if paths:
-        yield f"optimizer: {len(groups)} parameter groups, {_size(sum(size for _, size in state))}"
+        yield f"optimizer: {len(groups)} parameter groups, {format_bytes(sum(size for _, size in state))}"
     yield from _summed(state, "parameters")
 
 
@@ -277,16 +278,8 @@ def _summed(sizes: Iterable[tuple[str, int]], owners: str) -> Iterator[str]:
     for name, size in sizes:
         by_name.setdefault(name, []).append(size)
     for name, found in by_name.items():
-        yield f"  {name}: of {len(found)} {owners}, {_size(sum(found))}"
+        yield f"  {name}: of {len(found)} {owners}, {format_bytes(sum(found))}"
 
 
 def _bytes(entry: Any) -> int:
     return nbytes(entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else 0
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
 from fsdp_wrap import checkpoint, fully_shard
+from fsdp_wrap._core import format_bytes
 from fsdp_wrap.checkpoint import _convert, _sources
 from fsdp_wrap.checkpoint.__main__ import main
 from optim_states import assert_same, by_name
@@ -163,7 +164,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path):
 
 def test_what_is_inspected_tells_every_tensor(saved, tmp_path, capsys):
     state = net().state_dict()
-    size = f"{sum(value.nbytes for value in state.values()) / 1000:.3g} KB"
+    size = format_bytes(sum(value.nbytes for value in state.values()))
     out = done(capsys, "inspect", saved / "wrapper", "--verify")
     for text in (
         "step_00000001  intact, by 2 ranks, ",
