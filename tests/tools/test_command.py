@@ -125,7 +125,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {tmp}/text.txt:setup", "is no Python file: its name must end in .py"),
         ("plan {file}:other", "has no function 'other'; it has setup, reads, fails, returns_one, needs"),
         ("plan {file}:fails", "failed in line 26: KeyError: 'depth'"),
-        ("plan {file}:needs", "needs(): missing a required argument: 'depth': give it a default"),
+        ("plan {file}:needs", "mine.py:needs: missing a required argument: 'depth': give it a default"),
         ("plan {file}:returns_one", "setup"),
         ("plan {file}:reads", "failed in line 22: PlanningError: "),
         ("plan {tmp}/broken.py:setup", "failed in line 2: ZeroDivisionError: division by zero"),
@@ -179,6 +179,8 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     assert code == 1 and "but 8 ranks: fits, " in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "1KB")
     assert code == 1 and "nor does it on 64 ranks: let setup() take batch" in out
+    code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 16384, "--device-memory", "1KB")
+    assert code == 1 and "nor does it on 16384 ranks" in out, "more cannot be planned"
 
 
 def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):
@@ -198,6 +200,9 @@ def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):
         assert err.startswith("2 ranks, wide=False: fits at batch ") and err.endswith("\ninterrupted\n")
         code, out, err = run(capsys, *command, "300KB")
         assert (code, out, err) == (130, "", "interrupted\n"), "there was nothing to keep"
+        after = 2  # the plan, and one of the search for what fits
+        code, out, err = run(capsys, "plan", f"{file}:setup", "--device-memory", "1KB")
+        assert code == 130 and "does not fit" in out and err.endswith("interrupted\n")
 
 
 def test_an_interrupt_of_the_imports_ends_in_one_line(tmp_path):

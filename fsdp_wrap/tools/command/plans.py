@@ -20,6 +20,7 @@ from fsdp_wrap.tools.command.users_code import errors_of, load_function
 from fsdp_wrap.tools.fitting import fit
 from fsdp_wrap.tools.machines import measure_machine, preset
 from fsdp_wrap.tools.planning import Machine, Plan, plan
+from fsdp_wrap.tools.planning.planner import MOST_RANKS
 from fsdp_wrap.tools.progress import progress_bar
 
 _MEASURED = "measure"
@@ -99,8 +100,7 @@ def _plan(
     try:
         inspect.signature(setup).bind()
     except TypeError as error:
-        name = options.setup.rpartition(":")[2]
-        raise ValueError(f"{name}(): {error}: give it a default, or vary it with --fit") from error
+        raise ValueError(f"{options.setup}: {error}: give it a default, or vary it with --fit") from error
     plans = []
     with progress_bar(len(options.ranks)) as bar:
         for ranks in options.ranks:
@@ -134,9 +134,12 @@ def _proposals(
     setup: Callable[..., Any], options: argparse.Namespace, limit: int, given: dict[str, Any]
 ) -> list[str]:
     """Returns what fits instead: other values of what the setup takes, on more ranks where need be."""
-    for ranks in (max(options.ranks) << doubled for doubled in range(_DOUBLINGS + 1)):
+    least = max(options.ranks)
+    for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
         with errors_of(_file_of(options), "fitting"):
             found = fit(setup, ranks, device_memory=limit, progress=True, **given)
+        if not found.complete:  # its answers were printed as they were found
+            raise KeyboardInterrupt
         if found.best is not None:
             return [f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits]
     return [f"nor does it on {ranks} ranks: let setup() take batch, checkpointing or offload"]

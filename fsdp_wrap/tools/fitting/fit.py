@@ -243,7 +243,7 @@ def fit(
                     bar.report(str(choice))
                 bar.advance()
         except KeyboardInterrupt:
-            if not (progress and choices):
+            if not progress or all(choice.refused for choice in choices):
                 raise
             complete = False
     if all(choice.refused for choice in choices):
@@ -416,10 +416,7 @@ class _Search:
         assert self.batches is not None
         if len(self.batches) == 1:
             return None
-        if (
-            batch == _MOST
-            and self._plan(batch, length).needed_bytes == self._plan(_FIRST, length).needed_bytes
-        ):
+        if batch == _MOST and len({self._plan(each, length).needed_bytes for each in (_FIRST, batch)}) == 1:
             raise ValueError(
                 f"setup(batch={_FIRST}) and setup(batch={_MOST}) need the same memory: let setup() use its "
                 "batch, or give it no such argument"
