@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
-from bed.memory import live_bytes
+from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
 from fronts import (
     FULL,
@@ -132,16 +132,17 @@ def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, front):
 
 @ranks(2)
 def test_no_shard_keeps_one_copy_and_shapes(rank, world_size):
-    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    shapes = [param.shape for param in module.parameters()]
-    size = sum(param.nbytes for param in module.parameters())
-    model = FSDP(module, sharding_strategy=NO_SHARD, use_orig_params=True)
-    with count_collectives() as traffic:
-        model(torch.ones(1, 256)).sum().backward()
-    assert {name: calls for name, (calls, _) in traffic.items()} == {"all_reduce": 1}
-    assert [param.shape for param in model.parameters()] == shapes
-    assert [param.grad.shape for param in model.parameters()] == shapes
-    assert live_bytes() <= 2 * size + 64 * 1024  # parameters and gradients
+    with only_new_objects():  # not what tests before have left in this process
+        module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        shapes = [param.shape for param in module.parameters()]
+        size = sum(param.nbytes for param in module.parameters())
+        model = FSDP(module, sharding_strategy=NO_SHARD, use_orig_params=True)
+        with count_collectives() as traffic:
+            model(torch.ones(1, 256)).sum().backward()
+        assert {name: calls for name, (calls, _) in traffic.items()} == {"all_reduce": 1}
+        assert [param.shape for param in model.parameters()] == shapes
+        assert [param.grad.shape for param in model.parameters()] == shapes
+        assert live_bytes() <= 2 * size + 64 * 1024  # parameters and gradients
 
 
 def hybrid_arguments(form: str) -> dict[str, Any]:
