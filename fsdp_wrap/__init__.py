@@ -77,6 +77,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Timeline",
+    "Uneven",
     "UnitPlan",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -98,6 +99,7 @@ __all__ = [
     "set_travel_together_bytes",
     "share_comm_ctx",
     "timeline",
+    "uneven",
     "weight_changes",
     "weight_source",
 ]
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import tools as tools
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
+    from fsdp_wrap._uneven import Uneven, uneven
     from fsdp_wrap.tools import (
         Choice,
         Fit,
@@ -133,7 +136,7 @@ else:
     __getattr__, __dir__ = _found_when_asked_for(
         __name__,
         ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
-        exporting=("tools", "weights"),
+        exporting=("tools", "weights", "_uneven"),
     )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.

@@ -19,12 +19,14 @@ from fsdp_wrap._comm.device import (
 )
 from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
 from fsdp_wrap._comm.groups import (
+    CARRY_NOTHING,
     PLANNED,
     Ranks,
     default_group,
     default_mesh,
     group_of,
     group_over,
+    host_group_over,
     host_id,
     mesh_over,
     neighbours,
@@ -45,9 +47,17 @@ from fsdp_wrap._comm.lanes import (
     lane_of,
 )
 from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
-from fsdp_wrap._comm.messages import when_completed
+from fsdp_wrap._comm.messages import Messages, when_completed
 from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
-from fsdp_wrap._comm.positions import Collective, Note, Tree, UnitCollective, UnitPositions, positions_of
+from fsdp_wrap._comm.positions import (
+    Collective,
+    GroupPositions,
+    Note,
+    Tree,
+    UnitCollective,
+    UnitPositions,
+    positions_of,
+)
 from fsdp_wrap._comm.process_group import Communicator, destroyed
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
-from fsdp_wrap._comm.watching.watch import Watch, deaths_told
+from fsdp_wrap._comm.watching.watch import Watch, Works, deaths_told

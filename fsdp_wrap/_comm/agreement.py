@@ -6,6 +6,9 @@ leaves an error for the others, which look for it when a collective takes long o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import CARRY_NOTHING
@@ -24,6 +27,7 @@ class Agreement:
         self.store = None if dist.get_backend(group) in CARRY_NOTHING else default_store()
         self._rank = dist.get_rank()
         self._offered: set[str] = set()
+        self._heard = True
         self.name = ""
         if self.store is not None:
             name = f"fsdp_wrap/agreement/{group.group_name}"
@@ -40,9 +44,18 @@ class Agreement:
         rank, other = self.first(what, lines)
         if [*map(_compared, other)] != [*map(_compared, lines)]:
             error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
-            assert self.store is not None
-            self.store.set(self._word, error)
+            self.tell(error)
             raise RuntimeError(error)
+
+    def tell(self, error: str) -> None:
+        """Leaves an error for the other ranks: `look` raises it."""
+        if self.store is not None:
+            self.store.set(self._word, error)
+
+    def withdraw(self) -> None:
+        """Takes back the error of `tell`, which all ranks have read."""
+        if self.store is not None:
+            self.store.delete_key(self._word)
 
     @property
     def compares(self) -> bool:
@@ -61,9 +74,18 @@ class Agreement:
         rank, *other = self.store.compare_set(key, "", own).decode().split("\n")
         return int(rank), other
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Lets `look` raise nothing while the context is open: all ranks come, also those with an error."""
+        before, self._heard = self._heard, False
+        try:
+            yield
+        finally:
+            self._heard = before
+
     def look(self) -> None:
-        """Raises a RuntimeError if another rank has found a difference."""
-        if self.store is not None and self.store.check([self._word]):
+        """Raises a RuntimeError if another rank has found a difference, or has left an error."""
+        if self._heard and self.store is not None and self.store.check([self._word]):
             raise RuntimeError(self.store.get(self._word).decode())
 
 

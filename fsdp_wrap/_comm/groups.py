@@ -147,8 +147,19 @@ def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     return _new_group(ranks, time_limit(dist.group.WORLD, device))
 
 
-def _new_group(ranks: Sequence[int], limit: timedelta, purpose: str | None = None) -> dist.ProcessGroup:
-    made: Any = dist.new_group([*ranks], limit, use_local_synchronization=True, group_desc=purpose)
+def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Returns a group of these global ranks that sends from host memory; collective where it must be made."""
+    for group in all_groups():
+        backend = dist.get_backend_config(group).partition("cpu:")[2].partition(",")[0]
+        if backend in ("gloo", *CARRY_NOTHING) and dist.get_process_group_ranks(group) == list(ranks):
+            return group  # type: ignore[no-any-return]
+    return _new_group(ranks, dist.constants.default_pg_timeout, "fsdp_wrap uneven", "gloo")
+
+
+def _new_group(
+    ranks: Sequence[int], limit: timedelta, purpose: str | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    made: Any = dist.new_group([*ranks], limit, backend, use_local_synchronization=True, group_desc=purpose)
     return made  # type: ignore[no-any-return]
 
 

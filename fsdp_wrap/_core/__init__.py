@@ -120,6 +120,7 @@ from fsdp_wrap._core.spans import (
     NoSpan,
     Span,
     SpanKind,
+    StepWatcher,
     encloses,
     follow_profiler,
     span,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,8 +96,8 @@ class NoSpan:
 NO_SPAN = NoSpan()
 
 
-class StepWatcher(Protocol):
-    """Receives the spans of a step, in the thread in which they happen.
+class StepWatcher:
+    """Receives the spans of a step, in the thread in which they happen; a base that ignores all of them.
 
     A watcher added in the middle of a step receives `end` without `begin`.
     """
@@ -165,8 +165,8 @@ class _Range(NamedTuple):
     range: Any
 
 
-class ProfilerRanges:
-    """A `StepWatcher` that shows units as ranges of `torch.profiler`: "fsdp_wrap: backward blocks.3"."""
+class ProfilerRanges(StepWatcher):
+    """Shows units as ranges of `torch.profiler`: "fsdp_wrap: backward blocks.3"."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[_Range]] = {}  # by thread
@@ -201,15 +201,6 @@ class ProfilerRanges:
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
         self._end((owner, what))
-
-    def hold(self, owner: Any, unit: str, nbytes: int) -> None:
-        return None
-
-    def issued(self, works: Sequence[Any]) -> None:
-        return None
-
-    def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
-        return None
 
     def close(self) -> None:
         """Ends the open ranges of this thread; a failed backward may have left some."""

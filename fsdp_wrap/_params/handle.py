@@ -71,6 +71,7 @@ class ParamHandle:
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
+        contributors: Number by which sums of gradients are divided: of the ranks, unless chosen otherwise.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ParamHandle:
         self.layouts = layouts
         self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
-        self._contributors: float = communicator.size * replicas.size
+        self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes())]
         self._note_contents()
         self.state = HandleState.SHARDED
@@ -111,7 +112,7 @@ class ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self.transport)
-        handle.divide_gradients_by(self._contributors)
+        handle.divide_gradients_by(self.contributors)
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
@@ -133,7 +134,7 @@ class ParamHandle:
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
         kind: Callable[..., Segment] = ExtensionSegment if layout.extended else Segment
-        segment = kind(layout, dtypes, self.communicator, self._contributors)
+        segment = kind(layout, dtypes, self.communicator, self.contributors)
         segment.keep_memory(self.keeps_storage)
         return segment
 
@@ -466,13 +467,13 @@ class ParamHandle:
         """Replaces the reduction by one that averages; the shards are averaged over `replicas` afterwards."""
         self._reduce_scatter, self._summing = reduce_scatter, replicas
         self.has_own_reduction = True
-        self._contributors = replicas.size
+        self.contributors = replicas.size
         for segment in self.segments:
-            segment.gradients.average_over(self._contributors)
+            segment.gradients.average_over(self.contributors)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divides summed gradients by another number than the number of ranks."""
-        self._contributors = factor
+        self.contributors = factor
         for segment in self.segments:
             segment.gradients.average_over(factor)
 

@@ -11,6 +11,7 @@ from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_
 from fsdp_wrap._runtime.custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
 from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
+from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     converted,
@@ -23,6 +24,7 @@ from fsdp_wrap._runtime.refusals import (
     require_root,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
+from fsdp_wrap._runtime.same_model import communicators_of
 from fsdp_wrap._runtime.schedule import Schedule, out_of_memory, require_idle, schedule_of, set_kept_bytes
 from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._runtime.wrap_plan import (

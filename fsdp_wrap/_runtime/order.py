@@ -33,6 +33,18 @@ class ExecOrder:
         self._reduced_before: dict[Unit, list[Unit]] = {}  # by the first unit
         self._cursor = 0
 
+    def copy(self) -> ExecOrder:
+        """Returns a copy, which later records do not change."""
+        copy = ExecOrder()
+        copy.restore(self)
+        return copy
+
+    def restore(self, other: ExecOrder) -> None:
+        """Replaces the records by those of another order."""
+        self.ended, self.started, self.reduced = [*other.ended], [*other.started], [*other.reduced]
+        self._started_before = [*other._started_before]
+        self._reduced_before, self._cursor = {**other._reduced_before}, other._cursor
+
     def begin_forward(self) -> None:
         """Starts a new record."""
         self.ended = []

@@ -340,6 +340,8 @@ class Schedule(StepState):
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
         self.ending.require_waited("a forward")
+        if self.joining is not None:
+            self.joining.begin_forward(self)
         follow_profiler()
         self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
@@ -348,7 +350,8 @@ class Schedule(StepState):
         wanted = self.root.options.travel_together_bytes
         self._batches.allow(default_bytes(self.device) if wanted is None else wanted)
         self._order.begin_forward()
-        self._order_check.begin_forward(self._trains and self.root.trains, self.iteration)
+        checks_order = self._trains and self.root.trains and self.joining is None
+        self._order_check.begin_forward(checks_order, self.iteration)
         if self._backward_open:
             self._abandon_backward()
         self._await_event()
@@ -554,10 +557,18 @@ class Schedule(StepState):
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
+        if self.joining is not None:
+            self.joining.begin_backward(self)
+        self.begin_backward()
+        execution_engine.queue_callback(self._end_backward)
+
+    def begin_backward(self) -> None:
+        """Prepares the units for gradients: of a backward, or of that of other ranks."""
         self._backward_open, self._gradients_came, self._deferred = True, False, set()
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
-        self._updates.begin(self._units, self.ending.automatic)
+        shadowed = self.joining is not None and self.joining.shadowed
+        self._updates.begin(self._units, self.ending.automatic and not shadowed)
         self._order.begin_backward()
         self._order_check.begin_backward()
         for unit in self._units:
@@ -570,7 +581,6 @@ class Schedule(StepState):
             unit.arrivals.begin()
         for unit in self._awaited:
             self._show_again(unit)
-        execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -588,10 +598,18 @@ class Schedule(StepState):
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
-            if not (self.syncs and unit.options.syncs):
+        if self.joining is None:
+            self.close_backward()
+        else:
+            self.joining.end_backward(self)
+
+    def close_backward(self) -> None:
+        """Finishes the reductions of a backward, of this rank's or of other ranks', and the updates."""
+        for unit in self._units:
+            if unit.handle is not None and not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
                     self._offloading.settle(unit)
-                handle.keep_accumulated()
+                unit.handle.keep_accumulated()
         if self._batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
         if self.ending.automatic:
@@ -637,6 +655,38 @@ class Schedule(StepState):
             if unit.handle is not None:
                 unit.handle.abandon_backward()
                 unit.handle.free_kept_segments()  # ranks may have reached different units
+
+    # for other ranks
+
+    def copy_order(self) -> ExecOrder:
+        """Returns the order of units up to now, by which prefetches and batches are predicted."""
+        return self._order.copy()
+
+    def follow(self, order: ExecOrder | None = None) -> None:
+        """Shards all units, and takes over what the user has changed, as before a forward.
+
+        Args:
+            order: The order by which to predict from now on, the same on all ranks.
+        """
+        if order is not None:
+            self._order.restore(order)
+        self._await_event()
+        if self._offloading is not None:
+            self._offloading.outdate(self._units)
+        for unit in self.units:
+            self.reshard(unit)
+            if unit.handle is not None and unit.handle.become_sharded() and unit.options.full_in_eval:
+                unit.follow_mode()
+
+    def reduce(self, unit: Unit, phase: Phase) -> None:
+        """Issues a unit's reduction, to which this rank need not have gradients to add."""
+        unit.reduce(phase)
+        self._reducing.append(unit)
+
+    def finish_reduction_of(self, unit: Unit) -> None:
+        """Finishes reductions, oldest first, up to a unit's."""
+        while unit in self._reducing:
+            self._make_room(len(self._reducing) - 1)
 
     # by hand
 

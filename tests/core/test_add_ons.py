@@ -32,6 +32,12 @@ ADD_ONS = {
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
+    "uneven ranks": AddOn(
+        ["_uneven/"],
+        ["uneven/"],
+        "fsdp_wrap.uneven",
+        "AttributeError: module 'fsdp_wrap' has no attribute 'uneven'",
+    ),
     "optimizers": AddOn(
         ["optim/"],
         [

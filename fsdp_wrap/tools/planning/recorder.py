@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_wrap._core import Computing, Span, SpanKind
+from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
 from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, STEP, Place
@@ -104,7 +103,7 @@ class Wait:
     unit: str
 
 
-class PlanRecorder:
+class PlanRecorder(StepWatcher):
     """A `StepWatcher` that also sees the operators, and tells the ledger the place in the step.
 
     `names` are the units' by identity; other units have their own `fqn`. `gathers`, `reductions` and
@@ -190,15 +189,6 @@ class PlanRecorder:
                 self.payload[name] += span.nbytes * nbytes // (sum(sizes.values()) or 1)
         self._spans = [each for each in self._spans if each[0] is not span]
         self._follow()
-
-    def hold(self, owner: Any, unit: str, nbytes: int) -> None:
-        return None
-
-    def issued(self, works: Sequence[Any]) -> None:
-        return None
-
-    def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
-        return None
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a buffer's memory was allocated or freed."""

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_wrap._comm import Accelerator, when_completed
-from fsdp_wrap._core import Computing, Span, SpanKind
+from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
 
 
 class EntryKind(Enum):
@@ -59,7 +59,7 @@ class HostUpdate(NamedTuple):
     end: int
 
 
-class TimelineRecorder:
+class TimelineRecorder(StepWatcher):
     """A `StepWatcher` that logs the units in `names`, and optimizers that step one of `params`.
 
     `completed` has the completion times of each span's works, and `works` their number. `base` is one moment

@@ -1,0 +1,67 @@
+"""`RoundOptions`: what is changed of the units' options while ranks may run out of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_wrap._runtime import Schedule, Unit
+
+
+class RoundOptions:
+    """Changes options of the units of some models, and changes them back.
+
+    Args:
+        schedules: The schedules of the models.
+        averages: Whether gradients are averaged over the ranks that have a batch.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], averages: bool) -> None:
+        self._schedules = schedules
+        self._before: dict[Unit, dict[str, Any]] = {}
+        units = [unit for schedule in schedules for unit in schedule.units] if averages else []
+        # What a backward updates cannot be divided after the last one.
+        self._divided = {
+            unit: unit.handle.contributors
+            for unit in units
+            if unit.updater is not None and unit.handle is not None
+        }
+
+    def gather_wholes(self) -> None:
+        """Lets units keep no part of their full parameters, which not all ranks would have."""
+        for schedule in self._schedules:
+            for unit in schedule.units:
+                if unit.options.reshards_within is not None or unit.options.keep_unsharded_bytes:
+                    schedule.reshard(unit)
+                    self._change(unit, reshards_within=None, keep_unsharded_bytes=0)
+
+    def share_nothing(self) -> None:
+        """Gives each unit collectives of its own, from the next forward on."""
+        for schedule in self._schedules:
+            self._change(schedule.root, travel_together_bytes=0)
+
+    def follow_others(self) -> None:
+        """Leaves it to other ranks whether gradients are reduced."""
+        for schedule in self._schedules:
+            for unit in schedule.units:
+                if not (unit.options.syncs and unit.options.sums_over_replicas):
+                    self._change(unit, syncs=True, sums_over_replicas=True)
+
+    def average_over(self, part: float) -> None:
+        """Averages gradients that a backward uses up over a part of the ranks."""
+        for unit, contributors in self._divided.items():
+            if unit.handle is not None and unit.handle.contributors != contributors * part:
+                unit.handle.divide_gradients_by(contributors * part)
+
+    def restore(self) -> None:
+        """Restores all options."""
+        self.average_over(1)
+        for unit, options in self._before.items():
+            unit.set(**options)
+        self._before.clear()
+
+    def _change(self, unit: Unit, **options: Any) -> None:
+        before = self._before.setdefault(unit, {})
+        for name in options:
+            before.setdefault(name, getattr(unit.options, name))
+        unit.set(**options)

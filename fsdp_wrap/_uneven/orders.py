@@ -1,0 +1,142 @@
+"""What the leader of a round tells the joined ranks to do: `Leader` sends it, `Follower` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from fsdp_wrap._core import Phase, Span, SpanKind, StepWatcher
+from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._uneven.peers import Peers
+
+_PHASES = list(Phase)
+_LENGTH = 5  # of an order: what, model, unit, detail, iteration
+
+
+class Order(IntEnum):
+    """The kinds of orders."""
+
+    END_ROUND = 0
+    GATHER = 1
+    REDUCE = 2
+    FINISH_REDUCTION = 3
+    BEGIN_BACKWARD = 4
+    END_BACKWARD = 5
+
+
+_OF_SPANS = {
+    SpanKind.GATHER: Order.GATHER,
+    SpanKind.REDUCE: Order.REDUCE,
+    SpanKind.AWAIT_REDUCTION: Order.FINISH_REDUCTION,
+}
+
+
+class Leader(StepWatcher):
+    """Tells joined ranks each collective that this rank issues.
+
+    Args:
+        schedules: The schedules of the models, the same on all ranks.
+        peers: The ranks of the models.
+
+    Attributes:
+        told: The ranks to tell; none if another rank leads, or all have batches.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
+        self._schedules, self._peers = schedules, peers
+        self._places = {
+            unit: (model, index)
+            for model, schedule in enumerate(schedules)
+            for index, unit in enumerate(schedule.units)
+        }
+        self.told: Sequence[int] = ()
+
+    def tell(self, order: Order, model: int = 0, unit: int = 0, detail: int = 0) -> None:
+        """Sends an order; `detail` is the index of a phase, or flags."""
+        if self.told:
+            self._peers.send([order, model, unit, detail, self._schedules[model].iteration], self.told)
+
+    def end_round(self) -> None:
+        """Tells the joined ranks that nothing follows before the next agreement."""
+        if self.told:
+            self.tell(Order.END_ROUND)
+            self._peers.settle()
+            self.told = ()
+
+    def begin(self, span: Span) -> None:
+        order = _OF_SPANS.get(span.kind) if self.told else None
+        if order is None or (order is Order.GATHER and not span.nbytes):  # all is there
+            return
+        for unit in span.owners:
+            if unit not in self._places:
+                raise ValueError(
+                    f"{unit.name} communicates inside uneven(), which was not given its model, while ranks "
+                    f"{self.told} have no batch: give uneven() all models that are used inside"
+                )
+            self.tell(order, *self._places[unit], 0 if span.phase is None else span.phase.index)
+
+
+class Follower:
+    """Issues the collectives of a leader without a batch: gathers for the others, and reductions of zeros.
+
+    It holds the full parameters of two units at most.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
+        self._schedules, self._peers = schedules, peers
+        self._units = [schedule.units for schedule in schedules]
+        self._gathered: tuple[Unit, Phase] | None = None
+
+    @torch.no_grad()
+    def follow(self, leader: int) -> None:
+        """Follows a rank to the end of its round."""
+        for schedule in self._schedules:
+            schedule.follow()
+        ended = False
+        try:
+            while not ended:
+                order = self._receive(leader)
+                ended = order[0] == Order.END_ROUND
+                self._obey(*order)
+        finally:
+            while not ended:  # orders that nobody reads would come in a later round
+                ended = self._receive(leader)[0] == Order.END_ROUND
+
+    def _receive(self, leader: int) -> list[int]:
+        return self._peers.receive(_LENGTH, leader)
+
+    def _obey(self, order: int, model: int, index: int, detail: int, iteration: int) -> None:
+        schedule, unit = self._schedules[model], self._units[model][index]
+        schedule.iteration = iteration
+        if order == Order.GATHER:
+            self._gather(unit, _PHASES[detail])
+            return
+        self._drop_gathered()
+        if order == Order.REDUCE:
+            schedule.reduce(unit, _PHASES[detail])
+        elif order == Order.FINISH_REDUCTION:
+            schedule.finish_reduction_of(unit)
+        elif order == Order.BEGIN_BACKWARD:
+            schedule.syncs, schedule.sums_over_replicas = bool(detail & 2), bool(detail & 1)
+            schedule.begin_backward()
+        elif order == Order.END_BACKWARD:
+            schedule.ending.set_last(bool(detail))
+            schedule.close_backward()
+
+    def _gather(self, unit: Unit, phase: Phase) -> None:
+        before = self._gathered
+        if before is not None and before[0] is unit:
+            self._drop_gathered()
+        unit.gather(phase)
+        self._drop_gathered()
+        self._gathered = unit, phase
+
+    def _drop_gathered(self) -> None:
+        """Ends the gather before: this rank does not compute with it."""
+        if self._gathered is not None:
+            unit, phase = self._gathered
+            self._gathered = None
+            unit.unshard(phase)
+            unit.reshard(phase)

@@ -1,0 +1,106 @@
+"""`Pool`: gradients of some models as if one rank had run all backwards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import Phase
+from fsdp_wrap._params import to_local
+from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._uneven.rounds import Totals
+
+
+class Pool:
+    """The gradients of some models inside a context, apart from those from before.
+
+    Args:
+        schedules: The schedules of the models.
+        averages: Whether gradients are divided by the sum of the weights of all backwards.
+        ranks: Number of ranks that compute with the models.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], averages: bool, ranks: int) -> None:
+        self._schedules, self._averages, self._ranks = schedules, averages, ranks
+        self._before = {
+            param: param.grad
+            for schedule in schedules
+            for param in _params(schedule.units)
+            if param.grad is not None
+        }
+        for param in self._before:
+            param.grad = None
+
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """All sharded parameters."""
+        return {param for schedule in self._schedules for param in _params(schedule.units)}
+
+    def drop(self) -> None:
+        """Restores the gradients from before."""
+        for param in self.params:
+            param.grad = self._before.get(param)
+
+    @torch.no_grad()
+    def complete(self, totals: Sequence[Totals]) -> None:
+        """Reduces what is left, divides, and adds the gradients from before; collective.
+
+        Raises a ValueError if there were backwards, and all of them had no weight.
+        """
+        for schedule, total in zip(self._schedules, totals):
+            if self._averages and total.backwards and not total.weights:
+                raise ValueError(
+                    f"the weights of all {int(total.backwards)} backwards of {schedule.root.name} inside "
+                    "uneven() are zero, so they have no mean: leave out such batches"
+                )
+        for schedule, total in zip(self._schedules, totals):
+            if total.owing:
+                self._reduce(schedule)
+            if self._averages and total.backwards:
+                self._divide(schedule, total.weights)
+        for param, grad in self._before.items():
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+    def _reduce(self, schedule: Schedule) -> None:
+        schedule.syncs = schedule.sums_over_replicas = True
+        for unit in schedule.units:
+            handle = unit.handle
+            if handle is not None and handle.reduced_segments():
+                handle.forget_zeroed()
+                schedule.reduce(unit, Phase.IDLE)
+                schedule.finish_reduction_of(unit)
+        schedule.await_reduction()
+
+    def _divide(self, schedule: Schedule, weights: float) -> None:
+        """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
+        units = [unit for unit in schedule.units if unit.handle is not None and unit.updater is None]
+        data_ranks = max((_data_ranks(unit) for unit in units), default=1)
+        weights *= data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
+        for unit in units:
+            divisor = weights / _divisor(unit)
+            for param in _params([unit]) if divisor != 1.0 else ():
+                if param.grad is not None:
+                    to_local(param.grad).div_(divisor)
+
+
+def _params(units: Iterable[Unit]) -> list[nn.Parameter]:
+    """Returns the sharded parameters of units, each once."""
+    handles = [unit.handle for unit in units if unit.handle is not None]
+    return [
+        *dict.fromkeys(
+            param for each in handles for layout in each.layouts for param in layout.sharded_params
+        )
+    ]
+
+
+def _data_ranks(unit: Unit) -> int:
+    return 1 if unit.handle is None else unit.handle.communicator.size * unit.handle.replicas.size
+
+
+def _divisor(unit: Unit) -> float:
+    """Returns by what the sums of a unit's gradients over all ranks are divided."""
+    assert unit.handle is not None
+    own = unit.handle.communicator.size if unit.handle.has_own_reduction else 1
+    return unit.handle.contributors * own

@@ -1,0 +1,201 @@
+"""`Rounds`: keeps ranks with different numbers of batches together.
+
+A round begins with an agreement: each rank has a forward, or has joined those that wait for the others (the
+word of `torch.distributed.algorithms.Join`). Of the ranks with a forward the lowest leads. It tells the
+joined ranks, one by one, which collectives it issues, and they issue the same. So nothing must be known in
+advance, and no rank computes without a batch. The next agreement of the leader ends the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from fsdp_wrap._comm import GroupPositions, Note
+from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
+from fsdp_wrap._uneven.options import RoundOptions
+from fsdp_wrap._uneven.orders import Follower, Leader, Order
+from fsdp_wrap._uneven.peers import Peers
+
+_AGREES = Note("agrees on who has a batch")
+
+
+class Turn(IntEnum):
+    """What a rank comes with to an agreement."""
+
+    FORWARD = 0
+    JOINED = 1
+    FAILED = 2
+
+
+_OF_MODELS = 4  # where the numbers of the models begin in an agreement
+
+
+class Totals(NamedTuple):
+    """The backwards of all ranks: the sum of weights, the number, and ranks with unreduced gradients."""
+
+    weights: float
+    backwards: float
+    owing: float
+
+
+class LeftByError(RuntimeError):
+    """A rank has left the context by an error."""
+
+
+class Rounds:
+    """The rounds of some models; a `Joining`.
+
+    Args:
+        schedules: The schedules of the models, the same on all ranks.
+        peers: All ranks that compute with them.
+        options: What is changed while ranks have joined.
+
+    Attributes:
+        leader: Tells joined ranks what this one does; a `StepWatcher`.
+        shadowed: Whether a rank has joined.
+        shadows: Number of forwards of others that this rank has shadowed.
+        weight: Weight of the backwards that begin now.
+        totals: For each model, what all ranks have done, once all have joined.
+        orders: For each model, the order of its units when the first rank joined.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], peers: Peers, options: RoundOptions) -> None:
+        self._schedules, self._peers, self._options = schedules, peers, options
+        self.leader, self._follower = Leader(schedules, peers), Follower(schedules, peers)
+        self._rank = dist.get_rank()
+        self._active = peers.members
+        self.shadowed = self._failed = False
+        self.shadows = 0
+        self.weight = 1.0
+        self._backwards = [(0.0, 0, False)] * len(schedules)
+        self.totals: list[Totals] = []
+        self._wanted, self._agreed = [(True, True)] * len(schedules), [(True, True)] * len(schedules)
+        self._before = [(True, True)] * len(schedules)
+        self.orders: list[ExecOrder] = []
+
+    # agreements
+
+    def enter(self) -> None:
+        """Agrees with all ranks that the context begins; collective."""
+        units = (unit for schedule in self._schedules for unit in schedule.units)
+        every = [each.positions for unit in units for each in communicators_of(unit)]
+        self._agree(Turn.FORWARD, beside=[each for each in every if each is not None])
+
+    def join(self) -> None:
+        """Notes that this rank has no further batch, and shadows the others' until none has one."""
+        while True:
+            self.leader.end_round()
+            rows = self._agree(Turn.JOINED)
+            if not self._active:
+                break
+            self._options.follow_others()
+            self._begin_round(rows)
+            self.shadows += 1
+            self._follower.follow(self._active[0])
+        sums = [sum(column) for column in zip(*rows.values())][_OF_MODELS:]
+        self.totals = [Totals(*sums[begin : begin + 3]) for begin in range(0, len(sums), 3)]
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks that this one leaves the context by an error; collective."""
+        if self._failed:
+            return
+        self.leader.end_round()
+        self._peers.tell(
+            f"rank {self._rank} left uneven() by {type(error).__name__}: {error}. The gradients on all ranks "
+            "are those from before the context"
+        )
+        with contextlib.suppress(LeftByError):
+            self._agree(Turn.FAILED)
+
+    def _agree(
+        self, turn: Turn, model: int = 0, beside: Iterable[GroupPositions] = ()
+    ) -> Mapping[int, Sequence[float]]:
+        """Returns what each rank comes with; raises a LeftByError on all ranks if one has failed."""
+        own: list[float] = [turn, model, *self._wanted[model]]
+        for each in self._backwards:
+            own += each
+        rows = self._peers.agree(_AGREES, own, self._schedules[model].iteration, beside)
+        failed = [rank for rank, row in rows.items() if row[0] == Turn.FAILED]
+        if failed:
+            self._share_failure(failed[0])
+        self._active = [rank for rank, row in rows.items() if row[0] == Turn.FORWARD]
+        return rows
+
+    def _share_failure(self, first: int) -> NoReturn:
+        """Raises on all ranks the error that the first failed one has left."""
+        self._failed, told = True, f"rank {first} left uneven() by an error"
+        try:
+            self._peers.look()
+        except RuntimeError as error:
+            told = str(error)
+        self._peers.agree(_AGREES, [0.0], 0)  # all have read it
+        if self._rank == first:
+            self._peers.withdraw()
+        raise LeftByError(told)
+
+    # rounds
+
+    def begin_forward(self, schedule: Schedule) -> None:
+        """See `Joining`."""
+        if self._failed:
+            raise LeftByError("a rank has left uneven() by an error: leave it on all ranks")
+        self.leader.end_round()
+        model = self._schedules.index(schedule)
+        self._wanted[model] = _wanted_by(schedule)
+        active = self._begin_round(self._agree(Turn.FORWARD, model))
+        self._agreed[model] = all(row[2] for row in active), all(row[3] for row in active)
+
+    def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
+        """Returns what the ranks with a forward have come with; refuses forwards of different models."""
+        leader, *others = self._active
+        other = next((rank for rank in others if rows[rank][1] != rows[leader][1]), None)
+        if other is not None:
+            names = [self._schedules[int(rows[rank][1])].root.name for rank in (leader, other)]
+            raise ValueError(
+                f"rank {leader} begins a forward of {names[0]} inside uneven() while rank {other} begins one "
+                f"of {names[1]}, another model: ranks that have a batch must run the same models in one order"
+            )
+        joined = [rank for rank in self._peers.members if rank not in self._active]
+        if joined and not self.shadowed:
+            self.shadowed = True
+            self.orders = [schedule.copy_order() for schedule in self._schedules]
+            self._options.share_nothing()
+        self._options.average_over(len(self._active) / self._peers.size)
+        if self._rank == leader:
+            self.leader.told = joined
+        return [rows[rank] for rank in self._active]
+
+    # backwards
+
+    def begin_backward(self, schedule: Schedule) -> None:
+        """See `Joining`."""
+        model = self._schedules.index(schedule)
+        if _wanted_by(schedule) != self._wanted[model]:
+            raise ValueError(
+                f"no_sync was entered or left between a forward and a backward of {schedule.root.name} on "
+                f"rank {self._rank}: inside uneven() the ranks agree on it at the forward"
+            )
+        self._before[model] = schedule.syncs, schedule.sums_over_replicas
+        schedule.syncs, schedule.sums_over_replicas = agreed = self._agreed[model]
+        weights, number, _ = self._backwards[model]
+        self._backwards[model] = weights + self.weight, number + 1, agreed != (True, True)
+        self.leader.tell(Order.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
+
+    def end_backward(self, schedule: Schedule) -> None:
+        """See `Joining`."""
+        model = self._schedules.index(schedule)
+        self.leader.tell(Order.END_BACKWARD, model, detail=schedule.ending.automatic)
+        schedule.close_backward()
+        schedule.syncs, schedule.sums_over_replicas = self._before[model]
+
+
+def _wanted_by(schedule: Schedule) -> tuple[bool, bool]:
+    """Returns whether a backward that begins now would reduce gradients, and sum them over replicas."""
+    options = [unit.options for unit in schedule.units]
+    syncs = schedule.syncs and all([each.syncs for each in options])
+    return syncs, schedule.sums_over_replicas and all([each.sums_over_replicas for each in options])
