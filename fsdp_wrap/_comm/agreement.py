@@ -44,13 +44,14 @@ class Agreement:
         rank, other = self.first(what, lines)
         if [*map(_compared, other)] != [*map(_compared, lines)]:
             error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
-            self.tell(error)
+            assert self.store is not None
+            self.store.set(self._word, error)
             raise RuntimeError(error)
 
     def tell(self, error: str) -> None:
-        """Leaves an error for the other ranks: `look` raises it."""
+        """Leaves an error for all ranks, unless another rank has: `look` raises it."""
         if self.store is not None:
-            self.store.set(self._word, error)
+            self.store.compare_set(self._word, "", error)
 
     def withdraw(self) -> None:
         """Takes back the error of `tell`, which all ranks have read."""

@@ -148,12 +148,18 @@ def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
 
 
 def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Returns a group of these global ranks that sends from host memory; collective where it must be made."""
-    for group in all_groups():
-        backend = dist.get_backend_config(group).partition("cpu:")[2].partition(",")[0]
-        if backend in ("gloo", *CARRY_NOTHING) and dist.get_process_group_ranks(group) == list(ranks):
-            return group  # type: ignore[no-any-return]
-    return _new_group(ranks, dist.constants.default_pg_timeout, "fsdp_wrap uneven", "gloo")
+    """Returns a group of these global ranks that sends from host memory and serves nothing else.
+
+    Collective at first. Where the default group carries nothing, that is returned.
+    """
+    world = default_group("this")
+    if dist.get_backend(world) in CARRY_NOTHING:
+        return world
+
+    def make() -> Any:
+        return _new_group(ranks, dist.constants.default_pg_timeout, "fsdp_wrap agreements", "gloo")
+
+    return ranks_in(once_for(world, ("agreements", *ranks), make)).group
 
 
 def _new_group(

@@ -906,8 +906,12 @@ class Schedule(StepState):
     def require_idle(self, doing: str) -> None:
         """Raises a `NotIdleError` inside a forward or backward; ends a backward that raised."""
         running = next((unit for unit in self._units if unit.running), None)
-        if running is not None or graph_task() != -1:
-            where = f"the forward of {running.name}" if running is not None else "a backward"
+        where = "" if graph_task() == -1 else "a backward"
+        if running is not None:
+            where = f"the forward of {running.name}"
+        elif not where and self.joining is not None:
+            where = "uneven() or Join: not all ranks may come here"
+        if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from fsdp_wrap._runtime import (
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.pooling import Pool
-from fsdp_wrap._uneven.rounds import Rounds
+from fsdp_wrap._uneven.rounds import LeftByError, Rounds
 
 
 class Uneven:
@@ -124,12 +123,14 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
             rounds.join()
             pool.complete(rounds.totals)
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # a rank may have died
+            try:
                 rounds.fail(error)
-            for schedule in schedules:
-                with contextlib.suppress(RuntimeError):  # what is in flight may never end
-                    schedule.reset()
-            pool.drop()
+            except LeftByError:
+                raise
+            except RuntimeError:  # a rank has died
+                raise error from None
+            finally:
+                pool.drop()
             raise
     if rounds.shadowed:
         for schedule, order in zip(schedules, rounds.orders):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ class Peers:
         """Sends numbers to some ranks, by global rank; `settle` must follow."""
         group = self._group
         numbers = torch.tensor(order, dtype=torch.int64, device="cpu")
-        for member in to:
-            peer = self.members.index(member)
-            self._sent.append((peer, group.send([numbers], peer, _TAG)))
+        for peer in map(self.members.index, to):
+            with self._deaths_told():
+                self._sent.append((peer, group.send([numbers], peer, _TAG)))
 
     def settle(self) -> None:
         """Waits until all that was sent has come."""
@@ -102,7 +103,9 @@ class Peers:
         """Returns the next numbers that a rank has sent; blocks. Raises a RuntimeError if the rank dies."""
         numbers = torch.empty(length, dtype=torch.int64, device="cpu")
         peer = self.members.index(sender)
-        self._wait([(peer, self._group.recv([numbers], peer, _TAG))])
+        with self._deaths_told():
+            work = self._group.recv([numbers], peer, _TAG)
+        self._wait([(peer, work)])
         return [*map(int, numbers.tolist())]
 
     def tell(self, error: str) -> None:
@@ -123,6 +126,13 @@ class Peers:
         group = self._communicator.group
         assert group is not None
         return group
+
+    @contextmanager
+    def _deaths_told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # the connection is closed
+            raise self._watch.failure(error) from error
 
     def _wait(self, works: Sequence[tuple[int, Any]]) -> None:
         with self._positions.agreement.unheard():

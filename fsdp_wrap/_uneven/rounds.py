@@ -101,7 +101,10 @@ class Rounds:
         self.totals = [Totals(*sums[begin : begin + 3]) for begin in range(0, len(sums), 3)]
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks that this one leaves the context by an error; collective."""
+        """Tells all ranks that this one leaves the context by an error; collective.
+
+        Raises a LeftByError if it fails since another rank has left.
+        """
         if self._failed:
             return
         self.leader.end_round()
@@ -109,8 +112,12 @@ class Rounds:
             f"rank {self._rank} left uneven() by {type(error).__name__}: {error}. The gradients on all ranks "
             "are those from before the context"
         )
-        with contextlib.suppress(LeftByError):
+        self._reset()
+        try:
             self._agree(Turn.FAILED)
+        except LeftByError as first:
+            if isinstance(error, RuntimeError) and not str(first).startswith(f"rank {self._rank} "):
+                raise first from error
 
     def _agree(
         self, turn: Turn, model: int = 0, beside: Iterable[GroupPositions] = ()
@@ -133,10 +140,17 @@ class Rounds:
             self._peers.look()
         except RuntimeError as error:
             told = str(error)
+        self._reset()
         self._peers.agree(_AGREES, [0.0], 0)  # all have read it
         if self._rank == first:
             self._peers.withdraw()
         raise LeftByError(told)
+
+    def _reset(self) -> None:
+        """Drops what the models' forwards and backwards have left, while the error ends all waiting."""
+        for schedule in self._schedules:
+            with contextlib.suppress(RuntimeError):  # what is in flight may never end
+                schedule.reset()
 
     # rounds
 

@@ -1,0 +1,154 @@
+"""Gradients of `uneven` are those of the pooled batch: a plain model runs the batches of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from bed import ranks
+from fronts import FRONTS, assert_same_grads, no_sync, shard
+from fsdp_wrap import BackwardPrefetch, CPUOffload, ShardingStrategy, set_travel_together_bytes, uneven
+from models import WRAPPINGS, Transformer, loss_of, tokens
+
+CLOSE = {"rtol": 0.0, "atol": 1e-12}
+
+
+class Checkpointed(Transformer):
+    """Recomputes its blocks in the backward."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Draw(NamedTuple):
+    """One draw of options: batches by rank, for two contexts, and what the model is made of."""
+
+    front: str
+    strategy: str
+    wrapping: str
+    prefetch: str
+    forward_prefetch: bool
+    checkpointing: str
+    offload: bool
+    batched: bool
+    weighted: bool
+    unsynced: float
+    loops: str
+    batches: list[list[int]]
+
+
+def drawn(world_size: int, number: int) -> Draw:
+    rng = random.Random(f"uneven {world_size} {number}")
+    loops = rng.choice(["alternating", "alternating", "forwards first"])
+    # Ranks that run several forwards before their backwards are to run equally many, or none.
+    counts = [0, 0, 1, 2, 3, 5] if loops == "alternating" else [0, rng.randint(1, 3)]
+    return Draw(
+        rng.choice(FRONTS),
+        rng.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]),
+        rng.choice(["block", "block", "whole"]),
+        rng.choice(["BACKWARD_PRE", "BACKWARD_POST", "none"]),
+        rng.random() < 0.3,
+        rng.choice(["none", "none", "reentrant", "not reentrant"]),
+        rng.random() < 0.25,
+        rng.random() < 0.5,
+        rng.random() < 0.5,
+        rng.choice([0.0, 0.0, 0.5, 1.0]),
+        loops,
+        [[rng.choice(counts) for _ in range(world_size)] for _ in range(2)],
+    )
+
+
+def sharded(plain: Transformer, draw: Draw, world_size: int) -> nn.Module:
+    module = copy.deepcopy(plain)
+    if draw.checkpointing != "none":
+        module.__class__ = Checkpointed
+        module.reentrant = draw.checkpointing == "reentrant"
+    hybrid = draw.strategy == "HYBRID_SHARD" and world_size == 4
+    if draw.front == "composable":
+        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
+        if draw.strategy == "SHARD_GRAD_OP":
+            options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    else:
+        chosen = "FULL_SHARD" if draw.strategy == "HYBRID_SHARD" and not hybrid else draw.strategy
+        prefetch = None if draw.prefetch == "none" else BackwardPrefetch[draw.prefetch]
+        options = {
+            "sharding_strategy": ShardingStrategy[chosen],
+            "backward_prefetch": prefetch,
+            "forward_prefetch": draw.forward_prefetch,
+        }
+        if hybrid:
+            options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if draw.offload and draw.strategy != "NO_SHARD":
+        options["cpu_offload"] = CPUOffload(offload_params=True)
+    model = shard(draw.front, module, WRAPPINGS[draw.wrapping](), **options)
+    set_travel_together_bytes(model, None if draw.batched else 0)
+    return model
+
+
+def run_batches(model: nn.Module, work: Any, draw: Draw, rank: int, context: int) -> None:
+    rng = random.Random(f"{draw} {rank} {context}")
+    losses = []
+
+    def weight(index: int) -> float | None:
+        return weight_of(rank, index) if draw.weighted else None
+
+    for index in range(draw.batches[context][rank]):
+        accumulates: AbstractContextManager[None] = nullcontext()
+        if draw.loops == "alternating" and rng.random() < draw.unsynced:
+            accumulates = no_sync(model)
+        with accumulates:
+            losses.append(loss_of(model, tokens(rank, index + 10 * context)))
+            if draw.loops == "alternating":
+                work.backward(losses[-1], weight(index))
+    if draw.loops == "forwards first":
+        for index, loss in enumerate(losses):
+            work.backward(loss, weight(index))
+
+
+def weight_of(rank: int, index: int) -> float:
+    return 1.0 + 3 * rank + index
+
+
+def run_pooled(plain: nn.Module, draw: Draw, context: int) -> None:
+    """Adds the gradients of the mean over the batches of all ranks to those of a plain model."""
+    every = [(rank, index) for rank, count in enumerate(draw.batches[context]) for index in range(count)]
+    weights = [weight_of(*each) if draw.weighted else 1.0 for each in every]
+    for (rank, index), weight in zip(every, weights):
+        (loss_of(plain, tokens(rank, index + 10 * context)) * weight / sum(weights)).backward()
+
+
+@pytest.mark.parametrize("part", range(4))
+@ranks(2, 3, 4)
+def test_gradients_are_those_of_the_pooled_batch(rank, world_size, part):
+    for number in range(17 * part, 17 * part + 17):
+        draw = drawn(world_size, number)
+        torch.manual_seed(0)
+        plain = Transformer(blocks=2).double()
+        model = sharded(plain, draw, world_size)
+        for context in range(2):  # the second one adds to the gradients of the first
+            with uneven(model) as work:
+                run_batches(model, work, draw, rank, context)
+            run_pooled(plain, draw, context)
+        try:
+            assert_same_grads(model, _with_zeros(plain), **CLOSE)
+        except AssertionError as error:
+            raise AssertionError(f"draw {number}: {draw}") from error
+
+
+def _with_zeros(plain: nn.Module) -> nn.Module:
+    for param in plain.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return plain
