@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import ShardMesh, resolve_device
@@ -49,6 +50,8 @@ from fsdp_wrap._runtime import (
     build_unit,
     check_module,
     converted,
+    join_group_of,
+    join_hook_of,
     plan_wrapping,
     require_idle,
     require_root,
@@ -108,7 +111,7 @@ _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter object
 """Advice about optimizers applied in backward, which would train nothing."""
 
 
-class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods):
+class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods, Joinable):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit. Its parameters are unsharded just before its forward and backward, and
@@ -199,6 +202,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
         super().__init__()
+        Joinable.__init__(self)
         adapt_torch_helpers()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
@@ -318,6 +322,26 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
             ValueError: If there is no such method, or it cannot run as a forward.
         """
         register_forward_method(self, self._fsdp_wrapped_module, method_name, self._run_as_forward)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook of this model, the root, for `torch.distributed.algorithms.Join`; collective.
+
+        Args:
+            kwargs: Arguments of `Join`. `divide_by_initial_world_size=False` divides gradients by the number
+                of ranks that still have a batch, not of all. `optimizer`, or a sequence of them, is for ranks
+                without any batch, which step with the others.
+        """
+        return join_hook_of.needed("torch.distributed.algorithms.Join")(self, **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of `Join`'s own collectives."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that compute with this model; collective if they have not met in this way."""
+        return join_group_of.needed("torch.distributed.algorithms.Join")(self)
 
     def no_sync(self, *, reduce_within_copy: bool = False) -> AbstractContextManager[None]:
         """Accumulates gradients without communication, or with little, while the context is open.

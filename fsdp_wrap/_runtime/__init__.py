@@ -25,7 +25,15 @@ from fsdp_wrap._runtime.refusals import (
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import communicators_of
-from fsdp_wrap._runtime.schedule import Schedule, out_of_memory, require_idle, schedule_of, set_kept_bytes
+from fsdp_wrap._runtime.schedule import (
+    Schedule,
+    join_group_of,
+    join_hook_of,
+    out_of_memory,
+    require_idle,
+    schedule_of,
+    set_kept_bytes,
+)
 from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
 from fsdp_wrap._runtime.wrap_plan import (
     Kwargs,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._comm import accelerator_of
@@ -61,6 +62,13 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
 """Adds the units' memory to an out-of-memory error."""
+
+
+join_hook_of: Seam[Callable[..., JoinHook]] = Seam("uneven ranks", "fsdp_wrap._uneven")
+"""Makes the hook of `torch.distributed.algorithms.Join` for a wrapper, from the arguments of `Join`."""
+
+join_group_of: Seam[Callable[[nn.Module], dist.ProcessGroup]] = Seam("uneven ranks", "fsdp_wrap._uneven")
+"""Returns the group of all ranks that compute with a wrapper, which sends from host memory."""
 
 
 class Schedule(StepState):
@@ -909,7 +917,7 @@ class Schedule(StepState):
         where = "" if graph_task() == -1 else "a backward"
         if running is not None:
             where = f"the forward of {running.name}"
-        elif not where and self.joining is not None:
+        elif not where and self.joining is not None and self.joining.separates:
             where = "uneven() or Join: not all ranks may come here"
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")

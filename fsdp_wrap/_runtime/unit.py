@@ -135,6 +135,10 @@ class Joining(Protocol):
 
     shadowed: bool
 
+    @property
+    def separates(self) -> bool:
+        """Whether other collectives than the runtime's would miss ranks."""
+
     def begin_forward(self, schedule: Any) -> None:
         """Tells all ranks that an outermost forward begins; collective."""
 

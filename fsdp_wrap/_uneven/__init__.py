@@ -6,5 +6,6 @@ Must never know: which front-end made a unit.
 """
 
 from fsdp_wrap._uneven.context import Uneven, uneven
+from fsdp_wrap._uneven.join import join_hook as join_hook
 
 __all__ = ["Uneven", "uneven"]

@@ -103,13 +103,13 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
             leaves the context by an error: then all have the gradients from before.
     """
     check_flag("average", average)
-    schedules = _schedules_of(models)
-    peers = _peers_of(schedules)
-    options = RoundOptions(schedules, average)
+    schedules = schedules_of(models, "uneven()")
+    peers = peers_of(schedules)
+    updated = [unit for schedule in schedules for unit in schedule.units if unit.updater is not None]
+    options = RoundOptions(schedules, updated if average else ())  # their gradients do not outlive a backward
     rounds = Rounds(schedules, peers, options)
     rounds.enter()
     pool = Pool(schedules, average, peers.size)
-    updates = any(unit.updater is not None for schedule in schedules for unit in schedule.units)
     with ExitStack() as undo:
         undo.callback(options.restore)
         undo.enter_context(watching_steps(rounds.leader))
@@ -119,7 +119,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
             undo.callback(setattr, schedule, "joining", None)
             schedule.joining = rounds
         try:
-            yield Uneven(rounds, updates)
+            yield Uneven(rounds, bool(updated))
             rounds.join()
             pool.complete(rounds.totals)
         except BaseException as error:
@@ -151,26 +151,26 @@ class _StepRefusal:
             )
 
 
-def _schedules_of(models: Sequence[nn.Module]) -> list[Schedule]:
+def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
     """Returns the schedules of models that are between two steps; refuses all others."""
     if not models:
-        raise ValueError("uneven() needs a model: pass all models that compute inside")
+        raise ValueError(f"{doing} needs a model: pass all models that compute inside")
     found: dict[Schedule, None] = {}
     for model in models:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"uneven() takes models, not a {type(model).__name__}")
+            raise TypeError(f"{doing} takes models, not a {type(model).__name__}")
         units = units_in(model)
         if not units:
-            refuse_unsharded(model, "uneven()")
-        require_root(next(iter(units.values())), "uneven()")
+            refuse_unsharded(model, doing)
+        require_root(next(iter(units.values())), doing)
         found.update(dict.fromkeys(map(schedule_of, units.values())))
     for schedule in found:
-        schedule.require_idle("uneven()")
+        schedule.require_idle(doing)
         for unit in schedule.units:
             if unit.handle is not None and unit.handle.accumulates:
                 raise RuntimeError(
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
-                    "backward: run it before uneven(), or accumulate inside"
+                    f"backward: run it before {doing}, or accumulate inside"
                 )
     return [*found]
 
@@ -180,7 +180,7 @@ _known: MutableMapping[Schedule, Peers] = WeakKeyDictionary()
 """By the schedule of the first model."""
 
 
-def _peers_of(schedules: Sequence[Schedule]) -> Peers:
+def peers_of(schedules: Sequence[Schedule]) -> Peers:
     """Returns the ranks that compute with some models; collective at first."""
     known = _known.get(schedules[0])
     if known is None or not known.lives:

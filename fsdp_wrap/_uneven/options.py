@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_wrap._runtime import Schedule, Unit
@@ -13,19 +13,13 @@ class RoundOptions:
 
     Args:
         schedules: The schedules of the models.
-        averages: Whether gradients are averaged over the ranks that have a batch.
+        averaged: Units whose gradients each round averages over the ranks that have a batch.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], averages: bool) -> None:
+    def __init__(self, schedules: Sequence[Schedule], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
-        units = [unit for schedule in schedules for unit in schedule.units] if averages else []
-        # What a backward updates cannot be divided after the last one.
-        self._divided = {
-            unit: unit.handle.contributors
-            for unit in units
-            if unit.updater is not None and unit.handle is not None
-        }
+        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.handle is not None}
 
     def gather_wholes(self) -> None:
         """Lets units keep no part of their full parameters, which not all ranks would have."""
@@ -48,7 +42,7 @@ class RoundOptions:
                     self._change(unit, syncs=True, sums_over_replicas=True)
 
     def average_over(self, part: float) -> None:
-        """Averages gradients that a backward uses up over a part of the ranks."""
+        """Averages the gradients of the next backwards over a part of the ranks."""
         for unit, contributors in self._divided.items():
             if unit.handle is not None and unit.handle.contributors != contributors * part:
                 unit.handle.divide_gradients_by(contributors * part)

@@ -10,6 +10,7 @@ import torch
 from fsdp_wrap._core import Phase, Span, SpanKind, StepWatcher
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._uneven.peers import Peers
+from fsdp_wrap._uneven.units import sharded_params
 
 _PHASES = list(Phase)
 _LENGTH = 5  # of an order: what, model, unit, detail, iteration
@@ -120,6 +121,8 @@ class Follower:
             schedule.finish_reduction_of(unit)
         elif order == Order.BEGIN_BACKWARD:
             schedule.syncs, schedule.sums_over_replicas = bool(detail & 2), bool(detail & 1)
+            for param in [] if detail & 4 else sharded_params(schedule.units):
+                param.grad = None
             schedule.begin_backward()
         elif order == Order.END_BACKWARD:
             schedule.ending.set_last(bool(detail))

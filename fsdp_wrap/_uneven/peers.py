@@ -85,9 +85,13 @@ class Peers:
         every.free()
         return dict(zip(self.members, rows))
 
+    def share(self, value: Any) -> dict[int, Any]:
+        """Returns the small picklable values of all ranks, by global rank; blocks."""
+        return dict(zip(self.members, self._communicator.all_gather_object(value)))
+
     def send(self, order: Sequence[int], to: Iterable[int]) -> None:
         """Sends numbers to some ranks, by global rank; `settle` must follow."""
-        group = self._group
+        group = self.group
         numbers = torch.tensor(order, dtype=torch.int64, device="cpu")
         for peer in map(self.members.index, to):
             with self._deaths_told():
@@ -104,7 +108,7 @@ class Peers:
         numbers = torch.empty(length, dtype=torch.int64, device="cpu")
         peer = self.members.index(sender)
         with self._deaths_told():
-            work = self._group.recv([numbers], peer, _TAG)
+            work = self.group.recv([numbers], peer, _TAG)
         self._wait([(peer, work)])
         return [*map(int, numbers.tolist())]
 
@@ -122,7 +126,8 @@ class Peers:
         self._positions.agreement.withdraw()
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
+        """Their process group, which sends from host memory."""
         group = self._communicator.group
         assert group is not None
         return group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from fsdp_wrap._core import Phase
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._uneven.rounds import Totals
+from fsdp_wrap._uneven.units import sharded_params
 
 
 class Pool:
@@ -27,7 +28,7 @@ class Pool:
         self._before = {
             param: param.grad
             for schedule in schedules
-            for param in _params(schedule.units)
+            for param in sharded_params(schedule.units)
             if param.grad is not None
         }
         for param in self._before:
@@ -36,7 +37,7 @@ class Pool:
     @property
     def params(self) -> set[nn.Parameter]:
         """All sharded parameters."""
-        return {param for schedule in self._schedules for param in _params(schedule.units)}
+        return {param for schedule in self._schedules for param in sharded_params(schedule.units)}
 
     def drop(self) -> None:
         """Restores the gradients from before."""
@@ -80,19 +81,9 @@ class Pool:
         weights *= data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:
             divisor = weights / _divisor(unit)
-            for param in _params([unit]) if divisor != 1.0 else ():
+            for param in sharded_params([unit]) if divisor != 1.0 else ():
                 if param.grad is not None:
                     to_local(param.grad).div_(divisor)
-
-
-def _params(units: Iterable[Unit]) -> list[nn.Parameter]:
-    """Returns the sharded parameters of units, each once."""
-    handles = [unit.handle for unit in units if unit.handle is not None]
-    return [
-        *dict.fromkeys(
-            param for each in handles for layout in each.layouts for param in layout.sharded_params
-        )
-    ]
 
 
 def _data_ranks(unit: Unit) -> int:

@@ -21,7 +21,7 @@ from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Follower, Leader, Order
 from fsdp_wrap._uneven.peers import Peers
 
-_AGREES = Note("agrees on who has a batch")
+AGREES = Note("agrees on who has a batch")
 
 
 class Turn(IntEnum):
@@ -64,9 +64,11 @@ class Rounds:
         orders: For each model, the order of its units when the first rank joined.
     """
 
+    make_leader = Leader
+
     def __init__(self, schedules: Sequence[Schedule], peers: Peers, options: RoundOptions) -> None:
         self._schedules, self._peers, self._options = schedules, peers, options
-        self.leader, self._follower = Leader(schedules, peers), Follower(schedules, peers)
+        self.leader, self._follower = self.make_leader(schedules, peers), Follower(schedules, peers)
         self._rank = dist.get_rank()
         self._active = peers.members
         self.shadowed = self._failed = False
@@ -78,6 +80,11 @@ class Rounds:
         self._before = [(True, True)] * len(schedules)
         self.orders: list[ExecOrder] = []
 
+    @property
+    def separates(self) -> bool:
+        """See `Joining`: gradients are not pooled yet."""
+        return True
+
     # agreements
 
     def enter(self) -> None:
@@ -87,18 +94,23 @@ class Rounds:
         self._agree(Turn.FORWARD, beside=[each for each in every if each is not None])
 
     def join(self) -> None:
-        """Notes that this rank has no further batch, and shadows the others' until none has one."""
-        while True:
-            self.leader.end_round()
-            rows = self._agree(Turn.JOINED)
-            if not self._active:
-                break
-            self._options.follow_others()
-            self._begin_round(rows)
-            self.shadows += 1
-            self._follower.follow(self._active[0])
-        sums = [sum(column) for column in zip(*rows.values())][_OF_MODELS:]
-        self.totals = [Totals(*sums[begin : begin + 3]) for begin in range(0, len(sums), 3)]
+        """Shadows the forwards and backwards of the others, for a rank that has no further batch."""
+        while self.shadow_round():
+            pass
+
+    def shadow_round(self) -> bool:
+        """Shadows one round of the others; returns False if no rank has a batch, and sets `totals`."""
+        self.leader.end_round()
+        rows = self._agree(Turn.JOINED)
+        if not self._active:
+            sums = [sum(column) for column in zip(*rows.values())][_OF_MODELS:]
+            self.totals = [Totals(*sums[begin : begin + 3]) for begin in range(0, len(sums), 3)]
+            return False
+        self._options.follow_others()
+        self._begin_round(rows)
+        self.shadows += 1
+        self._follower.follow(self._active[0])
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Tells all ranks that this one leaves the context by an error; collective.
@@ -126,7 +138,7 @@ class Rounds:
         own: list[float] = [turn, model, *self._wanted[model]]
         for each in self._backwards:
             own += each
-        rows = self._peers.agree(_AGREES, own, self._schedules[model].iteration, beside)
+        rows = self._peers.agree(AGREES, own, self._schedules[model].iteration, beside)
         failed = [rank for rank, row in rows.items() if row[0] == Turn.FAILED]
         if failed:
             self._share_failure(failed[0])
@@ -141,7 +153,7 @@ class Rounds:
         except RuntimeError as error:
             told = str(error)
         self._reset()
-        self._peers.agree(_AGREES, [0.0], 0)  # all have read it
+        self._peers.agree(AGREES, [0.0], 0)  # all have read it
         if self._rank == first:
             self._peers.withdraw()
         raise LeftByError(told)
@@ -198,7 +210,12 @@ class Rounds:
         schedule.syncs, schedule.sums_over_replicas = agreed = self._agreed[model]
         weights, number, _ = self._backwards[model]
         self._backwards[model] = weights + self.weight, number + 1, agreed != (True, True)
-        self.leader.tell(Order.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
+        detail = 4 * self.keeps_gradients() + 2 * agreed[0] + agreed[1]
+        self.leader.tell(Order.BEGIN_BACKWARD, model, detail=detail)
+
+    def keeps_gradients(self) -> bool:
+        """Whether the backward that begins adds to the gradients that joined ranks have."""
+        return True
 
     def end_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""

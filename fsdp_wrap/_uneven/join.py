@@ -1,0 +1,189 @@
+"""`torch.distributed.algorithms.Join` for the wrapper: rounds of one forward, its backward and a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fsdp_wrap._core import Computing, step_watchers
+from fsdp_wrap._params import to_local
+from fsdp_wrap._runtime import Schedule, join_group_of, join_hook_of, schedule_of, units_in
+from fsdp_wrap._uneven.context import peers_of, schedules_of
+from fsdp_wrap._uneven.options import RoundOptions
+from fsdp_wrap._uneven.orders import Leader
+from fsdp_wrap._uneven.peers import Peers
+from fsdp_wrap._uneven.rounds import AGREES, Rounds
+from fsdp_wrap._uneven.units import sharded_params
+
+
+class _Steps:
+    """The steps of the optimizers of a model, which joined ranks take after the others.
+
+    Args:
+        params: The sharded parameters of the model.
+        known: Optimizers of the model, in the order of all ranks; others follow when they step first.
+    """
+
+    def __init__(self, params: set[nn.Parameter], known: Sequence[Optimizer]) -> None:
+        self._params, self._known = params, [*known]
+        self._taken: list[tuple[int, list[dict[str, Any]]]] = []
+        self.watching = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._known:
+            if not any(
+                param in self._params for group in optimizer.param_groups for param in group["params"]
+            ):
+                return
+            self._known.append(optimizer)
+        self._taken.append((self._known.index(optimizer), _settings_of(optimizer)))
+
+    def follow(self, peers: Peers, iteration: int) -> None:
+        """Takes the steps that other ranks have taken more; collective."""
+        counts = [int(row[0]) for row in peers.agree(AGREES, [len(self._taken)], iteration).values()]
+        least, own = min(counts), len(self._taken)
+        if least == max(counts):
+            return
+        every = peers.share((len(self._known), self._taken[least:]))
+        longest = max((taken for _, taken in every.values()), key=len)
+        for rank, (known, _) in every.items():
+            if any(index >= known for index, _ in longest):
+                raise RuntimeError(
+                    f"an optimizer steps inside Join that rank {rank}, which has no batch left, has not used "
+                    "there: pass it on all ranks, as Join([model], optimizer=optimizer)"
+                )
+        for index, settings in longest[own - least :]:
+            for group, values in zip(self._known[index].param_groups, settings):
+                group.update(values)
+            self._known[index].step()
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the numbers of each group: schedulers of joined ranks do not step."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+        for group in optimizer.param_groups
+    ]
+
+
+class _JoinLeader(Leader):
+    """Ends a round with a forward that no backward can follow."""
+
+    def leave(self, owner: Any, unit: str, what: Computing) -> None:
+        trains = torch.is_grad_enabled() and any(param.requires_grad for param in owner.module.parameters())
+        if what is Computing.FORWARD and not owner.nested and not trains:
+            self.end_round()
+
+
+class _JoinRounds(Rounds):
+    """Rounds that torch's `Join` begins."""
+
+    make_leader = _JoinLeader
+
+    def __init__(
+        self, model: Any, schedule: Schedule, options: RoundOptions, known: Sequence[Optimizer]
+    ) -> None:
+        self.peers = peers_of([schedule])
+        super().__init__([schedule], self.peers, options)
+        self._model = weakref.ref(model)
+        self._schedule = schedule
+        self._all = {*sharded_params(schedule.units)}
+        self.steps = _Steps(self._all, known)
+        schedule.joining = self
+        step_watchers.append(self.leader)
+
+    @property
+    def separates(self) -> bool:
+        return self.shadowed
+
+    def begin_forward(self, schedule: Schedule) -> None:
+        model = self._model()
+        if model is None or not model._join_config.enable:
+            return
+        self.leader.end_round()
+        try:
+            notified = Join.notify_join_context(model)
+        except RuntimeError:  # throw_on_early_termination
+            self.end()
+            raise
+        if notified is not None:
+            notified.wait()
+        super().begin_forward(schedule)
+
+    def end_backward(self, schedule: Schedule) -> None:
+        super().end_backward(schedule)
+        self.leader.end_round()
+
+    def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
+        active = super()._begin_round(rows)
+        if self.shadowed:
+            self.steps.follow(self.peers, self._schedule.iteration)
+        return active
+
+    def keeps_gradients(self) -> bool:
+        return any(param.grad is not None and bool(to_local(param.grad).any()) for param in self._all)
+
+    def finish(self) -> None:
+        """Ends the context on all ranks, which have joined."""
+        if self._schedule.joining is self and self.shadowed:
+            self.steps.follow(self.peers, self._schedule.iteration)
+            self._schedule.follow(*self.orders)
+        self.end()
+
+    def end(self) -> None:
+        """Ends the context on this rank."""
+        if self._schedule.joining is self:
+            self._schedule.joining = None
+            step_watchers.remove(self.leader)
+            self.steps.watching.remove()
+            self._options.restore()
+
+
+class _Hook(JoinHook):
+    """Shadows a round of the ranks that have a batch."""
+
+    def __init__(self, rounds: _JoinRounds) -> None:
+        self._rounds = rounds
+        weakref.finalize(self, rounds.end)  # also if the context ends by an error
+
+    def main_hook(self) -> None:
+        self._rounds.shadow_round()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._rounds.finish()
+
+
+@join_hook_of.fill
+def join_hook(
+    model: nn.Module,
+    divide_by_initial_world_size: bool = True,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    **_: Any,
+) -> JoinHook:
+    """Returns the hook of a wrapper for `torch.distributed.algorithms.Join`; collective.
+
+    Args:
+        model: The root of the model.
+        divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, not of those
+            that still have a batch.
+        optimizer: The optimizers of the model, which a rank without any batch has to know.
+        _: For other joinables.
+    """
+    (schedule,) = schedules_of([model], "Join")
+    options = RoundOptions([schedule], () if divide_by_initial_world_size else schedule.units)
+    options.gather_wholes()
+    known = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    return _Hook(_JoinRounds(model, schedule, options, known))
+
+
+@join_group_of.fill
+def join_group(model: nn.Module) -> dist.ProcessGroup:
+    """Returns the group of all ranks that compute with a model, which sends from host memory."""
+    return peers_of([schedule_of(next(iter(units_in(model).values())))]).group
