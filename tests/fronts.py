@@ -57,7 +57,7 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     if name == "sharding_strategy":
         return "reshard_after_forward", {FULL: True, KEPT: False}[value]
-    if name in ("shared_memory", "travel_together_bytes"):
+    if name in ("shared_memory", "travel_together_bytes", "mp_policy"):
         return name, value
     assert name == "cpu_offload", f"fully_shard has nothing like {name}"
     if value.only_state:

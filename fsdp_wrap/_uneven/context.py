@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_wrap._comm import Note
-from fsdp_wrap._core import Phase, check_flag, watching_steps
+from fsdp_wrap._core import check_flag, watching_steps
 from fsdp_wrap._runtime import (
     Schedule,
-    communicators_of,
     refuse_unsharded,
     require_root,
     schedule_of,
     units_in,
 )
+from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
-from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.pooling import Pool
 from fsdp_wrap._uneven.rounds import LeftByError, Rounds
+from fsdp_wrap._uneven.units import sharded_params
 
 
 class Uneven:
@@ -113,7 +111,8 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     with ExitStack() as undo:
         undo.callback(options.restore)
         undo.enter_context(watching_steps(rounds.leader))
-        undo.callback(register_optimizer_step_pre_hook(_StepRefusal(pool.params)).remove)
+        refusal = _StepRefusal(pool.params.difference(sharded_params(updated)))
+        undo.callback(register_optimizer_step_pre_hook(refusal).remove)
         options.gather_wholes()
         for schedule in schedules:
             undo.callback(setattr, schedule, "joining", None)
@@ -173,38 +172,3 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
                     f"backward: run it before {doing}, or accumulate inside"
                 )
     return [*found]
-
-
-_NOTE = Note("agrees on the ranks of a model")
-_known: MutableMapping[Schedule, Peers] = WeakKeyDictionary()
-"""By the schedule of the first model."""
-
-
-def peers_of(schedules: Sequence[Schedule]) -> Peers:
-    """Returns the ranks that compute with some models; collective at first."""
-    known = _known.get(schedules[0])
-    if known is None or not known.lives:
-        known = _known[schedules[0]] = Peers(_members(schedules[0]))
-    for schedule in schedules[1:]:
-        if schedule not in _known:
-            _known[schedule] = Peers(_members(schedule))
-        if _known[schedule].members != known.members:
-            raise ValueError(
-                f"{schedule.root.name} computes on ranks {_known[schedule].members}, and "
-                f"{schedules[0].root.name} on ranks {known.members}: use one uneven() for each"
-            )
-    return known
-
-
-def _members(schedule: Schedule) -> set[int]:
-    """Returns the global ranks of a model: also those that this rank meets by way of others; collective."""
-    handles = [unit.handle for unit in schedule.units if unit.handle is not None]
-    communicators = dict.fromkeys(each for unit in schedule.units for each in communicators_of(unit))
-    members = {dist.get_rank()}.union(*(each.members for each in communicators))
-    parts = [part for handle in handles for layout in handle.layouts for part in layout.distributed or ()]
-    members.update(*(part.mesh.mesh.flatten().tolist() for part in parts if part is not None))
-    for each in communicators:
-        if each.positions is not None:
-            each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
-            members.update(*each.all_gather_object(members))
-    return members

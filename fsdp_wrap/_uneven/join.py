@@ -15,7 +15,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Schedule, join_group_of, join_hook_of, schedule_of, units_in
-from fsdp_wrap._uneven.context import peers_of, schedules_of
+from fsdp_wrap._uneven.context import schedules_of
+from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Leader
 from fsdp_wrap._uneven.peers import Peers

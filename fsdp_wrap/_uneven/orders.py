@@ -67,14 +67,14 @@ class Leader(StepWatcher):
             self.told = ()
 
     def begin(self, span: Span) -> None:
-        order = _OF_SPANS.get(span.kind) if self.told else None
+        order = _OF_SPANS.get(span.kind)
         if order is None or (order is Order.GATHER and not span.nbytes):  # all is there
             return
         for unit in span.owners:
             if unit not in self._places:
                 raise ValueError(
-                    f"{unit.name} communicates inside uneven(), which was not given its model, while ranks "
-                    f"{self.told} have no batch: give uneven() all models that are used inside"
+                    f"{unit.name} ({type(unit.module).__name__}) communicates inside uneven() or Join, and "
+                    "ranks without a batch would not know of it: pass all models that are used inside"
                 )
             self.tell(order, *self._places[unit], 0 if span.phase is None else span.phase.index)
 

@@ -37,11 +37,13 @@ class Peers:
     Attributes:
         members: Their global ranks, sorted.
         size: Their number.
+        together: Groups of ranks of which either all or none have a batch.
     """
 
     def __init__(self, members: Iterable[int]) -> None:
         self.members = sorted(members)
         self.size = len(self.members)
+        self.together: set[frozenset[int]] = set()
         self._sent: list[tuple[int, Any]] = []
         self._alone = self.size == 1
         self._communicator: Communicator = make_communicator(None, _CPU)
@@ -87,6 +89,8 @@ class Peers:
 
     def share(self, value: Any) -> dict[int, Any]:
         """Returns the small picklable values of all ranks, by global rank; blocks."""
+        if self._alone:
+            return dict.fromkeys(self.members, value)
         return dict(zip(self.members, self._communicator.all_gather_object(value)))
 
     def send(self, order: Sequence[int], to: Iterable[int]) -> None:

@@ -186,6 +186,13 @@ class Rounds:
                 f"rank {leader} begins a forward of {names[0]} inside uneven() while rank {other} begins one "
                 f"of {names[1]}, another model: ranks that have a batch must run the same models in one order"
             )
+        for group in self._peers.together:
+            if not group.isdisjoint(self._active) and not group.issubset(self._active):
+                raise ValueError(
+                    f"ranks {sorted(group)} hold parts of the same parameters (tensor or expert parallelism), "
+                    f"and only {sorted(group.intersection(self._active))} of them begin a forward inside "
+                    "uneven(): give these ranks equally many batches"
+                )
         joined = [rank for rank in self._peers.members if rank not in self._active]
         if joined and not self.shadowed:
             self.shadowed = True

@@ -1,0 +1,67 @@
+"""The ranks that compute with a model: over how many its units shard, replicate, and are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fsdp_wrap._comm import Note
+from fsdp_wrap._core import Phase
+from fsdp_wrap._params import LocalPart
+from fsdp_wrap._runtime import Schedule, communicators_of
+from fsdp_wrap._uneven.peers import Peers
+
+_NOTE = Note("agrees on the ranks of a model")
+_known: MutableMapping[Schedule, Peers] = WeakKeyDictionary()
+
+
+def peers_of(schedules: Sequence[Schedule]) -> Peers:
+    """Returns the ranks that compute with some models; collective at first."""
+    first = _peers(schedules[0])
+    for schedule in schedules[1:]:
+        if _peers(schedule).members != first.members:
+            raise ValueError(
+                f"{schedule.root.name} computes on ranks {_peers(schedule).members}, and "
+                f"{schedules[0].root.name} on ranks {first.members}: use one uneven() for each"
+            )
+        first.together |= _peers(schedule).together
+    return first
+
+
+def _peers(schedule: Schedule) -> Peers:
+    known = _known.get(schedule)
+    if known is None or not known.lives:
+        known = _known[schedule] = Peers(_members(schedule))
+        known.together = {*known.share(_companions(schedule)).values()}
+    return known
+
+
+def _parts(schedule: Schedule) -> Iterator[LocalPart]:
+    """Returns the parts of parameters that tensor or expert parallelism has distributed."""
+    for unit in schedule.units:
+        for layout in () if unit.handle is None else unit.handle.layouts:
+            yield from (part for part in layout.distributed or () if part is not None)
+
+
+def _companions(schedule: Schedule) -> frozenset[int]:
+    """Returns the ranks whose forwards need this one's: those that hold other parts of its parameters."""
+    found = {dist.get_rank()}
+    for part in _parts(schedule):
+        here = part.mesh.get_coordinate() or ()
+        index = tuple(place if dim in part.own else slice(None) for dim, place in enumerate(here))
+        found.update(part.mesh.mesh[index].flatten().tolist())
+    return frozenset(found)
+
+
+def _members(schedule: Schedule) -> set[int]:
+    """Returns the global ranks of a model, also those that this one meets by way of others; collective."""
+    communicators = dict.fromkeys(each for unit in schedule.units for each in communicators_of(unit))
+    members = {dist.get_rank()}.union(*(each.members for each in communicators))
+    members.update(*(part.mesh.mesh.flatten().tolist() for part in _parts(schedule)))
+    for each in communicators:
+        if each.positions is not None:
+            each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
+            members.update(*each.all_gather_object(members))
+    return members

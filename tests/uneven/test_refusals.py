@@ -1,0 +1,161 @@
+"""Wrong uses of `uneven` are refused by name, on all ranks, and lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tp_nets
+from bed import ranks
+from forks import run_forks
+from fronts import no_sync, shard
+from fsdp_wrap import clip_grad_norm_, fully_shard, uneven
+from fsdp_wrap._core import NotRootError
+from fsdp_wrap.optim import step_in_backward
+from models import WRAPPINGS, Transformer, loss_of, tokens
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return shard("orig", Transformer(blocks=2), WRAPPINGS["block"]())
+
+
+def step_inside(model: nn.Module, work: Any, rank: int) -> None:
+    loss_of(model, tokens(rank, 0)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def clip_inside(model: nn.Module, work: Any, rank: int) -> None:
+    loss_of(model, tokens(rank, 0)).backward()
+    clip_grad_norm_(model, 1.0)
+
+
+def nest(model: nn.Module, work: Any, rank: int) -> None:
+    with uneven(model):
+        loss_of(model, tokens(rank, 0)).backward()
+
+
+def save_inside(model: nn.Module, work: Any, rank: int) -> None:
+    model.state_dict()
+
+
+def weigh(weight: float) -> Callable[..., None]:
+    def body(model: nn.Module, work: Any, rank: int) -> None:
+        work.backward(loss_of(model, tokens(rank, 0)), weight=weight)
+
+    return body
+
+
+def switch_between(model: nn.Module, work: Any, rank: int) -> None:
+    loss = loss_of(model, tokens(rank, 0))
+    with no_sync(model):
+        loss.backward()
+
+
+BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
+    "step": (step_inside, RuntimeError, r"SGD.step\(\) was called inside uneven\(\) on rank \d"),
+    "clip": (clip_inside, RuntimeError, "clip_grad_norm_.* must not run inside uneven"),
+    "nest": (nest, RuntimeError, r"uneven\(\) must not run inside uneven"),
+    "state dict": (save_inside, RuntimeError, r"state_dict\(\) must not run inside uneven"),
+    "negative weight": (weigh(-1.0), ValueError, "finite and not negative, but is -1.0"),
+    "weight that is no number": (weigh(float("nan")), ValueError, "finite and not negative, but is nan"),
+    "weights of zero": (
+        weigh(0.0),
+        ValueError,
+        "the weights of all 2 backwards of .* are zero",
+    ),
+    "no_sync": (switch_between, ValueError, "no_sync was entered or left between a forward and a backward"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@ranks(2)
+def test_a_mistake_of_all_ranks(rank, world_size, name):
+    body, kind, told = BODIES[name]
+    model = model_of()
+    loss_of(model, tokens(rank, 1)).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    values = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(kind, match=told), uneven(model) as work:
+        body(model, work, rank)
+    for param, value, grad in zip(model.parameters(), values, before, strict=True):
+        assert torch.equal(param, value)
+        assert param.grad is grad is None or torch.equal(param.grad, grad)
+    with uneven(model):  # and the next step is as ever
+        loss_of(model, tokens(rank, 1)).backward()
+
+
+@ranks(2)
+def test_models_that_cannot_be_meant(rank, world_size):
+    model = model_of()
+    for models, kind, told in (
+        ([], ValueError, "needs a model"),
+        ([3], TypeError, "not a int"),
+        ([nn.Linear(2, 2)], ValueError, "no wrapped or sharded module"),
+        ([model.module.blocks[0]], NotRootError, "must be called on the root"),
+    ):
+        if kind is NotRootError:
+            model(tokens(rank, 0))
+        with pytest.raises(kind, match=told), uneven(*models):
+            pass
+    with model.no_sync():
+        loss_of(model, tokens(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="that no_sync left on rank .* wait for a backward"), uneven(model):
+        pass
+
+
+@ranks(2)
+def test_weights_of_units_that_are_updated_in_the_backward(rank, world_size):
+    model = model_of()
+    step_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(ValueError, match="leave out weight="), uneven(model) as work:
+        work.backward(loss_of(model, tokens(rank, 0)), weight=2)
+
+
+def differ(rank: int, world_size: int, how: str) -> str:
+    """Ranks do something else; returns what a rank is told."""
+    model, other = model_of(), model_of()
+    with pytest.raises((RuntimeError, ValueError)) as told:
+        if how == "entered on one rank only":
+            if rank == 0:
+                with uneven(model):
+                    loss_of(model, tokens(rank, 0)).backward()
+            else:
+                loss_of(model, tokens(rank, 0)).backward()
+        elif how == "a model that was not given":
+            with uneven(model):
+                for _ in range(2 * rank):
+                    loss_of(other, tokens(rank, 0)).backward()
+                    loss_of(model, tokens(rank, 0)).backward()
+        else:
+            with uneven(model, other):
+                loss_of((model, other)[rank], tokens(rank, 0)).backward()
+    return str(told.value)
+
+
+EXPECTED = {
+    "entered on one rank only": "ranks communicate for different units: rank 0 agrees on",
+    "a model that was not given": "pass all models that are used inside",
+    "another model first": "another model: ranks that have a batch must run the same models in one order",
+}
+
+
+def test_ranks_that_differ():
+    for how, ends in zip(EXPECTED, run_forks(differ, [(how,) for how in EXPECTED], 2)):
+        for end in ends:
+            assert EXPECTED[how] in end.value, how
+
+
+@ranks(4)
+def test_ranks_of_one_tensor_parallel_group_that_differ(rank, world_size):
+    _, data, inner = tp_nets.mesh_of("flat")
+    model = tp_nets.parallelize(tp_nets.net(), inner, "columns")
+    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    told = r"ranks \[0, 1\] hold parts of the same parameters .* only \[0\] of them begin a forward"
+    with pytest.raises((ValueError, RuntimeError), match=told), uneven(model):
+        if rank in (0, 2, 3):
+            tp_nets.loss_of(model, tp_nets.own_batch(tp_nets.batches(2, 0), data))
