@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Collective, UnitCollective
+from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
     NO_SPAN,
     UNIT_ATTR,
@@ -85,7 +85,7 @@ class _GatherPlan(NamedTuple):
     coming: list[Unit]
     members: list[_Member]
     batch: BatchedGather
-    note: Collective
+    note: UnitCollective
     names: tuple[str, ...]
     nbytes: int
 
@@ -123,7 +123,7 @@ class _ReductionPlan(NamedTuple):
     segments: dict[Unit, list[int]]
     first: dict[Unit, int]
     gradients: BatchedGradients
-    note: Collective
+    note: UnitCollective
     nbytes: dict[Unit, int]
 
     def fits(self) -> bool:
@@ -440,7 +440,7 @@ def _reduction_note(unit: Unit) -> UnitCollective:
     return positions.reduction_in_copy if unit.defers else positions.reduction
 
 
-def _noted_reduction(units: Iterable[Unit]) -> Collective:
+def _noted_reduction(units: Iterable[Unit]) -> UnitCollective:
     first, *others = map(_reduction_note, units)
     return first.with_others(others)
 
