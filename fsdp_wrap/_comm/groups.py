@@ -46,7 +46,7 @@ class Ranks:
     def reference(self) -> Callable[[], dist.ProcessGroup | None]:
         """A function that returns the group as long as it lives, and does not keep it alive."""
         # A stand-in holds nothing that must go, and may have no other reference.
-        return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
+        return weakref.ref(self.group) if self.communicate else lambda: self.group
 
     @property
     def members(self) -> list[int]:
@@ -69,10 +69,6 @@ def ranks_in(group: Any) -> Ranks:
             "ranks of the group, or pass each rank the group that it belongs to"
         )
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
-
-
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
 
 
 def _stand_in(group: Any) -> Ranks:

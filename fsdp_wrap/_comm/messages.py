@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
+from fsdp_wrap._comm.watching.watch import Works
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
@@ -53,7 +53,7 @@ def exchange_gather(
 
     `parts` has one contiguous tensor for each rank that takes part, of sizes and dtypes that they agree on.
     """
-    sources, targets = _sources(rank, parts), _targets(rank, parts)
+    sources, targets = _peers(rank, parts)
     received = [(peer, group.recv([parts[peer]], peer, _GATHER_TAG)) for peer in sources]
     sent = [(peer, group.send([parts[rank]], peer, _GATHER_TAG)) for peer in targets]
     return Messages([*received, *sent], lives)
@@ -72,7 +72,7 @@ def exchange_reduce(
     of the shard's dtype or a narrower one. Takes memory for two parts less than there are ranks until the
     end; for one less where parts are narrower.
     """
-    own, sources, targets = parts[rank], _sources(rank, parts), _targets(rank, parts)
+    own, (sources, targets) = parts[rank], _peers(rank, parts)
     if own.dtype == shard.dtype:
         addends = [own, *(torch.empty_like(own) for _ in sources[1:])]
         places = [shard, *addends[1:]]  # the first to come takes the place of the sum
@@ -89,15 +89,13 @@ def exchange_reduce(
     return Messages([*received, *sent], lives, add)
 
 
-def _sources(rank: int, ranks: Iterable[int]) -> list[int]:
-    # Every rank begins with another one, so that no rank is asked by all at once.
-    return _targets(rank, ranks)[::-1]
-
-
-def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
+def _peers(rank: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Returns the ranks from which to receive and to which to send, in order."""
     every = list(ranks)
     own = every.index(rank)
-    return every[own + 1 :] + every[:own]
+    # Every rank begins with another one, so that no rank is asked by all at once.
+    targets = every[own + 1 :] + every[:own]
+    return targets[::-1], targets
 
 
 class Messages:
@@ -272,6 +270,7 @@ class ExchangeCommunicator(GroupCommunicator):
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
         super().__init__(ranks, device)
         self._least = least
+        self._reduction_in_flight = Works
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
@@ -281,9 +280,6 @@ class ExchangeCommunicator(GroupCommunicator):
         if full.nbytes < self._least:
             return gather_at_once(group, self.rank, self.size, full)
         return exchange_gather(group, self.rank, self._by_rank(as_transport(full)), self._lives)
-
-    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         return [self._reduce_one(shard, each, group) for shard, each in zip(shards, full)]

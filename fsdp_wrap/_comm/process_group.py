@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ class Communicator(ABC):
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
         """Chooses the memory of buffers from now on; for groups on an accelerator."""
-        return None
+        self.memory = memory
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -281,9 +281,6 @@ class GroupCommunicator(Communicator):
     def group(self) -> dist.ProcessGroup | None:
         return self._group
 
-    def allocate_in(self, memory: GroupMemory | None) -> None:
-        self.memory = None if self._on_host else memory
-
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
         return None if self._reducing is self._reference else self._reducing()
@@ -291,13 +288,6 @@ class GroupCommunicator(Communicator):
     def reduce_apart(self, apart: bool) -> None:
         if not self._on_host:
             self._reducing = weakref.ref(twin_of(self._group)) if apart else self._reference
-
-    def _group_of(self, lane: Lane) -> dist.ProcessGroup:
-        """Returns the group for a lane of an accelerator."""
-        group = (self._reducing if lane is self._reduce_lane else self._reference)()
-        if group is None:
-            raise destroyed()
-        return group
 
     def require_group(self) -> None:
         if is_destroyed(self._reference()):
@@ -312,7 +302,8 @@ class GroupCommunicator(Communicator):
 
         `start` issues them in the group, asynchronously or not, and returns the works if so.
         """
-        group = self._reference()
+        reference = self._reducing if lane is self._reduce_lane else self._reference
+        group = reference()
         if group is None:
             raise destroyed()
         if self._compare_first is not None:
@@ -322,7 +313,9 @@ class GroupCommunicator(Communicator):
         try:
             if not self._on_host:
                 # What is never waited for is held, but not the group; see __init__.
-                return lane.issue(lambda later: start(self._group_of(lane), later), self._watch)
+                return lane.issue(
+                    lambda later: start(cast(dist.ProcessGroup, reference()), later), self._watch
+                )
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
@@ -371,14 +364,13 @@ class GroupCommunicator(Communicator):
         works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
-            summed = each if each.dtype == shard.dtype else self._widened(each, shard.dtype)
+            summed = each
+            if each.dtype != shard.dtype:
+                summed = self.empty(each.numel(), shard.dtype).copy_(each)
             if self.memory is not None:
                 self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
-
-    def _widened(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype) if self.memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:

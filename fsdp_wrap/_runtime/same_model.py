@@ -121,7 +121,7 @@ class SameModel:
             settings.append(f"travel_together_bytes={wanted}")
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         handle = unit.handle
-        if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
+        if handle is None or unit.initial is None or self._told_of_values or agreement.store is None:
             return
         lines = unit.initial(handle.layouts)
         if not any(lines):  # all values were loaded since
