@@ -493,14 +493,14 @@ class UnitCollective(Collective):
 
     def __init__(
         self,
-        text: str,
+        texts: Sequence[str],
         tree: Tree,
         groups: Iterable[GroupPositions],
         issued: list[_Issued],
         agree: Agree | None = None,
     ) -> None:
         super().__init__([], issued)
-        self._text, self._tree, self._agree = text, tree, agree
+        self._texts, self._tree, self._agree = texts, tree, agree
         self._groups = tuple(dict.fromkeys(groups))
 
     @property
@@ -511,14 +511,15 @@ class UnitCollective(Collective):
     def with_others(self, others: Iterable[UnitCollective]) -> UnitCollective:
         """Returns the batched collective of known units of one tree in the same groups."""
         # "gathers a" and "gathers b" make "gathers a and b"
-        text = " and ".join([self._text, *(each._text.partition(" ")[2] for each in others)])
-        return UnitCollective(text, self._tree, self._groups, self._issued)
+        texts = [*self._texts, *(text.partition(" ")[2] for each in others for text in each._texts)]
+        return UnitCollective(texts, self._tree, self._groups, self._issued)
 
     def _find_places(self) -> Places:
         places = []
         for group in self._groups:
             number = self._tree.number_in(group)
-            text = self._text if number == 1 else f"{self._text} of root number {number}"
+            root = "" if number == 1 else f" of root number {number}"
+            text = " and ".join(f"{each}{root}" for each in self._texts)
             if self._agree is not None:
                 self._agree(group.agreement, text.partition(" ")[2])
             places.append((group, Note(text)))
@@ -564,10 +565,10 @@ class UnitPositions:
         self.gathers: list[_Issued] = []
         self.reductions: list[_Issued] = []
         gathers, reductions = self.gathers, self.reductions
-        kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
-        self.gather = UnitCollective(f"gathers {name}", tree, gathering, gathers, agree)
+        kept, in_copy = [f"gathers {name} from neighbours"], [f"reduces {name} in a copy"]
+        self.gather = UnitCollective([f"gathers {name}"], tree, gathering, gathers, agree)
         self.gather_kept = UnitCollective(kept, tree, keeping, gathers, agree)
-        self.reduction = UnitCollective(f"reduces {name}", tree, reducing, reductions, agree)
+        self.reduction = UnitCollective([f"reduces {name}"], tree, reducing, reductions, agree)
         self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
 
         @cache
@@ -575,7 +576,7 @@ class UnitPositions:
             numbers: tuple[int, ...],
         ) -> UnitCollective:  # after a full gather, which compares units
             told = ", ".join(map(str, numbers))
-            return UnitCollective(f"gathers segments {told} of {name}", tree, gathering, gathers)
+            return UnitCollective([f"gathers segments {told} of {name}"], tree, gathering, gathers)
 
         self.gather_part = gather_part
         self.gathered = partial(_check_alike, gathers, waits)

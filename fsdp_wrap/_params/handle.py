@@ -205,6 +205,11 @@ class ParamHandle:
         """Whether gradients wait for a later backward, which sums them over all ranks (`no_sync`)."""
         return any(segment.gradients.accumulated for segment in self.segments)
 
+    @property
+    def keeps_partial(self) -> bool:
+        """Whether sums over this copy's ranks only wait for the next reduction."""
+        return any(segment.gradients.partial is not None for segment in self.segments)
+
     # parameters
 
     def gather(self, lasting: bool = False, batch: GatherShare | None = None) -> None:
@@ -527,11 +532,6 @@ class ParamHandle:
         """Bytes of the gradients in a reduction."""
         segments = self.reduced_segments()
         return sum(each.layout.numel * each.gradients.buffer_dtype.itemsize for each in segments)
-
-    def reduces_just(self, expected: Sequence[Segment], dtype: torch.dtype) -> bool:
-        """Whether just these segments take part in a reduction, all in one dtype."""
-        segments = self.reduced_segments()
-        return segments == expected and all(each.gradients.buffer_dtype == dtype for each in segments)
 
     def join(self, reduction: InReduction) -> None:
         """Leaves the gradients to a batched reduction."""

@@ -260,7 +260,13 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     for segment in handle.segments:
         if not segment.layout.display.is_untouched():
             refuse_replaced(unit, segment.layout)
-            _refuse_hooked(unit, segment.layout)
+            for fqn in segment.layout.display.hooked():
+                raise ValueError(
+                    f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
+                    f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
+                    "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
+                    "module's parameter inside its forward"
+                )
     if handle.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
@@ -275,7 +281,8 @@ def refuse_added(units: Iterable[Unit]) -> None:
         for prefix, module in () if unit.gone else own_modules(unit.module):
             found = [*added_params(module)] if module in added_names else []
             for fqn, param in found:
-                if param.requires_grad and not _is_leaf_of(unit, param):
+                segments = () if unit.handle is None else unit.handle.segments
+                if param.requires_grad and not any(param in segment.places for segment in segments):
                     name = unit.name_of(clean_fqn(joined(prefix, fqn)))
                     raise ReplacedError(
                         f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
@@ -285,10 +292,6 @@ def refuse_added(units: Iterable[Unit]) -> None:
                     )
             if not found:
                 added_names.pop(module, None)
-
-
-def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
-    return unit.handle is not None and any(param in each.places for each in unit.handle.segments)
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
@@ -317,16 +320,6 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
             f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
             "former object back, and write new values into it; or replace it before sharding, or, with the "
             "wrapper, inside summon_full_params"
-        )
-
-
-def _refuse_hooked(unit: Unit, layout: Layout) -> None:
-    for fqn in layout.display.hooked():
-        raise ValueError(
-            f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
-            f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
-            "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the module's "
-            "parameter inside its forward"
         )
 
 
