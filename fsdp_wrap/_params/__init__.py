@@ -34,7 +34,7 @@ from fsdp_wrap._params.interval_tensor import (
     assemble,
     by_rows,
 )
-from fsdp_wrap._params.kept import KeptSegmentsPlan, sample_of_shard
+from fsdp_wrap._params.kept import KeptSegmentsPlan
 from fsdp_wrap._params.layout import Interval, Layout, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,

@@ -16,7 +16,6 @@ from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_SAMPLED = 64  # elements of a shard
 
 
 class KeptSegment:
@@ -27,7 +26,7 @@ class KeptSegment:
         self._trains = trains(layout)
         # Elsewhere a look would make the host wait for the device.
         on_host = layout.flat_param.device.type == "cpu"
-        self._sampled = sample_of_shard(layout) if on_host else None
+        self._sampled = layout.sample() if on_host else None
         self._sample = None if self._sampled is None else self._sampled.clone()
 
     def is_outdated(self, written: Written, stepped: bool) -> bool:
@@ -44,13 +43,6 @@ class KeptSegment:
         """Whether the shard was written to through an alias without a version counter, as `.data` is."""
         now, before = self._sampled, self._sample
         return now is not None and before is not None and not torch.equal(now, before)
-
-
-def sample_of_shard(layout: Layout) -> torch.Tensor:
-    """Views some elements, evenly apart, as bytes: NaN equals nothing."""
-    shard = layout.flat_param.detach()
-    some = shard.view(-1)[:: max(1, shard.numel() // _SAMPLED)]
-    return some[..., None].view(torch.uint8)
 
 
 def trains(layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._params import Layout, is_extension, sample_of_shard, to_local
+from fsdp_wrap._params import Layout, is_extension, to_local
 from fsdp_wrap._runtime.unit import Unit
 
 _SAMPLED = 4  # elements of a parameter
@@ -52,13 +52,13 @@ class InitialValues:
         self._samples = samples
         self._written = [layout.written() for layout in layouts]
         # Some ways of loading move no version counter.
-        self._sampled = [sample_of_shard(layout).clone() for layout in layouts]
+        self._sampled = [layout.sample().clone() for layout in layouts]
 
     def lines(self, layouts: Sequence[Layout]) -> list[str]:
         """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
         for values, layout, written, before in zip(self._samples, layouts, self._written, self._sampled):
-            now = sample_of_shard(layout)
+            now = layout.sample()
             known = not values.is_meta and layout.written() == written
             known = known and before.device == now.device and torch.equal(before, now)
             lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)

@@ -305,15 +305,12 @@ class Schedule(StepState):
         if over and handle is not None and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
-            self._end_outermost_forward()
-
-    def _end_outermost_forward(self) -> None:
-        for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
-            unit.restart()
-            unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
-        self._prefetched, self.lasting = [], {}
-        if self._offloading is not None:
-            self._offloading.end_forward(self._units)
+            for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
+                unit.restart()
+                unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
+            self._prefetched, self.lasting = [], {}
+            if self._offloading is not None:
+                self._offloading.end_forward(self._units)
 
     def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
         """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
