@@ -79,7 +79,10 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
 
     adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
-    contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))
+    replicated = find_replicated(parts)  # by torch's `replicate()`
+    theirs = (param for each in replicated for param in each.parameters(recurse=False))
+    ignored = frozenset((*(wanted.ignored_params or ()), *theirs))
+    contents = UnitContents.of(owner, Ignored(modules=replicated, params=ignored))
     slots, device = contents.slots, device_of(wanted.data.mesh)
     later = f"apply it to model.parameters() after {wanted.by}"
     check_tensors(contents, later, distributed=True, extended=True)
@@ -169,13 +172,6 @@ def check_mesh(mesh: Any, dims: Any) -> None:
 
 
 # the parts of a unit
-
-
-def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
-    """Returns the user's ignored parameters, and the modules and parameters of torch's `replicate()`."""
-    replicated = find_replicated(modules)
-    theirs = (param for module in replicated for param in module.parameters(recurse=False))
-    return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
 
 
 def _makes_layouts(

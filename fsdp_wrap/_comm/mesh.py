@@ -66,7 +66,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
-        groups = groups_by_host(_world()) if groups == (None,) else groups
+        groups = groups_by_host(default_group("FullyShardedDataParallel")) if groups == (None,) else groups
         if len(groups) != 2:
             raise ValueError(
                 f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
@@ -78,13 +78,9 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
             f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
             f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
         )
-    ranks = ranks_in(_world() if groups[0] is None else groups[0])
+    ranks = ranks_in(default_group("FullyShardedDataParallel") if groups[0] is None else groups[0])
     whole = strategy is ShardingStrategy.NO_SHARD
     return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
-
-
-def _world() -> dist.ProcessGroup:
-    return default_group("FullyShardedDataParallel")
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardMesh:

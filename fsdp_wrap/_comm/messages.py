@@ -39,15 +39,11 @@ _CPU, _NO_LIMIT = torch.device("cpu"), timedelta(0)
 _IN_VAIN = "a rank died before all of its messages had come"
 
 
-def _lives(peer: int) -> bool:
-    return True
-
-
 def exchange_gather(
     group: dist.ProcessGroup,
     rank: int,
     parts: Mapping[int, torch.Tensor],
-    lives: Callable[[int], bool] = _lives,
+    lives: Callable[[int], bool] = lambda peer: True,
 ) -> Messages:
     """Starts to fill the parts of the other ranks by their messages, and sends them this rank's part.
 
@@ -64,7 +60,7 @@ def exchange_reduce(
     rank: int,
     shard: torch.Tensor,
     parts: Mapping[int, torch.Tensor],
-    lives: Callable[[int], bool] = _lives,
+    lives: Callable[[int], bool] = lambda peer: True,
 ) -> Messages:
     """Starts to sum this rank's parts of some ranks into `shard`, always in the same order.
 
@@ -145,7 +141,10 @@ class Messages:
             if not self._thread.is_alive():
                 self._ended = True
                 if self._failure is None:
-                    self._try_to_finish()
+                    try:
+                        self._finish()
+                    except RuntimeError as error:
+                        self._failure = str(error)
             elif self._is_awaited_in_vain():
                 self._ended, self._failure = True, _IN_VAIN
             elif limit is not None:
@@ -159,12 +158,6 @@ class Messages:
                 self._awaited = peer
                 work.wait()
             self._note()
-        except RuntimeError as error:
-            self._failure = str(error)
-
-    def _try_to_finish(self) -> None:
-        try:
-            self._finish()
         except RuntimeError as error:
             self._failure = str(error)
 
@@ -305,4 +298,4 @@ class ExchangeCommunicator(GroupCommunicator):
 
     def _lives(self, rank: int) -> bool:
         assert self.positions is not None
-        return self.positions.lives(dist.get_global_rank(self._group, rank))
+        return self.positions.lives(dist.get_global_rank(self.group, rank))

@@ -271,15 +271,11 @@ class GroupCommunicator(Communicator):
         self.settings, self._compare_first = settings, compare
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
             raise destroyed()
         return group
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._group
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -287,7 +283,7 @@ class GroupCommunicator(Communicator):
 
     def reduce_apart(self, apart: bool) -> None:
         if not self._on_host:
-            self._reducing = weakref.ref(twin_of(self._group)) if apart else self._reference
+            self._reducing = weakref.ref(twin_of(self.group)) if apart else self._reference
 
     def require_group(self) -> None:
         if is_destroyed(self._reference()):
@@ -295,7 +291,7 @@ class GroupCommunicator(Communicator):
 
     @property
     def members(self) -> frozenset[int]:
-        return frozenset(dist.get_process_group_ranks(self._group))
+        return frozenset(dist.get_process_group_ranks(self.group))
 
     def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
         """Issues collectives on a lane; raises a RuntimeError if one fails.
@@ -379,28 +375,28 @@ class GroupCommunicator(Communicator):
         return self._issue(self._reduce_lane, start)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._run(lambda later: dist.broadcast(tensor, group=self._group, group_src=0, async_op=later))
+        self._run(lambda later: dist.broadcast(tensor, group=self.group, group_src=0, async_op=later))
 
     def _run(self, start: Callable[[bool], Any]) -> None:
         """Runs one collective of the group to its end."""
         self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self._group)
+        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self.group)
         self._run(lambda later: collective(group_dst=0, async_op=later))
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self._group)
+        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self.group)
         self._run(lambda later: collective(group_src=0, async_op=later))
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return all_gather_object(value, self._group, self._run)
+        return all_gather_object(value, self.group, self._run)
 
     def broadcast_object(self, value: Any) -> Any:
-        return broadcast_object(value, self._group, self._run)
+        return broadcast_object(value, self.group, self._run)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None

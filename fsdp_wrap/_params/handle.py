@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from functools import partial
 from operator import attrgetter, methodcaller
 
 import torch
@@ -236,7 +235,11 @@ class ParamHandle:
         elif segments:
             if self._extended:
                 self._prepare(segments)
-            fill = segments[0].write_shard if len(segments) == 1 else partial(_write_shards, segments)
+            fill = (
+                segments[0].write_shard
+                if len(segments) == 1
+                else lambda: [each.write_shard() for each in segments]
+            )
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
@@ -488,11 +491,6 @@ class ParamHandle:
             if leaf in segment.places:
                 segment.take_in_place(segment.places[leaf])
 
-    def accumulate_gradients(self) -> None:
-        """Moves the leaves' gradients into the reduce buffers, to which more may be added."""
-        for segment in self.segments:
-            segment.gradients.collect()
-
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
 
@@ -576,8 +574,3 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
-
-
-def _write_shards(segments: Sequence[Segment]) -> None:
-    for segment in segments:
-        segment.write_shard()

@@ -122,11 +122,9 @@ class Schedule(StepState):
         return [unit for unit in self._units if unit.schedule is self and not unit.gone]
 
     @property
-    def phase(self) -> Phase:
-        """The running phase of the iteration."""
-        if self.depth:
-            return Phase.FORWARD
-        return Phase.BACKWARD if self._backward_open else Phase.IDLE
+    def runs_backward(self) -> bool:
+        """Whether a backward runs, and no forward inside it."""
+        return self._backward_open and not self.depth
 
     def explain(self, error: BaseException) -> None:
         """Adds to an error that leaves the runtime the units' memory, or the names of sharded parameters."""
@@ -818,7 +816,8 @@ class Schedule(StepState):
             # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
         if not (self.syncs and unit.options.syncs):
-            handle.accumulate_gradients()
+            for segment in handle.segments:
+                segment.gradients.collect()
             return
         alone = handle.batch_nbytes > self.batches.most or phase is Phase.IDLE
         try:

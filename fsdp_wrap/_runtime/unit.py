@@ -348,14 +348,23 @@ class Unit:
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
         if handle.without_values:
-            raise _no_values(self, handle)
+            raise NoValuesError(
+                f"parameters of {self.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
         assert self.schedule is not None
         lasting = (
             self._lasts or not self.schedule.syncs or bool(self.schedule.kept.chosen) or phase is Phase.IDLE
         )
-        nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.kept_segments else 0)
+        nbytes = handle.unsharded_nbytes
+        if handle.kept_segments:
+            self.drop_outdated(phase)
+            if kept := handle.kept_nbytes:
+                nbytes -= kept
+                self.tell(EventKind.REUSE, phase, kept)
         travels = not handle.kept_segments or bool(handle.left)
         if travels:
             note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
@@ -367,14 +376,6 @@ class Unit:
         if travels and (step_watchers or observers):
             self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
-
-    def _reuse(self, handle: ParamHandle, phase: Phase) -> int:
-        """Returns the bytes of the kept segments that are up to date, and drops the others."""
-        self.drop_outdated(phase)
-        kept = handle.kept_nbytes
-        if kept:
-            self.tell(EventKind.REUSE, phase, kept)
-        return kept
 
     def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
         """Gathers a sharded unit by its share of a batched gather of the units named `together`."""
@@ -632,13 +633,8 @@ class ForwardCall:
         """The handle's `values` in the forward: the version of the leaves it computes with."""
         self.written = [] if handle is None else handle.written
         """The handle's `written` in the forward."""
-        self._generation = 0 if handle is None else handle.generation
-
-    @property
-    def converted(self) -> bool:
-        """Whether the leaves have been replaced since, by others of another dtype."""
-        handle = self.unit.handle
-        return handle is not None and self._generation != handle.generation
+        self.generation = 0 if handle is None else handle.generation
+        """The handle's `generation` in the forward: leaves of another one have replaced these."""
 
     def open(self, task: int, inputs: list[Node]) -> None:
         """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
@@ -682,14 +678,6 @@ def _on_own_gradient(
             "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
         )
     return None
-
-
-def _no_values(unit: Unit, handle: ParamHandle) -> NoValuesError:
-    return NoValuesError(
-        f"parameters of {unit.name} are on the meta device and have no values: "
-        f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
-        "or load them before the first forward"
-    )
 
 
 def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:

@@ -112,8 +112,8 @@ class Monitor:
             try:
                 self._wakes.get(timeout=_REST if self._rests else _PACE)
             except Empty:
-                if self._rests:
-                    self._answer()
+                if self._rests and any(bulletin.asked for bulletin in self._bulletins()):
+                    self._pin_up("waits for nothing")
             try:
                 self._look()
             except Exception:  # no error here stops training
@@ -201,11 +201,6 @@ class Monitor:
             self._pin_up(f"waits since {waited:.0f} s")
             bulletin.ask()
         return bulletin.look(elsewhere)
-
-    def _answer(self) -> None:
-        """Pins up this rank's position if another rank has asked."""
-        if any(bulletin.asked for bulletin in self._bulletins()):
-            self._pin_up("waits for nothing")
 
     def _pin_up(self, state: str) -> None:
         for bulletin in self._bulletins():
