@@ -55,11 +55,6 @@ class Location(NamedTuple):
     dim: int
 
 
-def _nobody(over: DataMesh) -> Communicator | None:
-    """Returns None, the default of `kept_within`."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Composition:
     """The checked arguments of one call of `fully_shard` or `replicate`."""
@@ -72,7 +67,7 @@ class Composition:
     offload: CPUOffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None
     options: UnitOptions
-    kept_within: Callable[[DataMesh], Communicator | None] = _nobody  # ranks that keep parameters unsharded
+    kept_within: Callable[[DataMesh], Communicator | None] | None = None  # ranks that keep parameters whole
     shared_memory: bool = True
     alignment: ShardAlignment | None = None
 
@@ -84,14 +79,20 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
 
     adapt_torch_helpers()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
-    contents = UnitContents.of(owner, _ignored(parts, wanted.ignored_params))
+    replicated = find_replicated(parts)  # by torch's `replicate()`
+    theirs = (param for each in replicated for param in each.parameters(recurse=False))
+    ignored = frozenset((*(wanted.ignored_params or ()), *theirs))
+    contents = UnitContents.of(owner, Ignored(modules=replicated, params=ignored))
     slots, device = contents.slots, device_of(wanted.data.mesh)
     later = f"apply it to model.parameters() after {wanted.by}"
     check_tensors(contents, later, distributed=True, extended=True)
     locations = {slot.param: wanted.location_of(slot) for slot in slots}
     meshes = _meshes(locations, wanted.data)
-    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, wanted.mp_policy) for slot in slots}
-    options = replace(wanted.options, casts=_casts(wanted.mp_policy), most_reducing=len(meshes))
+    policy, offload = wanted.mp_policy, wanted.offload
+    policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, policy) for slot in slots}
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    casts = InputCasts(inputs, inputs, outputs=policy.output_dtype)
+    options = replace(wanted.options, casts=casts, most_reducing=len(meshes))
 
     def spec_over(over: DataMesh, number: int) -> UnitSpec:
         return UnitSpec(
@@ -99,7 +100,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
             device=device,
             make_layout=_makes_layouts(over, locations, wanted),
             policy_of=policies.__getitem__,
-            options=replace(options, reshards_within=wanted.kept_within(over)),
+            options=replace(options, reshards_within=wanted.kept_within and wanted.kept_within(over)),
             parts=() if owner is module else tuple(parts),
             shared_memory=wanted.shared_memory,
             only=frozenset(param for param, location in locations.items() if location.over == over),
@@ -109,7 +110,8 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     first, *others = [spec_over(over, number) for number, over in enumerate(meshes, 1)]
     drop_gradients(contents)
     move([named for named in contents.tensors() if not named[1].is_meta], device)
-    _offload_state(slots, wanted.offload)
+    if offload is not None and offload.only_state:  # marks parameters, and shards inherit the marks
+        offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
     unit = assemble_unit(owner, contents, first, others)
     for part in parts:
         run_as_unit(part, unit, wanted.kind)
@@ -172,18 +174,14 @@ def check_mesh(mesh: Any, dims: Any) -> None:
 # the parts of a unit
 
 
-def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter] | None) -> Ignored:
-    """Returns the user's ignored parameters, and the modules and parameters of torch's `replicate()`."""
-    replicated = find_replicated(modules)
-    theirs = (param for module in replicated for param in module.parameters(recurse=False))
-    return Ignored(modules=replicated, params=frozenset((*(params or ()), *theirs)))
-
-
 def _makes_layouts(
     over: DataMesh, locations: Mapping[nn.Parameter, Location], wanted: Composition
 ) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
     """Returns a function that makes the layout of a segment on one mesh."""
-    options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment, **_on_host(wanted.offload)}
+    offload = wanted.offload
+    options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment}
+    options["offload"] = offload is not None and offload.offload_params
+    options["pin"] = offload is not None and offload.pin_memory
 
     def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
         if is_extension(segment[0].param):
@@ -192,25 +190,6 @@ def _makes_layouts(
         return DTensorLayout(segment, allocator, dims=dims, name=name, **options)
 
     return make_layout
-
-
-def _on_host(offload: CPUOffloadPolicy | None) -> dict[str, bool]:
-    """Returns the offload options of a layout."""
-    return {
-        "offload": offload is not None and offload.offload_params,
-        "pin": offload is not None and offload.pin_memory,
-    }
-
-
-def _casts(policy: MixedPrecisionPolicy) -> InputCasts:
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    return InputCasts(inputs, inputs, outputs=policy.output_dtype)
-
-
-def _offload_state(slots: Iterable[ParamSlot], offload: CPUOffloadPolicy | None) -> None:
-    """Marks parameters whose optimizer state alone is offloaded; their shards inherit the mark."""
-    if offload is not None and offload.only_state:
-        offload_optimizer_state((slot.param for slot in slots), offload.pin_memory)
 
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:

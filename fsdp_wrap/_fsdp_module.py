@@ -184,7 +184,7 @@ class FSDPModule(nn.Module):
         Raises:
             RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
         """
-        self._refuse_below_root("set_manual_backward_finalization()")
+        require_root(_unit_of(self), "set_manual_backward_finalization()")
         self._schedule.ending.set_manual(enabled)
 
     @overload
@@ -211,7 +211,7 @@ class FSDPModule(nn.Module):
                 backward is running, the last handle has not waited, or gradients would stay summed over a
                 part of the ranks only.
         """
-        self._refuse_below_root("finalize_backward()")
+        require_root(_unit_of(self), "finalize_backward()")
         schedule = self._schedule
         schedule.finalize()
         if async_op:
@@ -387,7 +387,7 @@ class FSDPModule(nn.Module):
         Raises:
             RuntimeError: If another unit encloses this one.
         """
-        self._refuse_below_root("reset_iter_state()")
+        require_root(_unit_of(self), "reset_iter_state()")
         self._schedule.reset()
 
     # conversions, copies, state dicts
@@ -448,9 +448,6 @@ class FSDPModule(nn.Module):
     @property
     def _schedule(self) -> Schedule:
         return schedule_of(_unit_of(self))
-
-    def _refuse_below_root(self, doing: str) -> None:
-        require_root(_unit_of(self), doing)
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes

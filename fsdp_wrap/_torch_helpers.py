@@ -39,8 +39,7 @@ def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    state_dict = state_dict if info.handle_model else {}
-    return set_model_state_dict(model, state_dict, options=info)
+    return set_model_state_dict(model, state_dict if info.handle_model else {}, options=info)
 
 
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
@@ -61,8 +60,8 @@ def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
     for name, function in _OURS.items():
         setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
-    name = "_distribute_state_dict"
-    setattr(theirs, name, _cutting_unevenly(getattr(theirs, name)))
+    distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
+    theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
     if not PASSES_FOR_DTENSOR:
         torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)

@@ -270,7 +270,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
         way = f", through {ways[0]}" if ways else ""
         known = self._unit.schedule is not None
-        others = schedule_of(self._unit).companions_of(self._unit) if known else []
+        others = schedule_of(self._unit).batches.companions_of(self._unit) if known else []
         if others:
             rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
             way += f", gathered with {', '.join(repr(name) for name in others[:3])}{rest}"

@@ -58,11 +58,6 @@ class Agreement:
         if self.store is not None:
             self.store.delete_key(self._word)
 
-    @property
-    def compares(self) -> bool:
-        """Whether there are other ranks to compare with."""
-        return self.store is not None
-
     def first(self, what: str, lines: list[str]) -> tuple[int, list[str]]:
         """Offers this rank's lines, once; returns the rank that came here first, with its lines.
 

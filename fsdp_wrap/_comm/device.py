@@ -146,25 +146,19 @@ def resolve_device(
     only_meta = set(found) == {torch.device("meta")}
     found.pop(torch.device("meta"), None)
     if device_id is None:
-        return _device_by_tensors(found, only_meta, groups)
+        if len(found) > 1:
+            places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
+            raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
+        device = next(iter(found), torch.device("cpu"))
+        # Without a group, as where something stands in for it, nothing has to travel.
+        known, accelerator = _device_types(groups) or {"cpu"}, _accelerator_type()
+        leaves_the_cpu = "cpu" not in known or (only_meta and accelerator in known)
+        return _complete(torch.device(accelerator)) if device.type == "cpu" and leaves_the_cpu else device
     wanted = _named(device_id, "device_id")
     for device, name in found.items():
         if device.type != "cpu" and device != wanted:
             raise ValueError(f"device_id is {wanted}, but '{name}' is on {device}; change one of the two")
     return wanted
-
-
-def _device_by_tensors(
-    found: dict[torch.device, str], only_meta: bool, groups: Iterable[dist.ProcessGroup]
-) -> torch.device:
-    if len(found) > 1:
-        places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
-        raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
-    device = next(iter(found), torch.device("cpu"))
-    # Without a group, as where something stands in for it, nothing has to travel.
-    known, accelerator = _device_types(groups) or {"cpu"}, _accelerator_type()
-    leaves_the_cpu = "cpu" not in known or (only_meta and accelerator in known)
-    return _complete(torch.device(accelerator)) if device.type == "cpu" and leaves_the_cpu else device
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -181,7 +175,9 @@ def device_type_for(group: dist.ProcessGroup) -> str:
 def check_present(device: torch.device, argument: str) -> None:
     """Raises a ValueError if this process does not have the device that an argument names."""
     there = _accelerator_type()
-    count = _device_count() if device.type == there != "cpu" else 0
+    count = 0
+    if device.type == there != "cpu":
+        count = 1 if _planned else torch.accelerator.device_count()
     if device.type == "cpu" or (count and (device.index is None or device.index < count)):
         return
     if there == "cpu":
@@ -211,10 +207,6 @@ def _complete(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
     return torch.device(device.type, 0 if _planned else torch.accelerator.current_device_index())
-
-
-def _device_count() -> int:
-    return 1 if _planned else torch.accelerator.device_count()
 
 
 def _accelerator_type() -> str:

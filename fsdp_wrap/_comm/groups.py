@@ -46,7 +46,7 @@ class Ranks:
     def reference(self) -> Callable[[], dist.ProcessGroup | None]:
         """A function that returns the group as long as it lives, and does not keep it alive."""
         # A stand-in holds nothing that must go, and may have no other reference.
-        return weakref.ref(self.group) if self.communicate else partial(_itself, self.group)
+        return weakref.ref(self.group) if self.communicate else lambda: self.group
 
     @property
     def members(self) -> list[int]:
@@ -62,27 +62,19 @@ def ranks_in(group: Any) -> Ranks:
     """
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        return _stand_in(group)
+        rank, size = (getattr(group, name, None) for name in ("rank", "size"))
+        if not (callable(rank) and callable(size)):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup, something with its methods rank() "
+                f"and size(), or None, not {type(group).__name__}"
+            )
+        return Ranks(group, rank(), size())
     if outside or dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not part of the process_group that it was given: wrap only on the "
             "ranks of the group, or pass each rank the group that it belongs to"
         )
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
-
-
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
-def _stand_in(group: Any) -> Ranks:
-    rank, size = (getattr(group, name, None) for name in ("rank", "size"))
-    if not (callable(rank) and callable(size)):
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, something with its methods rank() and "
-            f"size(), or None, not {type(group).__name__}"
-        )
-    return Ranks(group, rank(), size())
 
 
 def default_group(user: str) -> dist.ProcessGroup:

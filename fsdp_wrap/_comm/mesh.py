@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +28,6 @@ class ShardMesh:
     shard: Ranks | None
     replicate: Ranks | None
     given: DeviceMesh | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that contribute to a gradient."""
-        return math.prod(ranks.size for ranks in self._axes)
 
     @property
     def is_first(self) -> bool:
@@ -72,19 +66,21 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     else:
         groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
-        return _hybrid_mesh(groups_by_host(_world()) if groups == (None,) else groups, strategy, device_mesh)
+        groups = groups_by_host(default_group("FullyShardedDataParallel")) if groups == (None,) else groups
+        if len(groups) != 2:
+            raise ValueError(
+                f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
+                "dimensions (replicate, shard), or neither, in which case it shards within each host"
+            )
+        return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]), device_mesh)
     if len(groups) != 1:
         raise ValueError(
             f"{strategy.name} takes one process group or a one-dimensional device_mesh, but got "
             f"{len(groups)} groups or dimensions; HYBRID_SHARD takes two"
         )
-    ranks = ranks_in(_world() if groups[0] is None else groups[0])
+    ranks = ranks_in(default_group("FullyShardedDataParallel") if groups[0] is None else groups[0])
     whole = strategy is ShardingStrategy.NO_SHARD
     return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
-
-
-def _world() -> dist.ProcessGroup:
-    return default_group("FullyShardedDataParallel")
 
 
 def ranks_of(mesh: DeviceMesh) -> ShardMesh:
@@ -99,15 +95,6 @@ def ranks_of(mesh: DeviceMesh) -> ShardMesh:
             f"{mesh.ndim}: pass a part of it, such as mesh['dp']"
         )
     return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
-
-
-def _hybrid_mesh(groups: tuple[Any, ...], strategy: ShardingStrategy, given: DeviceMesh | None) -> ShardMesh:
-    if len(groups) != 2:
-        raise ValueError(
-            f"{strategy.name} takes a (shard, replicate) pair of process groups or a device_mesh of two "
-            "dimensions (replicate, shard), or neither, in which case it shards within each host"
-        )
-    return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]), given)
 
 
 def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:

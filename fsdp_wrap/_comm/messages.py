@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
 from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
+from fsdp_wrap._comm.watching.watch import Works
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them
@@ -39,21 +39,17 @@ _CPU, _NO_LIMIT = torch.device("cpu"), timedelta(0)
 _IN_VAIN = "a rank died before all of its messages had come"
 
 
-def _lives(peer: int) -> bool:
-    return True
-
-
 def exchange_gather(
     group: dist.ProcessGroup,
     rank: int,
     parts: Mapping[int, torch.Tensor],
-    lives: Callable[[int], bool] = _lives,
+    lives: Callable[[int], bool] = lambda peer: True,
 ) -> Messages:
     """Starts to fill the parts of the other ranks by their messages, and sends them this rank's part.
 
     `parts` has one contiguous tensor for each rank that takes part, of sizes and dtypes that they agree on.
     """
-    sources, targets = _sources(rank, parts), _targets(rank, parts)
+    sources, targets = _peers(rank, parts)
     received = [(peer, group.recv([parts[peer]], peer, _GATHER_TAG)) for peer in sources]
     sent = [(peer, group.send([parts[rank]], peer, _GATHER_TAG)) for peer in targets]
     return Messages([*received, *sent], lives)
@@ -64,7 +60,7 @@ def exchange_reduce(
     rank: int,
     shard: torch.Tensor,
     parts: Mapping[int, torch.Tensor],
-    lives: Callable[[int], bool] = _lives,
+    lives: Callable[[int], bool] = lambda peer: True,
 ) -> Messages:
     """Starts to sum this rank's parts of some ranks into `shard`, always in the same order.
 
@@ -72,7 +68,7 @@ def exchange_reduce(
     of the shard's dtype or a narrower one. Takes memory for two parts less than there are ranks until the
     end; for one less where parts are narrower.
     """
-    own, sources, targets = parts[rank], _sources(rank, parts), _targets(rank, parts)
+    own, (sources, targets) = parts[rank], _peers(rank, parts)
     if own.dtype == shard.dtype:
         addends = [own, *(torch.empty_like(own) for _ in sources[1:])]
         places = [shard, *addends[1:]]  # the first to come takes the place of the sum
@@ -89,15 +85,13 @@ def exchange_reduce(
     return Messages([*received, *sent], lives, add)
 
 
-def _sources(rank: int, ranks: Iterable[int]) -> list[int]:
-    # Every rank begins with another one, so that no rank is asked by all at once.
-    return _targets(rank, ranks)[::-1]
-
-
-def _targets(rank: int, ranks: Iterable[int]) -> list[int]:
+def _peers(rank: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Returns the ranks from which to receive and to which to send, in order."""
     every = list(ranks)
     own = every.index(rank)
-    return every[own + 1 :] + every[:own]
+    # Every rank begins with another one, so that no rank is asked by all at once.
+    targets = every[own + 1 :] + every[:own]
+    return targets[::-1], targets
 
 
 class Messages:
@@ -147,7 +141,10 @@ class Messages:
             if not self._thread.is_alive():
                 self._ended = True
                 if self._failure is None:
-                    self._try_to_finish()
+                    try:
+                        self._finish()
+                    except RuntimeError as error:
+                        self._failure = str(error)
             elif self._is_awaited_in_vain():
                 self._ended, self._failure = True, _IN_VAIN
             elif limit is not None:
@@ -161,12 +158,6 @@ class Messages:
                 self._awaited = peer
                 work.wait()
             self._note()
-        except RuntimeError as error:
-            self._failure = str(error)
-
-    def _try_to_finish(self) -> None:
-        try:
-            self._finish()
         except RuntimeError as error:
             self._failure = str(error)
 
@@ -272,6 +263,7 @@ class ExchangeCommunicator(GroupCommunicator):
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
         super().__init__(ranks, device)
         self._least = least
+        self._reduction_in_flight = Works
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
@@ -281,9 +273,6 @@ class ExchangeCommunicator(GroupCommunicator):
         if full.nbytes < self._least:
             return gather_at_once(group, self.rank, self.size, full)
         return exchange_gather(group, self.rank, self._by_rank(as_transport(full)), self._lives)
-
-    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        return self._issue(self._reduce_lane, partial(self._reduce, shards, full))
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         return [self._reduce_one(shard, each, group) for shard, each in zip(shards, full)]
@@ -309,4 +298,4 @@ class ExchangeCommunicator(GroupCommunicator):
 
     def _lives(self, rank: int) -> bool:
         assert self.positions is not None
-        return self.positions.lives(dist.get_global_rank(self._group, rank))
+        return self.positions.lives(dist.get_global_rank(self.group, rank))

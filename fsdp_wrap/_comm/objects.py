@@ -90,11 +90,9 @@ Run = Callable[[Callable[[bool], Any]], object]
 """Runs a collective to its end, given what issues it, asynchronously or not."""
 
 
-def _synchronously(start: Callable[[bool], Any]) -> None:
-    start(False)
-
-
-def all_gather_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> list[Any]:
+def all_gather_object(
+    value: Any, group: dist.ProcessGroup, run: Run = lambda start: start(False)
+) -> list[Any]:
     """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
     own, ranks = _pickled(value, group), dist.get_world_size(group)
     length = torch.tensor([own.numel()], device=own.device)
@@ -107,7 +105,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup, run: Run = _synchron
     return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = _synchronously) -> Any:
+def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = lambda start: start(False)) -> Any:
     """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
     data = _pickled(value if dist.get_rank(group) == 0 else None, group)
     length = torch.tensor([data.numel()], device=data.device)

@@ -26,7 +26,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
-_ENTRY = struct.Struct("<Q235pIB")  # fields of `_LogEntry`
+_ENTRY = struct.Struct("<Q235pIB")  # fields of `LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # number of a group's latest collectives that are kept
 _ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
@@ -50,7 +50,7 @@ _MOST_NAMED = 8  # unknown ranks listed in a message
 _PHASES = list(Phase)
 
 
-class _LogEntry(NamedTuple):
+class LogEntry(NamedTuple):
     """A logged collective, or the last entered unit, of a rank.
 
     `number` counts the group's collectives from 1; 0 means an empty entry. `phase` is an index.
@@ -127,14 +127,10 @@ class _Sheet:
         """Returns the offset of a rank's entries in bytes."""
         return (8 * ranks + rank * _ENTRY.size) * _ROWS
 
-    def read(self, rank: int, row: int) -> _LogEntry:
+    def read(self, rank: int, row: int) -> LogEntry:
         """Returns a rank's entry in a row."""
         begin = self.entries(rank, self.ranks) + row * _ENTRY.size
-        return _LogEntry._make(_ENTRY.unpack_from(self.memory, begin))
-
-    def last_collective(self, rank: int) -> _LogEntry:
-        """Returns a rank's entry with the highest number."""
-        return max(self.read(rank, row) for row in range(_FIRST, _ROWS))
+        return LogEntry._make(_ENTRY.unpack_from(self.memory, begin))
 
     def lives(self, rank: int) -> bool:
         """Whether another rank, once present, still holds its lock."""
@@ -309,16 +305,9 @@ class GroupPositions:
         """The global ranks of the group's members on other hosts."""
         return [member for rank, member in enumerate(self._members) if rank not in self._there]
 
-    def latest(self) -> bytes:
-        """Returns this rank's last entry, for `parse_latest`."""
-        begin = self._entries + _row(self.issued) * _ENTRY.size
-        return self._memory[begin : begin + _ENTRY.size]
-
-    @staticmethod
-    def parse_latest(latest: bytes) -> tuple[int, str]:
-        """Returns the number and the text of an entry from `latest`."""
-        entry = _LogEntry._make(_ENTRY.unpack(latest))
-        return entry.number, str(entry) if entry.number else ""
+    def latest(self) -> LogEntry:
+        """Returns this rank's last entry."""
+        return self._sheet.read(self._rank, _row(self.issued))
 
     def history(self) -> list[tuple[int, int, str]]:
         """Returns (number, digest, text) of this rank's latest collectives, oldest first."""
@@ -378,8 +367,6 @@ class GroupPositions:
 
     def reached(self, number: int) -> bool:
         """Whether all peers have issued a collective; raises a RuntimeError if one has issued another."""
-        if len(self._there) == 1:
-            return True
         all_came = all(word >> 32 >= number & _LOW for word in self._noted(number).values())
         self.compare(number)  # after the words were read
         return all_came
@@ -408,7 +395,7 @@ class GroupPositions:
         there = {self.world._members[rank] for rank in self.world._there}
         missing = [rank for rank in self.world._members if rank not in there]
         if missing:
-            lines.append(f"  not begun, or not on this host: {_listed(missing)}")
+            lines.append(f"  not begun, or not on this host: {list_ranks(missing)}")
         return "\n".join(lines)
 
     def _line(self, rank: int) -> str:
@@ -417,7 +404,8 @@ class GroupPositions:
         entered = world._sheet.read(rank, _ENTERED)
         line = f"in or after {entered}" if entered.number else "in no unit yet"
         if self.knows(named):
-            last = self._sheet.last_collective(self._members.index(named))
+            read = partial(self._sheet.read, self._members.index(named))
+            last = max(map(read, range(_FIRST, _ROWS)))
             line += f"; last collective, number {last.number} of the group: {last}" if last.number else ""
         state = "this one" if rank == world._rank else "alive" if world._lives(rank) else "dead"
         return f"  rank {named} ({state}): {line}"
@@ -429,7 +417,7 @@ class GroupPositions:
         self._begin, self._end = self._there[0], self._there[-1] + 1
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def list_ranks(ranks: Iterable[int]) -> str:
     """Formats a list of ranks, cut after the first few."""
     named = [f"rank {rank}" for rank in ranks]
     rest = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
@@ -457,16 +445,17 @@ _Issued = tuple[GroupPositions, int, int]  # group, collective's number, word
 Agree = Callable[[Agreement, str], None]
 
 
+Places = Sequence[tuple[GroupPositions, Note]]
+
+
 class Collective:
     """Logs one kind of collective in its groups; `issued` collects them to compare after the wait."""
 
-    def __init__(
-        self, places: Sequence[tuple[GroupPositions, Note]], issued: list[_Issued] | None = None
-    ) -> None:
+    def __init__(self, places: Places, issued: list[_Issued] | None = None) -> None:
         self._places = places
         self._issued: list[_Issued] = [] if issued is None else issued
 
-    def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
+    def _find_places(self) -> Places:
         """Returns the groups and notes, if these are only known at the first collective."""
         return self._places
 
@@ -498,13 +487,18 @@ class Collective:
 
 
 class UnitCollective(Collective):
-    """A collective of one unit; before the first, `agree` compares the unit across each group's ranks."""
+    """A collective of units; before the first, `agree` compares the unit across each group's ranks."""
 
     def __init__(
-        self, text: str, tree: Tree, groups: Iterable[GroupPositions], issued: list[_Issued], agree: Agree
+        self,
+        texts: Sequence[str],
+        tree: Tree,
+        groups: Iterable[GroupPositions],
+        issued: list[_Issued],
+        agree: Agree | None = None,
     ) -> None:
         super().__init__([], issued)
-        self._text, self._tree, self._agree = text, tree, agree
+        self._texts, self._tree, self._agree = texts, tree, agree
         self._groups = tuple(dict.fromkeys(groups))
 
     @property
@@ -512,29 +506,23 @@ class UnitCollective(Collective):
         """Whether the ranks have compared the unit."""
         return bool(self._places) or not self._groups
 
-    def with_others(self, others: Iterable[UnitCollective]) -> Collective:
-        """Returns the batched collective of several known units in the same groups."""
-        every = [self, *others]
-        texts = ((group, [each._text_in(group) for each in every]) for group in self._groups)
-        return Collective([(group, Note(_all_of(told))) for group, told in texts], self._issued)
+    def with_others(self, others: Iterable[UnitCollective]) -> UnitCollective:
+        """Returns the batched collective of known units of one tree in the same groups."""
+        # "gathers a" and "gathers b" make "gathers a and b"
+        texts = [*self._texts, *(text.partition(" ")[2] for each in others for text in each._texts)]
+        return UnitCollective(texts, self._tree, self._groups, self._issued)
 
-    def _find_places(self) -> Sequence[tuple[GroupPositions, Note]]:
-        self._places = [(group, self._note_in(group)) for group in self._groups]
-        return self._places
-
-    def _note_in(self, group: GroupPositions) -> Note:
-        text = self._text_in(group)
-        self._agree(group.agreement, text.partition(" ")[2])
-        return Note(text)
-
-    def _text_in(self, group: GroupPositions) -> str:
-        number = self._tree.number_in(group)
-        return self._text if number == 1 else f"{self._text} of root number {number}"
-
-
-def _all_of(texts: Sequence[str]) -> str:
-    """Joins the same verb of several units: "gathers a" and "gathers b" make "gathers a and b"."""
-    return " and ".join([texts[0], *(text.partition(" ")[2] for text in texts[1:])])
+    def _find_places(self) -> Places:
+        places = []
+        for group in self._groups:
+            number = self._tree.number_in(group)
+            root = "" if number == 1 else f" of root number {number}"
+            text = " and ".join(f"{each}{root}" for each in self._texts)
+            if self._agree is not None:
+                self._agree(group.agreement, text.partition(" ")[2])
+            places.append((group, Note(text)))
+        self._places = places
+        return places
 
 
 class UnitPositions:
@@ -553,6 +541,7 @@ class UnitPositions:
         enter: Logs, given the iteration and the phase's index, that this rank enters the unit.
         gather: The gather of parameters.
         gather_kept: The gather from the ranks in `keeping`.
+        gather_part: Returns the gather of a part of the parameters: some segments, by number.
         reduction: The reduction of gradients.
         reduction_in_copy: The reduction of gradients within one copy.
         gathers: Gathers to compare once they were waited for.
@@ -573,34 +562,27 @@ class UnitPositions:
     ) -> None:
         self.gathers: list[_Issued] = []
         self.reductions: list[_Issued] = []
+        gathers, reductions = self.gathers, self.reductions
         kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
-        self.gather = UnitCollective(f"gathers {name}", tree, gathering, self.gathers, agree)
-        self.gather_kept = UnitCollective(kept, tree, keeping, self.gathers, agree)
-        self.reduction = UnitCollective(f"reduces {name}", tree, reducing, self.reductions, agree)
-        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, self.reductions, agree)
-        self._part = partial(UnitCollective, tree=tree, groups=gathering, issued=self.gathers, agree=_agreed)
-        self._name, self._parts = name, dict[tuple[int, ...], UnitCollective]()
-        self.gathered = partial(_check_alike, self.gathers, waits)
-        self.reduced = partial(_check_alike, self.reductions, waits)
+        self.gather = UnitCollective([f"gathers {name}"], tree, gathering, gathers, agree)
+        self.gather_kept = UnitCollective([kept], tree, keeping, gathers, agree)
+        self.reduction = UnitCollective([f"reduces {name}"], tree, reducing, reductions, agree)
+        self.reduction_in_copy = UnitCollective([in_copy], tree, gathering, reductions, agree)
+
+        @cache
+        def gather_part(
+            numbers: tuple[int, ...],
+        ) -> UnitCollective:  # after a full gather, which compares units
+            told = ", ".join(map(str, numbers))
+            return UnitCollective([f"gathers segments {told} of {name}"], tree, gathering, gathers)
+
+        self.gather_part = gather_part
+        self.gathered = partial(_check_alike, gathers, waits)
+        self.reduced = partial(_check_alike, reductions, waits)
         world = next((group.world for group in reducing), None)
-        self.enter: Callable[[int, int], object] = _tell_nobody
+        self.enter: Callable[[int, int], object] = lambda iteration, phase: None
         if world is not None:
             self.enter = partial(_write, world._memory, world._entries, 1, Note(name).text)
-
-    def gather_part(self, numbers: tuple[int, ...]) -> UnitCollective:
-        """Returns the gather of a part of the parameters: some segments, by number."""
-        if numbers not in self._parts:
-            told = ", ".join(map(str, numbers))
-            self._parts[numbers] = self._part(f"gathers segments {told} of {self._name}")
-        return self._parts[numbers]
-
-
-def _agreed(agreement: Agreement, name: str) -> None:
-    """Does nothing: a unit is compared at its first full gather, before any partial one."""
-
-
-def _tell_nobody(iteration: int, phase: int) -> None:
-    return None
 
 
 def _check_alike(issued: list[_Issued], waits: bool) -> None:

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ class Communicator(ABC):
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
         """Chooses the memory of buffers from now on; for groups on an accelerator."""
-        return None
+        self.memory = memory
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -271,18 +271,11 @@ class GroupCommunicator(Communicator):
         self.settings, self._compare_first = settings, compare
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
             raise destroyed()
         return group
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._group
-
-    def allocate_in(self, memory: GroupMemory | None) -> None:
-        self.memory = None if self._on_host else memory
 
     @property
     def reducing_group(self) -> dist.ProcessGroup | None:
@@ -290,14 +283,7 @@ class GroupCommunicator(Communicator):
 
     def reduce_apart(self, apart: bool) -> None:
         if not self._on_host:
-            self._reducing = weakref.ref(twin_of(self._group)) if apart else self._reference
-
-    def _group_of(self, lane: Lane) -> dist.ProcessGroup:
-        """Returns the group for a lane of an accelerator."""
-        group = (self._reducing if lane is self._reduce_lane else self._reference)()
-        if group is None:
-            raise destroyed()
-        return group
+            self._reducing = weakref.ref(twin_of(self.group)) if apart else self._reference
 
     def require_group(self) -> None:
         if is_destroyed(self._reference()):
@@ -305,14 +291,15 @@ class GroupCommunicator(Communicator):
 
     @property
     def members(self) -> frozenset[int]:
-        return frozenset(dist.get_process_group_ranks(self._group))
+        return frozenset(dist.get_process_group_ranks(self.group))
 
     def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
         """Issues collectives on a lane; raises a RuntimeError if one fails.
 
         `start` issues them in the group, asynchronously or not, and returns the works if so.
         """
-        group = self._reference()
+        reference = self._reducing if lane is self._reduce_lane else self._reference
+        group = reference()
         if group is None:
             raise destroyed()
         if self._compare_first is not None:
@@ -322,7 +309,9 @@ class GroupCommunicator(Communicator):
         try:
             if not self._on_host:
                 # What is never waited for is held, but not the group; see __init__.
-                return lane.issue(lambda later: start(self._group_of(lane), later), self._watch)
+                return lane.issue(
+                    lambda later: start(cast(dist.ProcessGroup, reference()), later), self._watch
+                )
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
@@ -371,14 +360,13 @@ class GroupCommunicator(Communicator):
         works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
-            summed = each if each.dtype == shard.dtype else self._widened(each, shard.dtype)
+            summed = each
+            if each.dtype != shard.dtype:
+                summed = self.empty(each.numel(), shard.dtype).copy_(each)
             if self.memory is not None:
                 self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
         return works
-
-    def _widened(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype) if self.memory is None else self.empty(tensor.numel(), dtype).copy_(tensor)
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
@@ -387,28 +375,28 @@ class GroupCommunicator(Communicator):
         return self._issue(self._reduce_lane, start)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._run(lambda later: dist.broadcast(tensor, group=self._group, group_src=0, async_op=later))
+        self._run(lambda later: dist.broadcast(tensor, group=self.group, group_src=0, async_op=later))
 
     def _run(self, start: Callable[[bool], Any]) -> None:
         """Runs one collective of the group to its end."""
         self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self._group)
+        collective = partial(dist.gather, as_transport(own), self._parts(full), group=self.group)
         self._run(lambda later: collective(group_dst=0, async_op=later))
 
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self._group)
+        collective = partial(dist.scatter, as_transport(own), self._parts(full), group=self.group)
         self._run(lambda later: collective(group_src=0, async_op=later))
 
     def _parts(self, full: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if full is None else list(as_transport(full).chunk(self.size))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return all_gather_object(value, self._group, self._run)
+        return all_gather_object(value, self.group, self._run)
 
     def broadcast_object(self, value: Any) -> Any:
-        return broadcast_object(value, self._group, self._run)
+        return broadcast_object(value, self.group, self._run)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None

@@ -117,7 +117,6 @@ from fsdp_wrap._core.pytree import iter_tensors, map_tensors
 from fsdp_wrap._core.spans import (
     NO_SPAN,
     Computing,
-    NoSpan,
     Span,
     SpanKind,
     StepWatcher,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from functools import partial
 from operator import attrgetter, methodcaller
 
 import torch
@@ -205,6 +204,11 @@ class ParamHandle:
         """Whether gradients wait for a later backward, which sums them over all ranks (`no_sync`)."""
         return any(segment.gradients.accumulated for segment in self.segments)
 
+    @property
+    def keeps_partial(self) -> bool:
+        """Whether sums over this copy's ranks only wait for the next reduction."""
+        return any(segment.gradients.partial is not None for segment in self.segments)
+
     # parameters
 
     def gather(self, lasting: bool = False, batch: GatherShare | None = None) -> None:
@@ -231,7 +235,11 @@ class ParamHandle:
         elif segments:
             if self._extended:
                 self._prepare(segments)
-            fill = segments[0].write_shard if len(segments) == 1 else partial(_write_shards, segments)
+            fill = (
+                segments[0].write_shard
+                if len(segments) == 1
+                else lambda: [each.write_shard() for each in segments]
+            )
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
@@ -483,11 +491,6 @@ class ParamHandle:
             if leaf in segment.places:
                 segment.take_in_place(segment.places[leaf])
 
-    def accumulate_gradients(self) -> None:
-        """Moves the leaves' gradients into the reduce buffers, to which more may be added."""
-        for segment in self.segments:
-            segment.gradients.collect()
-
     def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
         """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
 
@@ -527,11 +530,6 @@ class ParamHandle:
         """Bytes of the gradients in a reduction."""
         segments = self.reduced_segments()
         return sum(each.layout.numel * each.gradients.buffer_dtype.itemsize for each in segments)
-
-    def reduces_just(self, expected: Sequence[Segment], dtype: torch.dtype) -> bool:
-        """Whether just these segments take part in a reduction, all in one dtype."""
-        segments = self.reduced_segments()
-        return segments == expected and all(each.gradients.buffer_dtype == dtype for each in segments)
 
     def join(self, reduction: InReduction) -> None:
         """Leaves the gradients to a batched reduction."""
@@ -576,8 +574,3 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
-
-
-def _write_shards(segments: Sequence[Segment]) -> None:
-    for segment in segments:
-        segment.write_shard()

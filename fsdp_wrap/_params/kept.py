@@ -7,7 +7,7 @@ units. The moment at which a unit happens to reshard has no part in it, since it
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from weakref import WeakSet, ref
 
 import torch
@@ -16,7 +16,6 @@ from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.segment import Segment
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_SAMPLED = 64  # elements of a shard
 
 
 class KeptSegment:
@@ -25,9 +24,9 @@ class KeptSegment:
     def __init__(self, layout: Layout, written: Written) -> None:
         self._layout, self._written = layout, written
         self._trains = trains(layout)
-        shard = layout.flat_param.detach()
         # Elsewhere a look would make the host wait for the device.
-        self._sampled = _spread(shard) if shard.device.type == "cpu" else None
+        on_host = layout.flat_param.device.type == "cpu"
+        self._sampled = layout.sample() if on_host else None
         self._sample = None if self._sampled is None else self._sampled.clone()
 
     def is_outdated(self, written: Written, stepped: bool) -> bool:
@@ -46,12 +45,6 @@ class KeptSegment:
         return now is not None and before is not None and not torch.equal(now, before)
 
 
-def _spread(shard: torch.Tensor) -> torch.Tensor:
-    """Views some elements, evenly apart, as bytes: NaN equals nothing."""
-    some = shard.view(-1)[:: max(1, shard.numel() // _SAMPLED)]
-    return some[..., None].view(torch.uint8)
-
-
 def trains(layout: Layout) -> bool:
     """Whether any of a layout's parameters needs a gradient now."""
     return True in map(_REQUIRES_GRAD, layout.sources)
@@ -67,10 +60,10 @@ class KeptSegmentsPlan:
 
     def __init__(self) -> None:
         self._candidates: list[tuple[ref[Segment], bool, int]] = []
-        self.chosen: WeakSet[Segment] = WeakSet()
-        self.frozen: WeakSet[Segment] = WeakSet()
+        self.chosen: Collection[Segment] = ()
+        self.frozen: Collection[Segment] = ()
 
-    def choose(self, candidates: Iterable[tuple[Segment, int]]) -> bool:
+    def choose(self, candidates: Iterable[tuple[Segment, int]]) -> None:
         """Chooses the most useful segments, frozen ones before others, then the smallest.
 
         Frozen ones are the same in all steps; the others save a gather until the next step only. A byte of
@@ -79,20 +72,16 @@ class KeptSegmentsPlan:
         Args:
             candidates: The segments in the order of units, each with its unit's budget: the most bytes that
                 all kept segments may have together once this one is among them.
-
-        Returns:
-            Whether the choice has changed.
         """
         listed = [(segment, trains(segment.layout), budget) for segment, budget in candidates]
         noted = [(ref(segment), training, budget) for segment, training, budget in listed]
         if noted == self._candidates:
-            return False
+            return
         self._candidates, total = noted, 0
-        self.chosen, self.frozen = WeakSet(), WeakSet()
+        self.chosen, self.frozen = chosen, frozen = WeakSet[Segment](), WeakSet[Segment]()
         for segment, training, budget in sorted(listed, key=lambda each: (each[1], each[0].full.nbytes)):
             if segment.full.temporary and total + segment.full.nbytes <= budget:
                 total += segment.full.nbytes
-                self.chosen.add(segment)
+                chosen.add(segment)
                 if not training:
-                    self.frozen.add(segment)
-        return True
+                    frozen.add(segment)

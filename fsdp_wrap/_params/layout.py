@@ -36,6 +36,9 @@ ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
 
 
+_SAMPLED = 64  # elements of a shard
+
+
 def alignment_of(slots: Sequence[ParamSlot]) -> int:
     """Returns the alignment of parameters in a buffer, in elements."""
     return max(1, ALIGNMENT_BYTES // slots[0].param.element_size())
@@ -271,6 +274,12 @@ class Layout(ABC):
         """
         params = self.sharded_params
         return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
+
+    def sample(self) -> torch.Tensor:
+        """Views some elements of the shard, evenly apart, as bytes: NaN equals nothing."""
+        shard = self.flat_param.detach()
+        some = shard.view(-1)[:: max(1, shard.numel() // _SAMPLED)]
+        return some[..., None].view(torch.uint8)
 
     @property
     def padding_numel(self) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Collective, UnitCollective
+from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
     NO_SPAN,
     UNIT_ATTR,
@@ -31,11 +31,6 @@ from fsdp_wrap._runtime.unit import Unit, UnitOptions
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
 """Default memory for batches of collectives, in bytes."""
-
-
-def default_bytes(device: torch.device) -> int:
-    """Returns the default memory for batches: none on accelerators, where no measurement favours them."""
-    return _ON_CPU if device.type == "cpu" else 0
 
 
 def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
@@ -85,27 +80,28 @@ class _GatherPlan(NamedTuple):
     coming: list[Unit]
     members: list[_Member]
     batch: BatchedGather
-    note: Collective
+    note: UnitCollective
     names: tuple[str, ...]
     nbytes: int
 
-    def fits(self) -> bool:
-        """Whether all members are sharded, and unchanged since the plan."""
-        for unit, options, generation in self.members:
-            handle = unit.handle
-            if (
-                handle is None
-                or handle.state is not HandleState.SHARDED
-                or handle.post_forward_shards is not None
-            ):
-                return False
-            if unit.options is not options or handle.generation != generation or handle.without_values:
-                return False
-            if handle.kept_segments:  # little or nothing is left to gather
-                return False
-            if handle.transport is not handle.communicator or handle.keeps_storage:
-                return False
-        return True
+
+def _can_gather(members: Iterable[_Member]) -> bool:
+    """Whether all members are sharded, with all to gather, and unchanged since the plan."""
+    for unit, options, generation in members:
+        handle = unit.handle
+        if (
+            handle is None
+            or handle.state is not HandleState.SHARDED
+            or handle.post_forward_shards is not None
+        ):
+            return False
+        if unit.options is not options or handle.generation != generation or handle.without_values:
+            return False
+        if handle.kept_segments:  # little or nothing is left to gather
+            return False
+        if handle.transport is not handle.communicator or handle.keeps_storage:
+            return False
+    return True
 
 
 class _ReductionPlan(NamedTuple):
@@ -123,7 +119,7 @@ class _ReductionPlan(NamedTuple):
     segments: dict[Unit, list[int]]
     first: dict[Unit, int]
     gradients: BatchedGradients
-    note: Collective
+    note: UnitCollective
     nbytes: dict[Unit, int]
 
     def fits(self) -> bool:
@@ -159,16 +155,17 @@ class BatchedReduction:
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
         handle, gradients = _handle_of(unit), self._plan.gradients
-        expected = [*map(handle.segments.__getitem__, self._plan.segments[unit])]
+        found, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
-        if not handle.reduces_just(expected, gradients.dtype):
+        same = [*map(handle.segments.index, found)] == expected
+        if not same or any([each.gradients.buffer_dtype != gradients.dtype for each in found]):
             return False
         counts_unused = unit.options.counts_unused
-        for index, segment in enumerate(expected, self._plan.first[unit]):
+        for index, segment in enumerate(found, self._plan.first[unit]):
             gradients.take(index, segment.gradients.complete(counts_unused))
             segment.gradients.free_copied()
         self.taken.append(unit)
-        self._segments += expected
+        self._segments += found
         handle.join(self)
         return True
 
@@ -242,8 +239,13 @@ class CollectiveBatcher:
         self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the issuing unit
         self._reductions: dict[tuple[Unit, bool], _ReductionPlan] = {}  # by first unit and `defers`
 
-    def allow(self, nbytes: int) -> None:
-        """Sets the memory for batches: half of it for parameters, half for gradients."""
+    def allow(self, nbytes: int | None, device: torch.device) -> None:
+        """Sets the memory for batches: half of it for parameters, half for gradients.
+
+        None is the default: none on accelerators, where no measurement favours them.
+        """
+        if nbytes is None:
+            nbytes = _ON_CPU if device.type == "cpu" else 0
         if self.most != nbytes // 2:
             self.most = nbytes // 2
             self._gathers.clear()
@@ -263,7 +265,7 @@ class CollectiveBatcher:
             The other units of the batch.
         """
         plan = self._gathers.get((unit, phase))
-        if plan is None or plan.coming != coming or not plan.fits():
+        if plan is None or plan.coming != coming or not _can_gather(plan.members):
             plan = self._plan_gather(unit, coming, phase)
         if plan is None:
             unit.gather(phase)
@@ -306,17 +308,9 @@ class CollectiveBatcher:
 
     def _can_join(self, unit: Unit) -> bool:
         handle = unit.handle
-        if (
-            handle is None
-            or handle.state is not HandleState.SHARDED
-            or handle.post_forward_shards is not None
-        ):
+        if handle is None or handle.communicator.size == 1 or not _can_gather([_Member.of(unit)]):
             return False
-        if handle.communicator.size == 1 or handle.kept_segments:  # little or nothing is left to gather
-            return False
-        if not self._is_small(unit, handle, handle.batch_nbytes) or handle.without_values:
-            return False
-        return unit.positions.gather.is_known
+        return self._is_small(unit, handle, handle.batch_nbytes) and unit.positions.gather.is_known
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
@@ -349,7 +343,10 @@ class CollectiveBatcher:
         self._order.reduced.append(unit)
         waiting = self.waiting
         if waiting is None:
-            plan = self._expected(unit)
+            coming, defers = self._order.coming_to_reduce(), unit.defers
+            plan = self._reductions.get((unit, defers))
+            if plan is None or plan.coming != coming or not plan.fits():
+                plan = self._plan_reduction(unit, coming, defers)
             if plan is None:
                 return False
             waiting = self.waiting = BatchedReduction(plan)
@@ -359,14 +356,6 @@ class CollectiveBatcher:
             return True
         self._reductions.clear()  # units are not as planned
         return False
-
-    def _expected(self, unit: Unit) -> _ReductionPlan | None:
-        """Returns the plan of a batched reduction that begins with a unit; None for its own reduction."""
-        coming, defers = self._order.coming_to_reduce(), unit.defers
-        plan = self._reductions.get((unit, defers))
-        if plan is None or plan.coming != coming or not plan.fits():
-            plan = self._plan_reduction(unit, coming, defers)
-        return plan
 
     def _plan_reduction(self, unit: Unit, coming: list[Unit], defers: bool) -> _ReductionPlan | None:
         self._reductions.pop((unit, defers), None)
@@ -440,7 +429,7 @@ def _reduction_note(unit: Unit) -> UnitCollective:
     return positions.reduction_in_copy if unit.defers else positions.reduction
 
 
-def _noted_reduction(units: Iterable[Unit]) -> Collective:
+def _noted_reduction(units: Iterable[Unit]) -> UnitCollective:
     first, *others = map(_reduction_note, units)
     return first.with_others(others)
 

@@ -86,8 +86,7 @@ class BackwardEnd:
             handle = unit.handle
             if handle is None or not unit.defers:
                 continue
-            partial = any(segment.gradients.partial is not None for segment in handle.segments)
-            if partial or (handle.holds_gradients and unit.options.syncs):
+            if handle.keeps_partial or (handle.holds_gradients and unit.options.syncs):
                 raise RuntimeError(
                     f"gradients of {unit.name} are summed over a part of the ranks only; call "
                     "set_requires_all_reduce(True) before the last backward that finalize_backward() ends"
@@ -151,11 +150,6 @@ class Updates:
         if unit in self.updated or self._updated_in.get(unit) == task:
             raise _come_again(unit)
         self._recomputed[unit] = task
-
-    def after(self, unit: Unit) -> None:
-        """Records that a unit's gradients were reduced, and updates the unit if they are complete."""
-        self.note(unit)
-        self.update(unit)
 
     def note(self, unit: Unit) -> None:
         """Records that a unit's gradients were reduced; a copy to the host may still run."""

@@ -45,10 +45,6 @@ class Values:
         """Whether this rank receives all values, and so initialises nothing."""
         return self.synchronised and not self.first
 
-    def can_initialise(self, module: nn.Module) -> bool:
-        """Returns whether the tensors that `module` holds directly can be initialised."""
-        return self.received or self.param_init_fn is not None or _reset_method(module) is not None
-
 
 def check_materializable(contents: UnitContents, values: Values) -> None:
     """Checks that every tensor on the meta device can get values."""
@@ -56,8 +52,9 @@ def check_materializable(contents: UnitContents, values: Values) -> None:
     for _, module in contents.modules:
         for tensor in _direct(module).values():
             holders.setdefault(tensor, []).append(module)
+    given = values.received or values.param_init_fn is not None
     for fqn, tensor in contents.tensors():
-        if tensor.is_meta and not any(values.can_initialise(holder) for holder in holders[tensor]):
+        if tensor.is_meta and not given and not any(map(_reset_method, holders[tensor])):
             raise ValueError(
                 f"'{fqn}' is on the meta device and has no values, and {type(holders[tensor][0]).__name__}, "
                 "which holds it, has no reset_parameters(); pass param_init_fn, or materialise the module "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
 from fsdp_wrap._core import SpanKind, span
@@ -40,9 +40,8 @@ class Offloading:
             handle.state is not HandleState.SHARDED
             or handle.post_forward_shards is not None
             or handle.without_values
+            or handle.kept_segments  # little or nothing is left to send
         ):
-            return
-        if handle.kept_segments:  # little or nothing is left to send
             return
         self._recall()
         handle.look()  # or the gather would notice changed values and copy again
@@ -56,16 +55,15 @@ class Offloading:
         for each in () if handle is None else handle.from_host:
             each.recall()
 
-    def end_forward(self, units: Iterable[Unit]) -> None:
+    def end_forward(self, units: Sequence[Unit]) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         self._recall()
         handles = [unit.handle for unit in units if unit.handle is not None]
         if any(each.lends for handle in handles for each in handle.from_host):
             self._await_copies(units)
 
-    def _await_copies(self, units: Iterable[Unit]) -> None:
-        owners = tuple(units)
-        with span(SpanKind.AWAIT_COPIES, owners[0].fqn, None, owners):
+    def _await_copies(self, units: Sequence[Unit]) -> None:
+        with span(SpanKind.AWAIT_COPIES, units[0].fqn, None, units):
             await_copies(self._accelerator)
 
     # gradients
@@ -105,7 +103,7 @@ class Offloading:
         for layout in () if unit.handle is None else unit.handle.layouts:
             layout.add_arrived()
 
-    def end_backward(self, units: Iterable[Unit]) -> None:
+    def end_backward(self, units: Sequence[Unit]) -> None:
         """Waits for all copies, and adds all gradients to those of the sharded parameters."""
         self._recall()
         self._await_copies(units)

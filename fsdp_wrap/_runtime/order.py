@@ -121,7 +121,7 @@ class OrderCheck:
 
     def begin_forward(self, trains: bool, iteration: int) -> None:
         """Begins an outermost forward; `trains` if it runs in training mode with gradients."""
-        self.counts = trains and _in_detail()
+        self.counts = trains and dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
         self._order = []
         self._iteration = iteration
 
@@ -154,10 +154,6 @@ class OrderCheck:
             f"{self._iteration}). Where all ranks changed alike, prefetching may be less useful; where only "
             "some did, their collectives no longer fit together, and the step fails"
         )
-
-
-def _in_detail() -> bool:
-    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 _EXCHANGE = Note("compares the forward order")

@@ -78,8 +78,19 @@ def check_tensors(
         elif is_extension(slot.param) and is_packable(slot.param):
             check_packable(slot.fqn, slot.param)
         else:
-            _check_kind(slot.fqn, slot.param, distributed)
-        _refuse_hooks(slot.fqn, slot.param)
+            kind: type = type(slot.param)
+            part = type(to_local(slot.param)) if distributed and kind is DTensor else None
+            if kind is not nn.Parameter and part is not torch.Tensor:
+                raise TypeError(
+                    f"parameter '{slot.fqn}' is a {kind.__name__}, whose behaviour sharding would lose; "
+                    "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+                )
+        if slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter '{slot.fqn}' has gradient hooks, which would not run: a wrapped module computes "
+                "with another tensor; remove them before wrapping, and give them to the sharded parameters "
+                "after it"
+            )
         if instead is not None and optimizers_in_backward(slot.param):
             raise ValueError(
                 f"parameter '{slot.fqn}' has an optimizer that is applied in backward, which would train "
@@ -87,16 +98,6 @@ def check_tensors(
             )
     for fqn, (user, _), _ in contents.borrowed:
         _refuse_scripted(fqn, user)
-
-
-def _check_kind(fqn: str, param: nn.Parameter, distributed: bool) -> None:
-    kind: type = type(param)
-    part = type(to_local(param)) if distributed and kind is DTensor else None
-    if kind is not nn.Parameter and part is not torch.Tensor:
-        raise TypeError(
-            f"parameter '{fqn}' is a {type(param).__name__}, whose behaviour sharding would lose; "
-            "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
-        )
 
 
 def drop_gradients(contents: UnitContents) -> None:
@@ -109,14 +110,6 @@ def drop_gradients(contents: UnitContents) -> None:
             f"gradients that {len(having)} parameters had before sharding were dropped, the first of "
             f"'{having[0].fqn}': they are of this rank alone, not averaged. Step before sharding, or run the "
             "backward after it; zero_grad() before sharding avoids this warning"
-        )
-
-
-def _refuse_hooks(fqn: str, param: nn.Parameter) -> None:
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"parameter '{fqn}' has gradient hooks, which would not run: a wrapped module computes with "
-            "another tensor; remove them before wrapping, and give them to the sharded parameters after it"
         )
 
 
@@ -175,9 +168,9 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 def refuse_outdated(call: ForwardCall) -> None:
     """Raises the error of a backward whose parameters have changed since its forward."""
-    name = call.unit.name
+    name, handle = call.unit.name, call.unit.handle
     changed = _forget_changed(call.unit)
-    if call.converted:
+    if handle is not None and call.generation != handle.generation:
         what = f"parameters of {name} were converted to another dtype"
         why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
     else:
@@ -260,7 +253,13 @@ def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     for segment in handle.segments:
         if not segment.layout.display.is_untouched():
             refuse_replaced(unit, segment.layout)
-            _refuse_hooked(unit, segment.layout)
+            for fqn in segment.layout.display.hooked():
+                raise ValueError(
+                    f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
+                    f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
+                    "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
+                    "module's parameter inside its forward"
+                )
     if handle.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
@@ -275,7 +274,8 @@ def refuse_added(units: Iterable[Unit]) -> None:
         for prefix, module in () if unit.gone else own_modules(unit.module):
             found = [*added_params(module)] if module in added_names else []
             for fqn, param in found:
-                if param.requires_grad and not _is_leaf_of(unit, param):
+                segments = () if unit.handle is None else unit.handle.segments
+                if param.requires_grad and not any(param in segment.places for segment in segments):
                     name = unit.name_of(clean_fqn(joined(prefix, fqn)))
                     raise ReplacedError(
                         f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
@@ -285,10 +285,6 @@ def refuse_added(units: Iterable[Unit]) -> None:
                     )
             if not found:
                 added_names.pop(module, None)
-
-
-def _is_leaf_of(unit: Unit, param: nn.Parameter) -> bool:
-    return unit.handle is not None and any(param in each.places for each in unit.handle.segments)
 
 
 def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
@@ -317,16 +313,6 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
             f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
             "former object back, and write new values into it; or replace it before sharding, or, with the "
             "wrapper, inside summon_full_params"
-        )
-
-
-def _refuse_hooked(unit: Unit, layout: Layout) -> None:
-    for fqn in layout.display.hooked():
-        raise ValueError(
-            f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
-            f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
-            "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the module's "
-            "parameter inside its forward"
         )
 
 

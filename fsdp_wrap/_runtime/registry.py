@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_wrap._core import AlreadyShardedError, Place, UnitContents, mark_owned
+from fsdp_wrap._core import AlreadyShardedError, UnitContents, mark_owned
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime.unit import Unit
 
@@ -76,17 +76,13 @@ class Registry:
         # A unit whose module is gone has no handle, and lends nothing.
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
         for fqn, place, param in contents.borrowed:
-            if not self._shows(place):
+            shown = (unit.handle for unit in self._users.get(place[0], ()))  # as in a module that units share
+            layouts = (layout for handle in shown if handle is not None for layout in handle.layouts)
+            if not any(place in places for layout in layouts for places in layout.places):
                 unit, layout, index = self.owner(fqn, param)
                 layout.add_place(index, place)
                 lenders[unit] = None
         return list(lenders)
-
-    def _shows(self, place: Place) -> bool:
-        """Returns whether a unit shows a parameter in this place, as in a module that two units share."""
-        handles = [unit.handle for unit in self._users.get(place[0], ()) if unit.handle is not None]
-        layouts = [layout for handle in handles for layout in handle.layouts]
-        return any(place in places for layout in layouts for places in layout.places)
 
 
 REGISTRY = Registry()

@@ -19,7 +19,6 @@ from fsdp_wrap._params import Layout, is_extension, to_local
 from fsdp_wrap._runtime.unit import Unit
 
 _SAMPLED = 4  # elements of a parameter
-_SAMPLED_OF_SHARD = 64
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
 _SAME_MODEL = "All ranks must shard the same model"
@@ -40,15 +39,10 @@ def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
 def _elements(param: nn.Parameter) -> torch.Tensor:
     if param.is_meta or not param.numel() or is_extension(param):
         return torch.full((_SAMPLED,), math.nan, device=param.device)
-    found = _spread(to_local(param).detach(), _SAMPLED)
+    flat = to_local(param).detach().reshape(-1)
+    found = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
     real = found.abs() if found.is_complex() else found
     return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
-
-
-def _spread(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Returns evenly spaced elements of a tensor."""
-    flat = tensor.reshape(-1)
-    return flat[:: max(1, flat.numel() // number)][:number]
 
 
 class InitialValues:
@@ -57,26 +51,19 @@ class InitialValues:
     def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         self._samples = samples
         self._written = [layout.written() for layout in layouts]
-        self._shards = [_of_shard(layout).clone() for layout in layouts]
+        # Some ways of loading move no version counter.
+        self._sampled = [layout.sample().clone() for layout in layouts]
 
     def lines(self, layouts: Sequence[Layout]) -> list[str]:
         """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
-        for values, layout, written, shard in zip(self._samples, layouts, self._written, self._shards):
-            known = not values.is_meta and layout.written() == written and _is_same(shard, _of_shard(layout))
+        for values, layout, written, before in zip(self._samples, layouts, self._written, self._sampled):
+            now = layout.sample()
+            known = not values.is_meta and layout.written() == written
+            known = known and before.device == now.device and torch.equal(before, now)
             lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
             result += lines
         return result
-
-
-def _of_shard(layout: Layout) -> torch.Tensor:
-    """Returns sampled elements of a shard, since some ways of loading move no version counter."""
-    return _spread(layout.flat_param.detach(), _SAMPLED_OF_SHARD)
-
-
-def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    same_kind = before.dtype == now.dtype and before.device == now.device
-    return same_kind and (before.is_meta or torch.equal(before, now))
 
 
 def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
@@ -121,7 +108,7 @@ class SameModel:
             settings.append(f"travel_together_bytes={wanted}")
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         handle = unit.handle
-        if handle is None or unit.initial is None or self._told_of_values or not agreement.compares:
+        if handle is None or unit.initial is None or self._told_of_values or agreement.store is None:
             return
         lines = unit.initial(handle.layouts)
         if not any(lines):  # all values were loaded since

@@ -39,9 +39,9 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
-from fsdp_wrap._params import HandleState, KeptSegmentsPlan, ParamHandle, Showing
+from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher, default_bytes
+from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
 from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
@@ -81,6 +81,7 @@ class Schedule(StepState):
         ending: Decides when the last reduction of a backward is waited for.
         device: Device of computation.
         depth: Number of forward calls in progress.
+        batches: Batches of its units' collectives.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
             its inputs: units with parts that have not all run, and units that do not reshard after forward.
     """
@@ -95,7 +96,6 @@ class Schedule(StepState):
         self._outermost = root.over_all_meshes
         self._order = ExecOrder()
         self._order_check = OrderCheck()
-        self._kept_plan = KeptSegmentsPlan()
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self._awaited: dict[Unit, None] = {}
@@ -104,7 +104,7 @@ class Schedule(StepState):
         self._trains = False
         self._keeps_graph = False
         self._reducing: deque[Unit | BatchedReduction] = deque()
-        self._batches = CollectiveBatcher(self._order)
+        self.batches = CollectiveBatcher(self._order)
         self._prefetching_later: Unit | None = None
         self._prefetched: list[Unit] = []
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
@@ -130,11 +130,9 @@ class Schedule(StepState):
         return [unit for unit in self._units if unit.schedule is self and not unit.gone]
 
     @property
-    def phase(self) -> Phase:
-        """The running phase of the iteration."""
-        if self.depth:
-            return Phase.FORWARD
-        return Phase.BACKWARD if self._backward_open else Phase.IDLE
+    def runs_backward(self) -> bool:
+        """Whether a backward runs, and no forward inside it."""
+        return self._backward_open and not self.depth
 
     def explain(self, error: BaseException) -> None:
         """Adds to an error that leaves the runtime the units' memory, or the names of sharded parameters."""
@@ -164,9 +162,9 @@ class Schedule(StepState):
                         self._drop_aside(each)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
-                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._batches.most:
+                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self.batches.most:
                     coming = self._order.coming_in_forward(unit)
-                    self._prefetched += self._batches.gather(unit, coming, Phase.FORWARD)
+                    self._prefetched += self.batches.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self._hook_leaves(unit)
@@ -179,7 +177,7 @@ class Schedule(StepState):
         self.depth += 1
         unit.running += 1
         if unit.buffers.casts:
-            unit.show_buffers()
+            (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
         if handle is not None:
             handle.shown.show_leaves()
         if step_watchers:
@@ -236,17 +234,18 @@ class Schedule(StepState):
             self._order.ended.append(unit)
         if unit.running > 1:
             return
-        if unit.parts and not unit.ran(call.part):
-            self.lasting[unit] = call, inputs
-        elif unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
+        over = not unit.parts or unit.ran(call.part)
+        if over and unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
             self.lasting.pop(unit, None)
             handle.shown.show_kept()
-        elif unit.options.reshard_after_forward:
+        elif over and unit.options.reshard_after_forward:
             self.lasting.pop(unit, None)
             if unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.to_keep)
+                unit.reshard(
+                    Phase.FORWARD, unit.options.reshards_within if with_grad else None, self.kept.chosen
+                )
         else:
             self.lasting[unit] = call, inputs
 
@@ -264,7 +263,7 @@ class Schedule(StepState):
     def _drop_aside(self, unit: Unit) -> None:
         """Frees segments that were set aside: a new forward gathers anew, since writes may go unseen."""
         if unit in self._awaited and unit.handle is not None and unit.handle.state is HandleState.SHARDED:
-            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
+            unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
 
     def _show_again(self, unit: Unit) -> None:
         """Shows segments that were set aside: recomputed outer forwards read them."""
@@ -294,7 +293,9 @@ class Schedule(StepState):
             elif unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None, unit.to_keep)
+                unit.reshard(
+                    Phase.FORWARD, unit.options.reshards_within if with_grad else None, self.kept.chosen
+                )
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -310,18 +311,12 @@ class Schedule(StepState):
         if over and handle is not None and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
-            self._end_outermost_forward()
-
-    def _end_outermost_forward(self) -> None:
-        prefetched, self._prefetched = self._prefetched, []
-        for unit in prefetched:  # did not run after all
-            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
-        for unit in self.lasting:  # it raised
-            unit.restart()
-            unit.reshard(Phase.FORWARD, keep=unit.to_keep)
-        self.lasting = {}
-        if self._offloading is not None:
-            self._offloading.end_forward(self._units)
+            for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
+                unit.restart()
+                unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
+            self._prefetched, self.lasting = [], {}
+            if self._offloading is not None:
+                self._offloading.end_forward(self._units)
 
     def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
         """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
@@ -331,7 +326,7 @@ class Schedule(StepState):
                 unit.reshard(Phase.FORWARD)
         elif unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._prefetched:  # the order has changed
-                wrong.reshard(Phase.FORWARD, keep=wrong.to_keep)
+                wrong.reshard(Phase.FORWARD, keep=self.kept.chosen)
             self._prefetched = []
 
     def _prefetch_forward(self, unit: Unit) -> None:
@@ -343,7 +338,7 @@ class Schedule(StepState):
             if target.handle is not None and target.handle.state is HandleState.SHARDED:
                 self._drop_aside(target)
                 coming = self._order.coming_in_forward(target)
-                self._prefetched += [target, *self._batches.gather(target, coming, Phase.FORWARD)]
+                self._prefetched += [target, *self.batches.gather(target, coming, Phase.FORWARD)]
 
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
@@ -355,16 +350,22 @@ class Schedule(StepState):
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
-        wanted = self.root.options.travel_together_bytes
-        self._batches.allow(default_bytes(self.device) if wanted is None else wanted)
+        self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
         checks_order = self._trains and self.root.trains and self.joining is None
         self._order_check.begin_forward(checks_order, self.iteration)
         if self._backward_open:
             self._abandon_backward()
         self._await_event()
-        if self._kept_plan.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
-            self._choose_kept_segments()
+        if self.kept.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
+            handles = [(unit.handle, unit.options) for unit in self._units if unit.handle is not None]
+            self.kept.choose(
+                [
+                    (each, options.keep_unsharded_bytes)
+                    for handle, options in handles
+                    for each in handle.segments
+                ]
+            )
         if self._offloading is not None:
             self._offloading.outdate(self._units)
         for unit in self._units:
@@ -395,18 +396,6 @@ class Schedule(StepState):
                 self._hook_leaves(unit)
         if self._trains and added_names:
             refuse_added(self._units)
-
-    def _choose_kept_segments(self) -> None:
-        """Chooses the segments that are kept when units reshard, if budgets or segments have changed."""
-        handles = [
-            (unit.handle, unit.options.keep_unsharded_bytes)
-            for unit in self._units
-            if unit.handle is not None
-        ]
-        listed = [(segment, budget) for handle, budget in handles for segment in handle.segments]
-        if self._kept_plan.choose(listed):
-            for unit in self._units:
-                unit.to_keep, unit.frozen_to_keep = self._kept_plan.chosen, self._kept_plan.frozen
 
     def _await_event(self) -> None:
         """Makes the compute stream wait for the event of `wait_for`, if any."""
@@ -480,8 +469,8 @@ class Schedule(StepState):
         if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
             handle.look()
         if unshards:
-            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self._batches.most:
-                self._batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
+            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self.batches.most:
+                self.batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
         if handle.shown.changed or call.values != handle.values:
@@ -556,7 +545,7 @@ class Schedule(StepState):
         if unit.arrivals.end() and (step_watchers or observers):
             unit.tell_backward_over(Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
-            unit.reshard(Phase.BACKWARD, keep=unit.frozen_to_keep if unit.options.syncs else unit.to_keep)
+            unit.reshard(Phase.BACKWARD, keep=self.kept.frozen if unit.options.syncs else self.kept.chosen)
         else:
             unit.end_unsharded(Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
@@ -618,7 +607,7 @@ class Schedule(StepState):
                 if self._offloading is not None:
                     self._offloading.settle(unit)
                 unit.handle.keep_accumulated()
-        if self._batches.waiting is not None:
+        if self.batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
         if self.ending.automatic:
             self._make_room()
@@ -652,7 +641,7 @@ class Schedule(StepState):
         """Cleans up after a backward that raised, whose final callback never ran."""
         self._reducing.clear()
         self._prefetching_later = None
-        self._batches.forget()
+        self.batches.forget()
         self._awaited = {}
         self._backward_open = False
         self._updates.abandon(self._units)
@@ -806,10 +795,10 @@ class Schedule(StepState):
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.batch_nbytes > self._batches.most:
+            if target.handle.batch_nbytes > self.batches.most:
                 target.gather(Phase.BACKWARD)
             elif target.handle.state is HandleState.SHARDED:
-                self._batches.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
+                self.batches.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
         """Returns the unit whose prefetch or backward will follow that of `unit`."""
@@ -821,23 +810,26 @@ class Schedule(StepState):
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
         handle = unit.handle
-        if handle is None or not (handle.holds_gradients or (handle.keeps_gradients and _completes(unit))):
+        if handle is None or not (
+            handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
+        ):
             return
         if not self._gradients_came and phase is not Phase.IDLE:  # torch.autograd.grad() may bring none
             self._deferred.add(unit)
             return
-        waiting, in_flight = self._batches.waiting, unit.options.most_reducing - 1
+        waiting, in_flight = self.batches.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come
             self._send_waiting(phase, in_flight)
         if self._reducing or self._prefetching_later:
             # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
         if not (self.syncs and unit.options.syncs):
-            handle.accumulate_gradients()
+            for segment in handle.segments:
+                segment.gradients.collect()
             return
-        alone = handle.batch_nbytes > self._batches.most or phase is Phase.IDLE
+        alone = handle.batch_nbytes > self.batches.most or phase is Phase.IDLE
         try:
-            if alone or not self._batches.take(unit):
+            if alone or not self.batches.take(unit):
                 if self._updates.reduced:
                     self._updates.between_collectives()
                 unit.reduce(phase)
@@ -845,9 +837,15 @@ class Schedule(StepState):
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
-        waiting = self._batches.waiting
+        waiting = self.batches.waiting
         if waiting is not None and not waiting.missing:
             self._send_waiting(phase, in_flight)
+
+    def _completes(self, unit: Unit, handle: ParamHandle) -> bool:
+        """Whether a backward without gradients for a unit must sum earlier ones over the replicas."""
+        if handle.reduction is not None or unit.defers or not (self.syncs and unit.options.syncs):
+            return False
+        return handle.keeps_partial
 
     def _send_waiting(self, phase: Phase, in_flight: int = 0) -> None:
         """Issues the waiting batched reduction, complete or not; `in_flight` others may stay in flight."""
@@ -856,7 +854,7 @@ class Schedule(StepState):
         if self._updates.reduced:
             self._updates.between_collectives()
         try:
-            sent = self._batches.send(phase)
+            sent = self.batches.send(phase)
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
@@ -868,23 +866,20 @@ class Schedule(StepState):
         while len(self._reducing) > leave:
             reducing = self._reducing.popleft()
             if isinstance(reducing, Unit) and self._offloading is not None:  # offloaded: never batched
-                self._finish_offloaded(self._offloading, reducing)
+                before = self._offloading.finish_reduction(reducing)
+                self._updates.note(reducing)
+                if before is not None and before is not reducing:  # its gradients have come to the host
+                    self._updates.update(before)
                 continue
             units = [reducing] if isinstance(reducing, Unit) else reducing.taken
             reducing.finish_reduction()
             for unit in units:
                 if unit.updater is not None:
-                    self._updates.after(unit)
+                    self._updates.note(unit)
+                    self._updates.update(unit)
         waiting, self._prefetching_later = self._prefetching_later, None
         if waiting is not None:
             self._prefetch(waiting)
-
-    def _finish_offloaded(self, offloading: Offloading, unit: Unit) -> None:
-        """Finishes a reduction to the host, and updates the unit before, whose gradients have come there."""
-        before = offloading.finish_reduction(unit)
-        self._updates.note(unit)
-        if before is not None and before is not unit:
-            self._updates.update(before)
 
     @contextmanager
     def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:
@@ -898,10 +893,6 @@ class Schedule(StepState):
             yield
         finally:
             self.syncs, self.sums_over_replicas = before
-
-    def companions_of(self, unit: Unit) -> list[str]:
-        """Returns the names of the units that share a unit's gather in forward."""
-        return self._batches.companions_of(unit)
 
     def require_between_backwards(self, doing: str) -> None:
         """Raises a `NotIdleError` inside a backward, where some units have reduced already."""
@@ -922,15 +913,6 @@ class Schedule(StepState):
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
-
-
-def _completes(unit: Unit) -> bool:
-    """Whether a backward without gradients for a unit must sum earlier ones over the replicas."""
-    handle, schedule = unit.handle, unit.schedule
-    if handle is None or schedule is None or handle.reduction is not None or unit.defers:
-        return False
-    partial = any(segment.gradients.partial is not None for segment in handle.segments)
-    return partial and schedule.syncs and unit.options.syncs
 
 
 def schedule_of(unit: Unit) -> Schedule:

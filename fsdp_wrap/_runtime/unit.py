@@ -24,7 +24,6 @@ from fsdp_wrap._core import (
     Computing,
     EventKind,
     InputCasts,
-    NoSpan,
     NoValuesError,
     Phase,
     Span,
@@ -37,7 +36,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import will_execute
-from fsdp_wrap._params import GatherShare, HandleState, Layout, ParamHandle, Segment
+from fsdp_wrap._params import GatherShare, HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
@@ -158,6 +157,7 @@ class StepState:
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether reduced gradients are summed over the replicas, unless a unit defers it.
         joining: Keeps ranks with different numbers of batches together; None outside of such a context.
+        kept: The segments whose full parameters are kept, within the budget, when units reshard.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -165,6 +165,7 @@ class StepState:
         self.iteration = 0
         self.joining: Joining | None = None
         self.syncs = self.sums_over_replicas = True
+        self.kept = KeptSegmentsPlan()
 
 
 class Unit:
@@ -194,8 +195,6 @@ class Unit:
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
-        to_keep: Segments of the tree whose full parameters are kept, within the budget, when units reshard.
-        frozen_to_keep: The segments of `to_keep` that no optimizer changes: kept after a backward too.
     """
 
     positions: UnitPositions
@@ -238,8 +237,6 @@ class Unit:
         self.told_of_own_gradients = False
         self.hooked = -1
         self.all_train = handle is None
-        self.to_keep: Collection[Segment] = ()
-        self.frozen_to_keep: Collection[Segment] = ()
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
 
@@ -302,7 +299,6 @@ class Unit:
     def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
         """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
         self.schedule = schedule
-        self.to_keep = self.frozen_to_keep = ()
         self.fqn = fqn
         self.positions = tell(self)
 
@@ -356,12 +352,23 @@ class Unit:
         if handle is None or handle.state is not HandleState.SHARDED:
             return False
         if handle.without_values:
-            raise _no_values(self, handle)
+            raise NoValuesError(
+                f"parameters of {self.name} are on the meta device and have no values: "
+                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                "or load them before the first forward"
+            )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
         assert self.schedule is not None
-        lasting = self._lasts or not self.schedule.syncs or bool(self.to_keep) or phase is Phase.IDLE
-        nbytes = handle.unsharded_nbytes - (self._reuse(handle, phase) if handle.kept_segments else 0)
+        lasting = (
+            self._lasts or not self.schedule.syncs or bool(self.schedule.kept.chosen) or phase is Phase.IDLE
+        )
+        nbytes = handle.unsharded_nbytes
+        if handle.kept_segments:
+            self.drop_outdated(phase)
+            if kept := handle.kept_nbytes:
+                nbytes -= kept
+                self.tell(EventKind.REUSE, phase, kept)
         travels = not handle.kept_segments or bool(handle.left)
         if travels:
             note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
@@ -374,19 +381,11 @@ class Unit:
             self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
 
-    def _reuse(self, handle: ParamHandle, phase: Phase) -> int:
-        """Returns the bytes of the kept segments that are up to date, and drops the others."""
-        self.drop_outdated(phase)
-        kept = handle.kept_nbytes
-        if kept:
-            self.tell(EventKind.REUSE, phase, kept)
-        return kept
-
     def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
         """Gathers a sharded unit by its share of a batched gather of the units named `together`."""
         handle = self.handle
         assert handle is not None and self.schedule is not None
-        handle.gather(self._lasts or not self.schedule.syncs or bool(self.to_keep), share)
+        handle.gather(self._lasts or not self.schedule.syncs or bool(self.schedule.kept.chosen), share)
         if step_watchers or observers:
             self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
@@ -457,12 +456,8 @@ class Unit:
 
     # observers
 
-    def span(
-        self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()
-    ) -> Span | NoSpan:
+    def span(self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()) -> Span:
         """Returns a span as a context; `units` are those of a batched collective, this one first."""
-        if not step_watchers:
-            return NO_SPAN
         return Span(kind, self.fqn, phase, units or (self,), nbytes, tuple([unit.fqn for unit in units]))
 
     def tell(self, kind: EventKind, phase: Phase, nbytes: int = 0, together: tuple[str, ...] = ()) -> None:
@@ -509,13 +504,6 @@ class Unit:
         if self.handle is None:
             return not options.casts.restores_outputs  # casts that restore outputs cast to full precision
         return self.handle.mixes
-
-    def show_buffers(self) -> None:
-        """Shows the modules their buffers in the dtype of a forward that begins now."""
-        if self.leaves_mixed_precision:
-            self.buffers.show_original()
-        else:
-            self.buffers.show_cast()
 
     def follow_mode(self) -> None:
         """Switches a sharded unit to its module mode's precision; raises while gradients accumulate."""
@@ -619,9 +607,8 @@ class Unit:
         options, schedule = self.options, self.schedule
         accumulates = schedule is not None and not schedule.syncs
         if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
-            self.reshard(
-                phase, keep=self.to_keep if accumulates or not options.syncs else self.frozen_to_keep
-            )
+            kept = KeptSegmentsPlan() if schedule is None else schedule.kept
+            self.reshard(phase, keep=kept.chosen if accumulates or not options.syncs else kept.frozen)
         elif self.handle is not None:
             self.hold()
             if not self.running:
@@ -650,13 +637,8 @@ class ForwardCall:
         """The handle's `values` in the forward: the version of the leaves it computes with."""
         self.written = [] if handle is None else handle.written
         """The handle's `written` in the forward."""
-        self._generation = 0 if handle is None else handle.generation
-
-    @property
-    def converted(self) -> bool:
-        """Whether the leaves have been replaced since, by others of another dtype."""
-        handle = self.unit.handle
-        return handle is not None and self._generation != handle.generation
+        self.generation = 0 if handle is None else handle.generation
+        """The handle's `generation` in the forward: leaves of another one have replaced these."""
 
     def open(self, task: int, inputs: list[Node]) -> None:
         """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
@@ -700,14 +682,6 @@ def _on_own_gradient(
             "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
         )
     return None
-
-
-def _no_values(unit: Unit, handle: ParamHandle) -> NoValuesError:
-    return NoValuesError(
-        f"parameters of {unit.name} are on the meta device and have no values: "
-        f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
-        "or load them before the first forward"
-    )
 
 
 def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:

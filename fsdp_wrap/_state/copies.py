@@ -32,7 +32,10 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
         return _copy_module(wrapper, memo)
     units = [each for each in _with_lenders(units_in(wrapper).values()) if id(each) not in memo]
     for each in units:
-        _refuse_in_use(each)
+        require_idle([each], "copy.deepcopy()")
+        refuse_summoned([each], "copying the wrapped module")
+        if each.handle is not None:
+            each.handle.shown.show_sharded()
     layouts: dict[Unit, list[Layout]] = {}
     for each in units:
         memo[id(each)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
@@ -53,13 +56,6 @@ def _with_lenders(units: Iterable[Unit]) -> list[Unit]:
     for unit in list(found):
         found.update(dict.fromkeys(_with_lenders(unit.lenders)))
     return list(found)
-
-
-def _refuse_in_use(unit: Unit) -> None:
-    require_idle([unit], "copy.deepcopy()")
-    refuse_summoned([unit], "copying the wrapped module")
-    if unit.handle is not None:
-        unit.handle.shown.show_sharded()
 
 
 def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:

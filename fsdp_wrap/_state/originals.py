@@ -241,14 +241,13 @@ def _walk(module: nn.Module) -> Iterator[Original]:
 
 def uncut(fqn: str, tensor: torch.Tensor) -> Original:
     """Returns a parameter or buffer that no unit owns."""
-    return Original(fqn, Interval(fqn, tensor.shape, 0, _flat(tensor), cast(nn.Parameter, tensor), 0))
-
-
-def _flat(param: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter in one dimension; of what lies on several ranks only how large it is."""
-    if to_local(param) is param:
-        return param.detach().reshape(-1)
-    return torch.empty(param.numel(), dtype=param.dtype, device="meta")
+    whole = to_local(tensor) is tensor  # else only how large it is
+    flat = (
+        tensor.detach().reshape(-1)
+        if whole
+        else torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
+    )
+    return Original(fqn, Interval(fqn, tensor.shape, 0, flat, cast(nn.Parameter, tensor), 0))
 
 
 def originals_in(handle: ParamHandle) -> list[Original]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._core import Phase, Seam, format_bytes
+from fsdp_wrap._core import Seam, format_bytes
 from fsdp_wrap._params import HandleState, ParamHandle
 from fsdp_wrap._runtime import Unit, out_of_memory, schedule_of
 from fsdp_wrap.tools.models import Models, named_units
@@ -116,7 +116,7 @@ def _where(units: Sequence[Unit]) -> str:
     if running:  # the innermost has the longest name
         return f"in the forward of {max(running, key=lambda unit: len(unit.fqn)).name}"
     schedules = {schedule_of(unit) for unit in units if unit.schedule is not None}
-    if not any(schedule.phase is Phase.BACKWARD for schedule in schedules):
+    if not any(schedule.runs_backward for schedule in schedules):
         return "between forward and backward"
     reached = [unit for unit in units if unit.reached]
     return f"in the backward of {reached[-1].name}" if reached else "in a backward"

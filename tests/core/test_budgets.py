@@ -18,18 +18,19 @@ CODE_LINES = {
     "_comm": 2207,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1632,
+    "_core": 1628,
     "_params": 3917,
     "_runtime": 3241,
     "_state": 3126,
+    "_uneven": 569,
     "checkpoint": 2483,
     "compat": 802,
     "optim": 2087,
-    "tools": 4098,
+    "tools": 4091,
     "top level": 2316,
     "weights": 795,
     "core": 16439,
-    "all": 27959,
+    "all": 28526,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

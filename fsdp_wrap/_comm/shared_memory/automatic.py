@@ -49,7 +49,7 @@ class AutomaticCommunicator(GroupCommunicator):
 
     @property
     def _best(self) -> Communicator:
-        group = self._group
+        group = self.group
         chosen = _chosen.get(group)
         if chosen is None:
             chosen = _chosen[group] = self._choose(Ranks(group, self.rank, self.size))
@@ -81,7 +81,7 @@ class AutomaticCommunicator(GroupCommunicator):
         return ways
 
     def _gather_objects(self, value: Any) -> list[Any]:
-        ranks = Ranks(self._group, self.rank, self.size)
+        ranks = Ranks(self.group, self.rank, self.size)
         self._compare()
         gather = StoreGather(ranks, value, self._watch)
         gather.wait()

@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from fsdp_wrap._comm.positions import GroupPositions
-
-_MOST_NAMED = 8  # ranks
+from fsdp_wrap._comm.positions import GroupPositions, list_ranks
 
 
 class Bulletin:
@@ -56,7 +54,7 @@ class Bulletin:
         for rank in ranks:
             found = self._read(rank)
             if found is None:
-                silent.append(f"rank {rank}")
+                silent.append(rank)
                 continue
             history = found["history"]
             for number, digest, text in history:
@@ -68,8 +66,7 @@ class Bulletin:
             last = "; last collective, number {0} of the group: {2}".format(*history[-1]) if history else ""
             lines.append(f"  rank {rank} (another host): {found['state']}{last}")
         if silent:
-            rest = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
-            lines.append(f"  no word yet of {', '.join(silent[:_MOST_NAMED])}{rest}")
+            lines.append(f"  no word yet of {list_ranks(silent)}")
         return "".join(f"\n{line}" for line in lines)
 
     def _read(self, rank: int) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from fsdp_wrap._comm.device import Accelerator
-from fsdp_wrap._comm.positions import GroupPositions
+from fsdp_wrap._comm.positions import GroupPositions, LogEntry
 from fsdp_wrap._comm.watching.bulletin import Bulletin, bulletin_of
 from fsdp_wrap._comm.watching.watch import Watch, flight_records
 from fsdp_wrap._core import warn_caller
@@ -42,7 +42,7 @@ class _Issued(NamedTuple):
     since: float
     lane: str
     watch: Watch
-    entry: bytes
+    entry: LogEntry
 
     @property
     def done(self) -> bool:
@@ -53,9 +53,9 @@ class _Issued(NamedTuple):
             return True
 
     def __str__(self) -> str:
-        number, what = GroupPositions.parse_latest(self.entry)
-        if not number:
+        if not self.entry.number:
             return f"on the {self.lane} lane, before any unit's"
+        number, what = self.entry.number, self.entry
         return f"on the {self.lane} lane; number {number} of the group, this rank {what}, or what followed"
 
 
@@ -112,8 +112,8 @@ class Monitor:
             try:
                 self._wakes.get(timeout=_REST if self._rests else _PACE)
             except Empty:
-                if self._rests:
-                    self._answer()
+                if self._rests and any(bulletin.asked for bulletin in self._bulletins()):
+                    self._pin_up("waits for nothing")
             try:
                 self._look()
             except Exception:  # no error here stops training
@@ -155,10 +155,9 @@ class Monitor:
         limit = watch.limit()
         if waited < min(_FIRST_LOOK, _FIRST_PART * limit):
             return
-        number, _ = GroupPositions.parse_latest(issued.entry)
         try:
             watch.positions.compare_all()
-            watch.require_living(number)
+            watch.require_living(issued.entry.number)
             others = self._ask(watch, waited) if waited >= min(_ASK, _ASK_PART * limit) else ""
         except RuntimeError as error:
             self._tell(issued, 2, str(error))
@@ -202,11 +201,6 @@ class Monitor:
             self._pin_up(f"waits since {waited:.0f} s")
             bulletin.ask()
         return bulletin.look(elsewhere)
-
-    def _answer(self) -> None:
-        """Pins up this rank's position if another rank has asked."""
-        if any(bulletin.asked for bulletin in self._bulletins()):
-            self._pin_up("waits for nothing")
 
     def _pin_up(self, state: str) -> None:
         for bulletin in self._bulletins():

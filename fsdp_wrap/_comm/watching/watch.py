@@ -65,18 +65,15 @@ class Watch:
         """
         time.sleep(_BURIAL)
         self.positions.compare_all()
-        ended = [f"rank {rank} has ended" for rank in self._ended()]
+        group = self._group()
+        members = [] if group is None else dist.get_process_group_ranks(group)
+        ended = [
+            f"rank {member} has ended"
+            for rank, member in enumerate(members)
+            if member != self.positions.member and self.has_ended(rank)
+        ]
         text = ": ".join([*(each for each in ended if each not in str(error)), str(error)])
         return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
-
-    def _ended(self) -> list[int]:
-        """Returns the global ranks of the group's members that have ended."""
-        group = self._group()
-        if group is None:
-            return []
-        members = enumerate(dist.get_process_group_ranks(group))
-        others = [(rank, member) for rank, member in members if rank != dist.get_rank(group)]
-        return [member for rank, member in others if self.has_ended(rank)]
 
     def has_ended(self, rank: int) -> bool:
         """Whether another rank of the group has ended, as far as can be known.

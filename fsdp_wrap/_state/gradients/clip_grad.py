@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import require_idle, require_root, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Named
@@ -81,36 +80,24 @@ class GradientNorms:
         require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
             warn_caller(_UNREDUCED)
-        if known.distributed:
-            return self._clip_parts(known, unreduced, p, bound, error_if_nonfinite)
-        grads = {share: by_kind(known.held(share)) for share in known.shares}
-        powers = {share: power(held, p, known.device) for share, held in grads.items()}
-        total = root(merged(over_ranks(powers, p), p), p).squeeze(0)
-        if error_if_nonfinite:
-            check_finite(total, p)
-        if unreduced:
-            grads = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
-        elif not any(grads.values()) and any(each.requires_grad and each.numel() for each in known.params()):
-            warn_caller("clip_grad_norm_() found no gradients: the norm is zero")
-        scale(chain.from_iterable(grads.values()), total, bound)
-        first = next(known.params(), total)
-        return total.to(first.device, known.widest_dtype())
-
-    @staticmethod
-    def _clip_parts(
-        known: HeldGradients, unreduced: list[ParamHandle], p: float, bound: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
-        """Does the same as `clip` for parameters on two meshes, which tensor parallelism has distributed.
-
-        One all-reduce of a number for each mesh, or dimension of one, over which parameters are cut.
-        """
-        held = known.by_ranks()
-        powers = [power_over(over, parts, p, known.device) for over, parts in held.items()]
+        if known.distributed:  # one all-reduce for each mesh, or dimension of one, over which it is cut
+            of_ranks = known.by_ranks()
+            powers = [power_over(over, parts, p, known.device) for over, parts in of_ranks.items()]
+            kept = known.by_ranks(unreduced) if unreduced else of_ranks
+            grads = by_kind(chain.from_iterable(kept.values()))
+        else:
+            held = {share: by_kind(known.held(share)) for share in known.shares}
+            powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
+            if unreduced:
+                held = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
+            grads = [*chain.from_iterable(held.values())]
         total = root(merged(powers, p), p).squeeze(0)
         if error_if_nonfinite:
             check_finite(total, p)
-        kept = known.by_ranks(unreduced) if unreduced else held
-        scale(by_kind(chain.from_iterable(kept.values())), total, bound)
+        trained = (each.requires_grad and each.numel() for each in known.params())
+        if not (known.distributed or unreduced or grads) and any(trained):
+            warn_caller("clip_grad_norm_() found no gradients: the norm is zero")
+        scale(grads, total, bound)
         return total.to(next(known.params(), total).device, known.widest_dtype())
 
     @torch.no_grad()

@@ -281,7 +281,8 @@ def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:
     """Divides units among as few groups as possible: the widest takes all of which it holds whole copies."""
     left = list(handles)
     shares: list[Share] = []
-    for group in _groups(left):
+    found = dict.fromkeys(handle.communicator for handle in left if handle is not None)
+    for group in sorted((group for group in found if group.size > 1), key=lambda group: -group.size):
         copies = {handle: count for handle in left if (count := _copies(handle, group))}
         if not any(handle is not None and handle.communicator == group for handle in copies):
             continue  # a wider group has them
@@ -289,12 +290,6 @@ def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:
         for count in dict.fromkeys(copies.values()):
             shares.append(Share([each for each in copies if copies[each] == count], group, count))
     return [*shares, Share(left, None, 1)] if left else shares
-
-
-def _groups(handles: Iterable[ParamHandle | None]) -> list[Communicator]:
-    """Returns those over which handles are sharded, the widest first."""
-    found = dict.fromkeys(handle.communicator for handle in handles if handle is not None)
-    return sorted((group for group in found if group.size > 1), key=lambda group: -group.size)
 
 
 def _copies(handle: ParamHandle | None, group: Communicator) -> int:

@@ -20,7 +20,7 @@ from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm, number_of_dispatch_modes
 from fsdp_wrap._state.gradients.held import Share
 
-_AllReduce = Callable[[torch.Tensor, Any], object]
+AllReduce = Callable[[torch.Tensor, Any], object]
 _GROUP = attrgetter("group")
 
 _ROW = 2**16
@@ -144,19 +144,21 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
         ]
         if group is not None:
             lengths = [value.numel() for value in counted]
-            counted = [*_all_reduce(group, _joined(counted), p).split_with_sizes(lengths)]
+            counted = [*reduced(_joined(counted), p, sums_over(group)).split_with_sizes(lengths)]
         found += counted
     return found
 
 
-def _all_reduce(group: Communicator, values: torch.Tensor, p: float) -> torch.Tensor:
+def sums_over(group: Communicator) -> AllReduce:
+    """Returns a function that reduces a tensor over a group in place, and waits."""
+
     def all_reduce(tensor: torch.Tensor, op: Any) -> None:
         group.all_reduce([tensor], op).wait()
 
-    return reduced(values, p, all_reduce)
+    return all_reduce
 
 
-def reduced(values: torch.Tensor, p: float, all_reduce: _AllReduce) -> torch.Tensor:
+def reduced(values: torch.Tensor, p: float, all_reduce: AllReduce) -> torch.Tensor:
     """Merges powers over ranks, all of which get the same.
 
     Args:

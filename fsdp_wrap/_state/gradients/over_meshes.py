@@ -20,6 +20,7 @@ from fsdp_wrap._state.gradients.norms import (
     reduced,
     root,
     scale,
+    sums_over,
 )
 
 
@@ -78,7 +79,7 @@ def summed_over(over: Over, found: torch.Tensor, p: float) -> torch.Tensor:
     """Merges powers of norms over the ranks that hold the rest; collective."""
     communicator, mesh = over
     if communicator is not None:
-        found = reduced(found, p, lambda tensor, op: communicator.all_reduce([tensor], op).wait())
+        found = reduced(found, p, sums_over(communicator))
     if mesh is not None:
         for dim in mesh[1]:
             found = reduced(found, p, partial(dist.all_reduce, group=mesh[0].get_group(dim)))
