@@ -364,7 +364,10 @@ def rebuild_interval_tensor(
     part: tuple[Any, ...] | None = None,
 ) -> IntervalTensor:
     spread = None if described is None else Spread(HeldBy(*described[:-2]), *described[-2:])
-    beside = None if part is None else LocalPart.as_described(*part)
+    beside = None
+    if part is not None:
+        mesh, placements, sizes, stride, own = part
+        beside = LocalPart(mesh, placements, torch.Size(sizes), stride, frozenset(own))
     return IntervalTensor(torch.Size(shape), start, piece, spread=spread, part=beside)
 
 

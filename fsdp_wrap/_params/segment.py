@@ -225,7 +225,7 @@ class Segment:
         self.layout.lie_in(enumerate(self.layout.views(self.full.tensor)))
 
     def _write_from_shard(self) -> None:
-        self.write_shard: Callable[[], object] = _write_nothing
+        self.write_shard: Callable[[], object] = lambda: None  # of a shard that is the buffer itself
         self.shard = self.layout.flat_param.data
         self.from_host = self.layout.from_host(self.dtypes.param) if self.full.temporary else None
         if self.from_host is not None:
@@ -255,7 +255,3 @@ class Segment:
         fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)
-
-
-def _write_nothing() -> None:
-    """Writes a shard that is the buffer itself."""

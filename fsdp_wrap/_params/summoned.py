@@ -116,10 +116,6 @@ def _check_fits(what: str, given: torch.Tensor, found: torch.Tensor) -> None:
         )
 
 
-def _held(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else to_local(tensor)
-
-
 def _format_placed(place: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> str:
     return "a plain tensor" if place is None else f"a DTensor with placements {place[1]} on {place[0]}"
 
@@ -164,7 +160,8 @@ class _FullBuffer:
                 self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype, device="cpu"))
         self._edits = [
             (view, torch.zeros_like(view) if held is None else held.detach().clone())
-            for view, held in zip(self.views, map(_held, values))
+            for view, value in zip(self.views, values)
+            for held in [None if value is None else to_local(value)]
             if held is None or held.data_ptr() != view.data_ptr() or held.stride() != view.stride()
         ]
 

@@ -82,8 +82,8 @@ def check_tensors(
             part = type(to_local(slot.param)) if distributed and kind is DTensor else None
             if kind is not nn.Parameter and part is not torch.Tensor:
                 raise TypeError(
-                    f"parameter '{slot.fqn}' is a {kind.__name__}, whose behaviour sharding would lose; "
-                    "ignore it with ignored_states, or make it a plain torch.nn.Parameter"
+                    f"parameter '{slot.fqn}' is a {type(slot.param).__name__}, whose behaviour sharding "
+                    "would lose; ignore it with ignored_states, or make it a plain torch.nn.Parameter"
                 )
         if slot.param._backward_hooks or slot.param._post_accumulate_grad_hooks:
             raise ValueError(

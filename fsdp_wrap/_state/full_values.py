@@ -532,8 +532,9 @@ def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:
         for part in (
             part for layout in handle.layouts for part in layout.distributed or () if part is not None
         ):
-            device = handle.communicator.device
-            return [make_communicator(ranks_in(group), device) for group in part.other_groups]
+            device, mesh = handle.communicator.device, part.mesh
+            groups = (mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in part.own)
+            return [make_communicator(ranks_in(group), device) for group in groups]
     return []
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart
+from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
@@ -59,70 +58,53 @@ class ReadsOnAccess(ABC):
         return func(*pytree.tree_map_only(ReadsOnAccess, ReadsOnAccess.whole, args), **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class _Target:
-    """This rank's part of one value: elements of a full tensor, or of a part of one, from `start` on."""
+def _matches(interval: Interval, piece: IntervalTensor) -> bool:
+    return (piece.start, piece.stop, piece.part) == (interval.start, interval.stop, interval.part)
 
-    shape: torch.Size
-    start: int
-    data: torch.Tensor
-    part: LocalPart | None = None
-    original: Original | None = None
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.data.numel()
+def _takes(interval: Interval, value: Any, pieces: bool) -> bool:
+    """Whether a value can be copied to an interval at once."""
+    if isinstance(value, IntervalTensor):
+        fits = pieces and _matches(interval, value)
+    elif isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+        fits = plain and not value.is_meta
+    else:  # no tensor, but one in any torch function, as those of Lightning
+        fits = is_tensor_like(value)  # type: ignore[no-untyped-call]
+    return fits and value.shape == interval.shape and not interval.data.is_meta
 
-    def matches(self, piece: IntervalTensor) -> bool:
-        return (piece.start, piece.stop, piece.part) == (self.start, self.stop, self.part)
 
-    def taken_apart(self, value: Any) -> Any:
-        """Returns a value as the tensor that is sharded."""
-        return value if self.original is None else self.original.taken_apart(value)
+def _load(interval: Interval, value: Any) -> None:
+    if isinstance(value, IntervalTensor):
+        part = value.piece
+    elif isinstance(value, ReadsOnAccess) and interval.part is None:
+        part = value.read(interval.start, interval.stop)
+    else:
+        part = interval.own(value.whole() if isinstance(value, ReadsOnAccess) else torch.detach(value))
+    values = part.view(interval.data.shape)
+    if isinstance(interval.data, DTensor):  # outside of all units; each rank has the full tensor, and cuts it
+        mesh, placements = interval.data.device_mesh, interval.data.placements
+        values = distribute_tensor(values, mesh, placements, src_data_rank=None)
+    interval.data.copy_(values)
 
-    def takes(self, value: Any, pieces: bool) -> bool:
-        """Whether a value can be copied here at once."""
-        if isinstance(value, IntervalTensor):
-            fits = pieces and self.matches(value)
-        elif isinstance(value, torch.Tensor):
-            plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-            fits = plain and not value.is_meta
-        else:  # no tensor, but one in any torch function, as those of Lightning
-            fits = is_tensor_like(value)  # type: ignore[no-untyped-call]
-        return fits and value.shape == self.shape and not self.data.is_meta
 
-    def load(self, value: Any) -> None:
-        if isinstance(value, IntervalTensor):
-            part = value.piece
-        elif isinstance(value, ReadsOnAccess) and self.part is None:
-            part = value.read(self.start, self.stop)
-        else:
-            full = value.whole() if isinstance(value, ReadsOnAccess) else torch.detach(value)
-            held = full if self.part is None else self.part.cut(full)
-            part = held.reshape(-1)[self.start : self.stop]
-        values = part.view(self.data.shape)
-        if isinstance(self.data, DTensor):  # outside of all units; each rank has the full tensor, and cuts it
-            mesh, placements = self.data.device_mesh, self.data.placements
-            values = distribute_tensor(values, mesh, placements, src_data_rank=None)
-        self.data.copy_(values)
-
-    def problems(self, key: str, value: Any) -> Iterator[str]:
-        """Yields messages on a value that does not fit."""
-        wanted = None if self.original is None else self.original.wanted
-        if wanted is not None and getattr(value, "shape", None) != self.shape:
-            yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
-            return
-        if not is_tensor_like(value):  # type: ignore[no-untyped-call]
-            yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
-        found = getattr(value, "shape", self.shape)
-        scalar_as_vector = (self.shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
-        if found != self.shape and not scalar_as_vector:
-            yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {self.shape}."
-        elif isinstance(value, IntervalTensor) and not self.matches(value):
-            yield (
-                f"elements {value.start} to {value.stop} of {key} were saved by this rank, which now holds "
-                f"{self.start} to {self.stop}; torch.distributed.checkpoint fits them to other wrappings."
-            )
+def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
+    """Yields messages on a value that does not fit."""
+    interval, shape, wanted = target.interval, target.shape, target.wanted
+    if wanted is not None and getattr(value, "shape", None) != shape:
+        yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
+        return
+    if not is_tensor_like(value):  # type: ignore[no-untyped-call]
+        yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
+    found = getattr(value, "shape", shape)
+    scalar_as_vector = (shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
+    if found != shape and not scalar_as_vector:
+        yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {shape}."
+    elif isinstance(value, IntervalTensor) and not _matches(interval, value):
+        yield (
+            f"elements {value.start} to {value.stop} of {key} were saved by this rank, which now holds "
+            f"{interval.start} to {interval.stop}; torch.distributed.checkpoint fits them to other wrappings."
+        )
 
 
 class Targets:
@@ -147,7 +129,7 @@ class Targets:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The targets of all tensors on this rank."""
-        return {key: target.data for key, target in self._by_name.items() if target is not None}
+        return {key: target.interval.data for key, target in self._by_name.items() if target is not None}
 
     def other_names(self, given: Iterable[str]) -> tuple[list[str], list[str]]:
         """Returns the names that are missing among the given ones, and those that are unexpected."""
@@ -171,11 +153,13 @@ class Targets:
         if not self._is_plain or (strict and self._by_name.keys() != set(state_dict)):
             return False
         pairs = [(target, key) for key, target in self._by_name.items() if target and key in state_dict]
-        if not all(target.takes(target.taken_apart(state_dict[key]), pieces) for target, key in pairs):
+        if not all(
+            _takes(target.interval, target.taken_apart(state_dict[key]), pieces) for target, key in pairs
+        ):
             return False
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:
-                target.load(target.taken_apart(state_dict[key]))
+                _load(target.interval, target.taken_apart(state_dict[key]))
         return True
 
     def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:
@@ -189,7 +173,7 @@ class Targets:
         problems = [
             problem
             for key, target in known
-            for problem in target.problems(key, target.taken_apart(given[key]))
+            for problem in _problems(key, target, target.taken_apart(given[key]))
         ]
         pieces = [key for key, value in given.items() if isinstance(value, IntervalTensor)]
         if pieces and kind is StateDictType.FULL_STATE_DICT:
@@ -232,16 +216,16 @@ def copies_values(module: nn.Module) -> bool:
     return not own_way and len(hooks) == int(wrapper)  # a wrapper has one of its own
 
 
-def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator[tuple[str, _Target | None]]:
+def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator[tuple[str, Original | None]]:
     """Yields where every value goes, in the order of `state_dict`; None for extra state."""
     for fqn, place, tensor in named(module, _entries, all_names=True):
         if place in owned:
-            interval = owned[place].interval
-            yield fqn, _Target(interval.shape, interval.start, interval.data, interval.part, owned[place])
+            yield fqn, owned[place]
         elif place[1] == _EXTRA:
             yield fqn, None
         elif tensor is not None and not isinstance(tensor, FlatParameter):
-            yield fqn, _Target(tensor.shape, 0, tensor.detach())
+            source = cast(nn.Parameter, tensor)
+            yield fqn, Original(fqn, Interval(fqn, tensor.shape, 0, tensor.detach(), source, 0))
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -7,7 +7,7 @@ While a state dict is taken or loaded, the modules show parameters made for it: 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -356,7 +356,12 @@ def begin_load(
         A function that shows the sharded parameters again: loaded, or with False as they were.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    named_originals = [*_shown_names(unit)]
+    own = {each for _, each in own_modules(_wrapped(unit))}
+    within = all(
+        module in own for module, _ in owned_places([unit])
+    )  # else other units' modules show them too
+    into = (lambda module: UNIT_ATTR not in module.__dict__) if within else None
+    named_originals = [*owned_names(_wrapped(unit), [unit], into)]
     for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
@@ -364,10 +369,11 @@ def begin_load(
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(wrapped):
             state_dict[wrapped + key[len(prefix) :]] = state_dict.pop(key)
+    shown_in = (unit.module, *own) if within else unit.module.modules()
     if kind is not StateDictType.FULL_STATE_DICT:
         refuse_summoned([unit], f"loading a state dict of type {kind.name}")
-    elif in_full or is_summoned(unit) or not all(map(copies_values, _shown_in(unit))):
-        _distribute(unit, state_dict, wrapped)
+    elif in_full or is_summoned(unit) or not all(map(copies_values, shown_in)):
+        _distribute(named_originals, state_dict, wrapped)
         return _begin_full_load(unit)
     for name, original in named_originals:
         if wrapped + name in state_dict:
@@ -375,9 +381,9 @@ def begin_load(
     return _begin_sharded_load(unit)
 
 
-def _distribute(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+def _distribute(originals: Iterable[tuple[str, Original]], state_dict: dict[str, Any], prefix: str) -> None:
     """Makes `DTensor`s of values for `DTensor` parameters: modules would not copy whole ones there."""
-    for name, original in _shown_names(unit):
+    for name, original in originals:
         part, value = original.interval.part, state_dict.get(prefix + name)
         if part is None or not isinstance(value, torch.Tensor) or to_local(value) is not value:
             continue
@@ -415,23 +421,6 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
                 layout.read_shard(shard)
 
     return end
-
-
-def _shown_in(unit: Unit) -> Iterable[nn.Module]:
-    """Returns the modules that may see a unit's parameters while they load."""
-    own = {each for _, each in own_modules(_wrapped(unit))}
-    return (unit.module, *own) if _shows_within(unit, own) else unit.module.modules()
-
-
-def _shown_names(unit: Unit) -> Iterator[tuple[str, Original]]:
-    """Yields the names of a unit's parameters, also those in other units, which tied ones have."""
-    own = {each for _, each in own_modules(_wrapped(unit))}
-    into = (lambda module: UNIT_ATTR not in module.__dict__) if _shows_within(unit, own) else None
-    return owned_names(_wrapped(unit), [unit], into)
-
-
-def _shows_within(unit: Unit, own: Collection[nn.Module]) -> bool:
-    return all(module in own for module, _ in owned_places([unit]))
 
 
 def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:

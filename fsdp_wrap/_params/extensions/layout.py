@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot, ShardAlignment
@@ -15,7 +14,7 @@ from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions.inner import InnerTensors, copied
 from fsdp_wrap._params.extensions.methods import Whole, plain, says_nothing
-from fsdp_wrap._params.layout import Interval, Written
+from fsdp_wrap._params.layout import Written
 from fsdp_wrap._params.parallel import DataMesh, to_local
 
 _MARK = "_is_param"  # torch's mark on parameters of other classes than its own
@@ -48,7 +47,8 @@ class ExtensionLayout(DTensorLayout):
         self._offload, self._pin = offload, pin
         options: dict[str, Any] = {"offload": offload, "pin": pin, "alignment": alignment}
         super().__init__(slots, communicator, mesh=mesh, dims=[0] * len(slots), name=name, **options)
-        shards = _shard_mesh(mesh)
+        names = mesh.mesh.mesh_dim_names
+        shards = mesh.mesh if mesh.mesh.ndim == 1 or names is None else mesh.mesh[names[-1]]
         self.wholes = [
             Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks, inner)
             for cut, inner in zip(self.extents, self._inners)
@@ -103,7 +103,9 @@ class ExtensionLayout(DTensorLayout):
         self._pieces = [*parts]
         self._shard = torch.empty(0, dtype=first.dtype, device="meta" if first.is_meta else first.device)
         self.dtype, self.flat_param = first.dtype, nn.Parameter(self._shard, requires_grad=False)
-        self._inner = [*map(_names_of_inner, parts)]
+        self._inner = [
+            each.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(each) else () for each in parts
+        ]
         self._specs = self._specs_in(self.dtype)
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
@@ -123,24 +125,14 @@ class ExtensionLayout(DTensorLayout):
             places.append(hash((id(piece), *(each.data_ptr() for each in inner))))
         return versions, places
 
-    def intervals(self) -> list[Interval]:
-        raise self._without_numbers()
-
-    def held_by_rank(self) -> list[list[int]]:
-        raise self._without_numbers()
-
-    def write_shard(self, out: torch.Tensor) -> None:
-        raise self._without_numbers()
-
-    def read_shard(self, own: torch.Tensor) -> None:
-        raise self._without_numbers()
-
-    def _without_numbers(self) -> TypeError:
-        return TypeError(
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
             f"parameter '{self.fqns[0]}' is a {type(self.locals[0]).__name__}, whose values are no plain "
             "numbers that could be shown or saved piece by piece: use the DTensor that state_dict() of its "
             "module has"
         )
+
+    intervals = held_by_rank = write_shard = read_shard = _refuse
 
     # buffers
 
@@ -183,14 +175,3 @@ def users_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Returns attributes that users have set on a parameter, not those of its class."""
     own = param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own and name != _MARK}
-
-
-def _names_of_inner(tensor: torch.Tensor) -> Sequence[str]:
-    """Returns the names of a subclass's inner tensors."""
-    return tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
-
-
-def _shard_mesh(mesh: DataMesh) -> DeviceMesh:
-    """Returns the mesh of ranks with different parts."""
-    names = mesh.mesh.mesh_dim_names
-    return mesh.mesh if mesh.mesh.ndim == 1 or names is None else mesh.mesh[names[-1]]

@@ -12,7 +12,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned, round_up
 from fsdp_wrap._params.extensions.layout import users_attributes
 from fsdp_wrap._params.extensions.packing import Packing
-from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent, Layout
 from fsdp_wrap._params.slices import SliceLayout
 
 
@@ -95,8 +95,7 @@ class PackedLayout(SliceLayout):
         shown.__dict__.update(self._attributes[index])
         return shown
 
-    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
-        self.show(params)
+    show_full = Layout.show_full
 
     def shown(self) -> list[nn.Parameter | None]:
         found = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]

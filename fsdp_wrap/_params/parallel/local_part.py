@@ -90,20 +90,8 @@ class LocalPart:
 
     @property
     def described(self) -> tuple[Any, ...]:
-        """Arguments for `as_described`, of types that `torch.load` reads with `weights_only`."""
+        """Its attributes, of types that `torch.load` reads with `weights_only`."""
         return self.mesh, self.placements, tuple(self.shape), self.stride, sorted(self.own)
-
-    @classmethod
-    def as_described(
-        cls,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        own: list[int],
-    ) -> LocalPart:
-        """Undoes `described`."""
-        return cls(mesh, placements, torch.Size(shape), stride, frozenset(own))
 
     def tensor(self, local: torch.Tensor) -> DTensor:
         """Returns a `DTensor` placed like the original, with the local part `local`."""
@@ -149,11 +137,6 @@ class LocalPart:
         """Whether no rank before this one has the same part."""
         here = self.mesh.get_coordinate() or ()
         return not any(place for dim, place in enumerate(here) if dim not in self.cut_dims)
-
-    @property
-    def other_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of the mesh's dimensions over which units do not average."""
-        return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in self.own]
 
     def replicated(self, shape: torch.Size) -> LocalPart:
         """Returns the local part of a tensor that is replicated on the same mesh."""

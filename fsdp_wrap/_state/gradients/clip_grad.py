@@ -139,7 +139,7 @@ class GradientNorms:
 
 def _powers_by_share(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
     """Returns parameters, and for each list the powers of their norms and which there are, over all ranks."""
-    named = {share: known.named(share) for share in known.shares}
+    named = known.named()
     values = {
         share: powers_and_presence([piece for _, piece in each], p, known.device)
         for share, each in named.items()

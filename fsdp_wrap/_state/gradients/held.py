@@ -139,45 +139,49 @@ class HeldGradients:
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
         """Returns this rank's non-empty parts by the ranks that hold the rest, save handles `without`."""
-        found: dict[Over, list[torch.Tensor]] = {(None, None): []}
-        for handle in self._handles:
-            for layout in handle.layouts:
-                for over, grad in zip(overs_of(handle, layout), layout.gradients()):
-                    held = found.setdefault(over, [])
-                    if grad is not None and grad.numel() and handle not in without:
-                        held.append(grad)
+        handles = [handle for handle in self._handles if handle not in without]
+        found: dict[Over, list[torch.Tensor]] = {(None, None): [], **gradients_by_ranks(handles)}
         for param in self.replicated:
             grad = _strided(param)
             if grad is not None and grad.numel():
                 found.setdefault(over_of(param), []).append(grad)
         return found
 
-    def named(self, share: Share) -> Named:
-        """Returns the parameters of a share with this rank's parts of their gradients."""
-        gradients = {each.layout: each.layout.gradients() for each in _segments(share.handles)}
-        found: Named = []
+    def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
+        """Yields the parameters with this rank's parts of their gradients."""
+        gradients = {segment.layout: segment.layout.gradients() for segment in self._segments}
         for original in Originals(self._module()).by_name.values():
             if original.layout in gradients:
-                found.append((original, gradients[original.layout][original.index]))
-            elif original.handle is None and None in share.handles and not is_owned(original.source):
-                found.append((original, _strided(original.source)))
-        return found
+                yield original, gradients[original.layout][original.index]
+            elif original.handle is None and not is_owned(original.source):
+                yield original, _strided(original.source)
+
+    def named(self) -> dict[Share, Named]:
+        """Returns the parameters of each share with this rank's parts of their gradients."""
+        every = [*self._each()]
+        return {share: [each for each in every if each[0].handle in share.handles] for share in self.shares}
 
     def named_by_ranks(self) -> dict[Over, Named]:
         """Returns all parameters with local parts of their gradients, by the ranks that hold the rest."""
-        held = {
-            layout: [*zip(overs_of(handle, layout), layout.gradients())]
-            for handle in self._handles
-            for layout in handle.layouts
-        }
+        overs = {layout: overs_of(handle, layout) for handle in self._handles for layout in handle.layouts}
         found: dict[Over, Named] = {}
-        for original in Originals(self._module()).by_name.values():
-            if original.layout in held:
-                over, grad = held[original.layout][original.index]
-                found.setdefault(over, []).append((original, grad))
-            elif original.handle is None and not is_owned(original.source):
-                found.setdefault(over_of(original.source), []).append((original, _strided(original.source)))
+        for original, grad in self._each():
+            of_layout = None if original.layout is None else overs[original.layout]
+            over = over_of(original.source) if of_layout is None else of_layout[original.index]
+            found.setdefault(over, []).append((original, grad))
         return found
+
+
+def gradients_by_ranks(handles: Iterable[ParamHandle]) -> dict[Over, list[torch.Tensor]]:
+    """Returns this rank's non-empty gradients of units by the ranks that hold the rest, also none."""
+    found: dict[Over, list[torch.Tensor]] = {}
+    for handle in handles:
+        for layout in handle.layouts:
+            for over, grad in zip(overs_of(handle, layout), layout.gradients()):
+                held = found.setdefault(over, [])
+                if grad is not None and grad.numel():
+                    held.append(grad)
+    return found
 
 
 def overs_of(handle: ParamHandle, layout: Layout) -> list[Over]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._state.gradients.held import Over, overs_of
+from fsdp_wrap._state.gradients.held import Over, gradients_by_ranks, overs_of
 from fsdp_wrap._state.gradients.norms import by_kind, merged, power, root, scale
 from fsdp_wrap._state.gradients.over_meshes import summed_over
 
@@ -28,14 +28,10 @@ class NormInParts:
     @torch.no_grad()
     def add(self, handle: ParamHandle) -> None:
         """Adds this rank's part of a unit's gradients."""
-        found: dict[Over, list[torch.Tensor]] = {}
-        for layout in handle.layouts:
-            for over, grad in zip(overs_of(handle, layout), layout.gradients()):
-                if grad is not None and grad.numel():
-                    found.setdefault(over, []).append(grad)
-        for over, grads in found.items():
-            of_unit = power(by_kind(grads), _P, grads[0].device)
-            self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit
+        for over, grads in gradients_by_ranks([handle]).items():
+            if grads:
+                of_unit = power(by_kind(grads), _P, grads[0].device)
+                self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit
 
     def forget(self) -> None:
         """Begins anew."""
