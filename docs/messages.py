@@ -57,6 +57,7 @@ AREAS = {
     "_runtime": "Forward and backward",
     "_state": "State dicts and full parameters",
     "_state/gradients": "Gradients: norms, clipping, scaling, hooks",
+    "_uneven": "Ranks with fewer batches",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",

@@ -146,6 +146,7 @@ PURPOSES = {
     "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C.DisableTorchFunctionSubclass": "reads gradients of many `DTensor`s in a third of the time",
     "torch._C._has_storage": "which tensors have memory",
+    "torch.distributed.algorithms.join.Joinable._join_config": "whether the `Join` around is enabled",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
     "torch.distributed._composable.contract.REGISTRY_KEY": "marks what is sharded, finds `replicate()`",
     "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",

@@ -5,7 +5,7 @@ May import: `_core`, `_comm`, `_params`, `_runtime`, `_state`.
 Must never know: which front-end made a unit.
 """
 
+from fsdp_wrap._uneven import join as join
 from fsdp_wrap._uneven.context import Uneven, uneven
-from fsdp_wrap._uneven.join import join_hook as join_hook
 
 __all__ = ["Uneven", "uneven"]

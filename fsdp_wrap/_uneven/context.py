@@ -28,7 +28,7 @@ from fsdp_wrap._uneven.units import sharded_params
 
 
 class Uneven:
-    """What `uneven` returns: weighs backwards, and tells how much this rank has helped."""
+    """Weighs backwards inside `uneven`, and tells how much this rank has helped."""
 
     def __init__(self, rounds: Rounds, updates: bool) -> None:
         self._rounds, self._updates = rounds, updates
@@ -43,7 +43,7 @@ class Uneven:
 
         Args:
             loss: The mean over a micro-batch: a scalar, scaled by a `GradScaler` if there is one.
-            weight: What the micro-batch counts, such as its number of tokens; 1 by default.
+            weight: Weight of the micro-batch, such as its number of tokens; 1 by default.
             kwargs: Further arguments of `Tensor.backward`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the leader of a round tells the joined ranks to do: `Leader` sends it, `Follower` does it."""
+"""Instructions from the leader of a round to the joined ranks: `Leader` sends them, `Follower` obeys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PHASES = list(Phase)
 _LENGTH = 5  # of an order: what, model, unit, detail, iteration
 
 
-class Order(IntEnum):
-    """The kinds of orders."""
+class Instruction(IntEnum):
+    """Kinds of instructions."""
 
     END_ROUND = 0
     GATHER = 1
@@ -28,9 +28,9 @@ class Order(IntEnum):
 
 
 _OF_SPANS = {
-    SpanKind.GATHER: Order.GATHER,
-    SpanKind.REDUCE: Order.REDUCE,
-    SpanKind.AWAIT_REDUCTION: Order.FINISH_REDUCTION,
+    SpanKind.GATHER: Instruction.GATHER,
+    SpanKind.REDUCE: Instruction.REDUCE,
+    SpanKind.AWAIT_REDUCTION: Instruction.FINISH_REDUCTION,
 }
 
 
@@ -54,7 +54,7 @@ class Leader(StepWatcher):
         }
         self.told: Sequence[int] = ()
 
-    def tell(self, order: Order, model: int = 0, unit: int = 0, detail: int = 0) -> None:
+    def tell(self, order: Instruction, model: int = 0, unit: int = 0, detail: int = 0) -> None:
         """Sends an order; `detail` is the index of a phase, or flags."""
         if self.told:
             self._peers.send([order, model, unit, detail, self._schedules[model].iteration], self.told)
@@ -62,13 +62,13 @@ class Leader(StepWatcher):
     def end_round(self) -> None:
         """Tells the joined ranks that nothing follows before the next agreement."""
         if self.told:
-            self.tell(Order.END_ROUND)
+            self.tell(Instruction.END_ROUND)
             self._peers.settle()
             self.told = ()
 
     def begin(self, span: Span) -> None:
         order = _OF_SPANS.get(span.kind)
-        if order is None or (order is Order.GATHER and not span.nbytes):  # all is there
+        if order is None or (order is Instruction.GATHER and not span.nbytes):  # all is there
             return
         for unit in span.owners:
             if unit not in self._places:
@@ -99,11 +99,11 @@ class Follower:
         try:
             while not ended:
                 order = self._receive(leader)
-                ended = order[0] == Order.END_ROUND
+                ended = order[0] == Instruction.END_ROUND
                 self._obey(*order)
         finally:
             while not ended:  # orders that nobody reads would come in a later round
-                ended = self._receive(leader)[0] == Order.END_ROUND
+                ended = self._receive(leader)[0] == Instruction.END_ROUND
 
     def _receive(self, leader: int) -> list[int]:
         return self._peers.receive(_LENGTH, leader)
@@ -111,20 +111,20 @@ class Follower:
     def _obey(self, order: int, model: int, index: int, detail: int, iteration: int) -> None:
         schedule, unit = self._schedules[model], self._units[model][index]
         schedule.iteration = iteration
-        if order == Order.GATHER:
+        if order == Instruction.GATHER:
             self._gather(unit, _PHASES[detail])
             return
         self._drop_gathered()
-        if order == Order.REDUCE:
+        if order == Instruction.REDUCE:
             schedule.reduce(unit, _PHASES[detail])
-        elif order == Order.FINISH_REDUCTION:
+        elif order == Instruction.FINISH_REDUCTION:
             schedule.finish_reduction_of(unit)
-        elif order == Order.BEGIN_BACKWARD:
+        elif order == Instruction.BEGIN_BACKWARD:
             schedule.syncs, schedule.sums_over_replicas = bool(detail & 2), bool(detail & 1)
             for param in [] if detail & 4 else sharded_params(schedule.units):
                 param.grad = None
             schedule.begin_backward()
-        elif order == Order.END_BACKWARD:
+        elif order == Instruction.END_BACKWARD:
             schedule.ending.set_last(bool(detail))
             schedule.close_backward()
 

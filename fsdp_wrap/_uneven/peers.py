@@ -71,7 +71,7 @@ class Peers:
         Args:
             note: Names the agreement in messages.
             own: This rank's numbers, of one length on all ranks.
-            iteration: Of the model, for messages.
+            iteration: The iteration of the model, for messages.
             beside: Other groups whose ranks come here before they communicate there again.
         """
         if self._alone:

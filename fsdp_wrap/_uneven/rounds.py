@@ -1,7 +1,7 @@
 """`Rounds`: keeps ranks with different numbers of batches together.
 
 A round begins with an agreement: each rank has a forward, or has joined those that wait for the others (the
-word of `torch.distributed.algorithms.Join`). Of the ranks with a forward the lowest leads. It tells the
+word of `torch.distributed.algorithms.Join`). The lowest rank with a forward leads. It tells the
 joined ranks, one by one, which collectives it issues, and they issue the same. So nothing must be known in
 advance, and no rank computes without a batch. The next agreement of the leader ends the round.
 """
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from fsdp_wrap._comm import GroupPositions, Note
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.options import RoundOptions
-from fsdp_wrap._uneven.orders import Follower, Leader, Order
+from fsdp_wrap._uneven.orders import Follower, Instruction, Leader
 from fsdp_wrap._uneven.peers import Peers
 
 AGREES = Note("agrees on who has a batch")
 
 
 class Turn(IntEnum):
-    """What a rank comes with to an agreement."""
+    """Reasons for which a rank comes to an agreement."""
 
     FORWARD = 0
     JOINED = 1
@@ -53,7 +53,7 @@ class Rounds:
     Args:
         schedules: The schedules of the models, the same on all ranks.
         peers: All ranks that compute with them.
-        options: What is changed while ranks have joined.
+        options: Options of the units that change while ranks have joined.
 
     Attributes:
         leader: Tells joined ranks what this one does; a `StepWatcher`.
@@ -189,9 +189,9 @@ class Rounds:
         for group in self._peers.together:
             if not group.isdisjoint(self._active) and not group.issubset(self._active):
                 raise ValueError(
-                    f"ranks {sorted(group)} hold parts of the same parameters (tensor or expert parallelism), "
-                    f"and only {sorted(group.intersection(self._active))} of them begin a forward inside "
-                    "uneven(): give these ranks equally many batches"
+                    f"ranks {sorted(group)} hold parts of the same parameters (tensor or expert "
+                    f"parallelism), and only {sorted(group.intersection(self._active))} of them begin a "
+                    "forward inside uneven(): give these ranks equally many batches"
                 )
         joined = [rank for rank in self._peers.members if rank not in self._active]
         if joined and not self.shadowed:
@@ -218,7 +218,7 @@ class Rounds:
         weights, number, _ = self._backwards[model]
         self._backwards[model] = weights + self.weight, number + 1, agreed != (True, True)
         detail = 4 * self.keeps_gradients() + 2 * agreed[0] + agreed[1]
-        self.leader.tell(Order.BEGIN_BACKWARD, model, detail=detail)
+        self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=detail)
 
     def keeps_gradients(self) -> bool:
         """Whether the backward that begins adds to the gradients that joined ranks have."""
@@ -227,7 +227,7 @@ class Rounds:
     def end_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""
         model = self._schedules.index(schedule)
-        self.leader.tell(Order.END_BACKWARD, model, detail=schedule.ending.automatic)
+        self.leader.tell(Instruction.END_BACKWARD, model, detail=schedule.ending.automatic)
         schedule.close_backward()
         schedule.syncs, schedule.sums_over_replicas = self._before[model]
 
