@@ -50,8 +50,7 @@ from fsdp_wrap._runtime import (
     build_unit,
     check_module,
     converted,
-    join_group_of,
-    join_hook_of,
+    joins,
     plan_wrapping,
     require_idle,
     require_root,
@@ -331,17 +330,15 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
                 of ranks that still have a batch, not of all. `optimizer`, or a sequence of them, is for ranks
                 without any batch, which step with the others.
         """
-        return join_hook_of.needed("torch.distributed.algorithms.Join")(self, **kwargs)
+        return joins.needed("Join")(self).hook(**kwargs)  # type: ignore[no-any-return]
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device of `Join`'s own collectives."""
-        return torch.device("cpu")
+    join_device = torch.device("cpu")
+    """The device of `Join`'s own collectives."""
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks that compute with this model; collective if they have not met in this way."""
-        return join_group_of.needed("torch.distributed.algorithms.Join")(self)
+        return joins.needed("Join")(self).group  # type: ignore[no-any-return]
 
     def no_sync(self, *, reduce_within_copy: bool = False) -> AbstractContextManager[None]:
         """Accumulates gradients without communication, or with little, while the context is open.

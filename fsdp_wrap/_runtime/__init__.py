@@ -27,8 +27,7 @@ from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import communicators_of
 from fsdp_wrap._runtime.schedule import (
     Schedule,
-    join_group_of,
-    join_hook_of,
+    joins,
     out_of_memory,
     require_idle,
     schedule_of,

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._comm import accelerator_of
@@ -64,11 +63,8 @@ out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("too
 """Adds the units' memory to an out-of-memory error."""
 
 
-join_hook_of: Seam[Callable[..., JoinHook]] = Seam("uneven ranks", "fsdp_wrap._uneven")
-"""Makes the hook of `torch.distributed.algorithms.Join` for a wrapper, from the arguments of `Join`."""
-
-join_group_of: Seam[Callable[[nn.Module], dist.ProcessGroup]] = Seam("uneven ranks", "fsdp_wrap._uneven")
-"""Returns the group of all ranks that compute with a wrapper, which sends from host memory."""
+joins: Seam[Callable[[nn.Module], Any]] = Seam("uneven ranks", "fsdp_wrap._uneven")
+"""Returns what `torch.distributed.algorithms.Join` needs of a wrapper: `hook` and `group`."""
 
 
 class Schedule(StepState):

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import Schedule, join_group_of, join_hook_of, schedule_of, units_in
+from fsdp_wrap._runtime import Schedule, joins, schedule_of, units_in
 from fsdp_wrap._uneven.context import schedules_of
 from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
@@ -161,30 +161,34 @@ class _Hook(JoinHook):
         self._rounds.finish()
 
 
-@join_hook_of.fill
-def join_hook(
-    model: nn.Module,
-    divide_by_initial_world_size: bool = True,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
-    **_: Any,
-) -> JoinHook:
-    """Returns the hook of a wrapper for `torch.distributed.algorithms.Join`; collective.
+@joins.fill
+class Joins:
+    """The part of `torch.distributed.algorithms.Joinable` that communicates, for a wrapper."""
 
-    Args:
-        model: The root of the model.
-        divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, not of those
-            that still have a batch.
-        optimizer: The optimizers of the model, which a rank without any batch has to know.
-        _: For other joinables.
-    """
-    (schedule,) = schedules_of([model], "Join")
-    options = RoundOptions([schedule], () if divide_by_initial_world_size else schedule.units)
-    options.gather_wholes()
-    known = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-    return _Hook(_JoinRounds(model, schedule, options, known))
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of all ranks that compute with the model, which sends from host memory."""
+        return peers_of([schedule_of(next(iter(units_in(self._model).values())))]).group
 
-@join_group_of.fill
-def join_group(model: nn.Module) -> dist.ProcessGroup:
-    """Returns the group of all ranks that compute with a model, which sends from host memory."""
-    return peers_of([schedule_of(next(iter(units_in(model).values())))]).group
+    def hook(
+        self,
+        divide_by_initial_world_size: bool = True,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        **_: Any,
+    ) -> JoinHook:
+        """Returns the hook of the model, a root; collective.
+
+        Args:
+            divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, not of
+                those that still have a batch.
+            optimizer: The optimizers of the model, which a rank without any batch has to know.
+            _: For other joinables.
+        """
+        (schedule,) = schedules_of([self._model], "Join")
+        options = RoundOptions([schedule], () if divide_by_initial_world_size else schedule.units)
+        options.gather_wholes()
+        known = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        return _Hook(_JoinRounds(self._model, schedule, options, known))
