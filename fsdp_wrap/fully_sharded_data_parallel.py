@@ -110,7 +110,7 @@ _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter object
 """Advice about optimizers applied in backward, which would train nothing."""
 
 
-class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMethods, Joinable):
+class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Each wrapped module is a unit. Its parameters are unsharded just before its forward and backward, and
@@ -201,7 +201,6 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
         super().__init__()
-        Joinable.__init__(self)
         adapt_torch_helpers()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
@@ -308,8 +307,7 @@ class FullyShardedDataParallel(ShowsSettings, StateDictMethods, OptimStateDictMe
         return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._loading is not None:  # left by a failed load of a plain module above
-            self._finish_load(keep=False)
+        self._finish_load(keep=False)  # left by a failed load of a plain module above
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:

@@ -15,22 +15,22 @@ from bed import run_isolated
 from bed.scripts import script
 
 CODE_LINES = {
-    "_comm": 2194,
+    "_comm": 2198,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1627,
+    "_core": 1628,
     "_params": 3891,
-    "_runtime": 3227,
+    "_runtime": 3241,
     "_state": 3097,
-    "_uneven": 569,
+    "_uneven": 769,
     "checkpoint": 2483,
     "compat": 802,
     "optim": 2087,
     "tools": 4091,
-    "top level": 2309,
+    "top level": 2316,
     "weights": 795,
-    "core": 16345,
-    "all": 28427,
+    "core": 16371,
+    "all": 28653,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
