@@ -119,6 +119,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(front):
                 assert f"rank {victim} left uneven() by Fault: a document is broken." in told, (case, rank)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named():
     cases = [("orig", where, kill, victim) for where in WHERE for victim in (0, VICTIM)]
     for case, ends in zip(cases, run_forks(end_in, cases, len(BATCHES))):

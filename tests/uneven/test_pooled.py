@@ -130,7 +130,7 @@ def run_pooled(plain: nn.Module, draw: Draw, context: int) -> None:
         (loss_of(plain, tokens(rank, index + 10 * context)) * weight / sum(weights)).backward()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 3))])
 @ranks(2, 3, 4)
 def test_gradients_are_those_of_the_pooled_batch(rank, world_size, part):
     for number in range(17 * part, 17 * part + 17):
