@@ -562,14 +562,13 @@ class UnitPositions:
         waits: bool,
         agree: Agree,
     ) -> None:
-        self.gathers: list[_Issued] = []
-        self.reductions: list[_Issued] = []
-        gathers, reductions = self.gathers, self.reductions
-        kept, in_copy = f"gathers {name} from neighbours", f"reduces {name} in a copy"
+        self.gathers = gathers = list[_Issued]()
+        self.reductions = reductions = list[_Issued]()
+        in_copy = [f"reduces {name} in a copy"]
         self.gather = UnitCollective([f"gathers {name}"], tree, gathering, gathers, agree)
-        self.gather_kept = UnitCollective([kept], tree, keeping, gathers, agree)
+        self.gather_kept = UnitCollective([f"gathers {name} from neighbours"], tree, keeping, gathers, agree)
         self.reduction = UnitCollective([f"reduces {name}"], tree, reducing, reductions, agree)
-        self.reduction_in_copy = UnitCollective([in_copy], tree, gathering, reductions, agree)
+        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
 
         @cache
         def gather_part(

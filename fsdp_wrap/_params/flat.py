@@ -166,7 +166,10 @@ class FlatLayout(Layout):
         super().__init__(name, slots, communicator, offload)
         self.module, self.sharded, self.alignment = module, sharded, alignment
         extents = self._extents_of(slots)
-        shard_numel = self._aligned(max(1, ceil_div(extents[-1].stop, communicator.size)), extents)
+        shard_numel = max(1, ceil_div(extents[-1].stop, communicator.size))
+        if alignment is not None:
+            grain = alignment.common_grain([each.fqn for each in extents], [each.shape for each in extents])
+            shard_numel = round_up(shard_numel, grain)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
         self._lay_out(extents, self._bounds, shard_numel)
@@ -184,13 +187,6 @@ class FlatLayout(Layout):
     def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
         """Lays the original parameters out."""
         return _extents(slots, self.alignment)
-
-    def _aligned(self, numel: int, extents: Sequence[Extent]) -> int:
-        """Returns the least size of shards, not below `numel`, that keeps the alignment."""
-        if self.alignment is None:
-            return numel
-        shapes = [extent.shape for extent in extents]
-        return round_up(numel, self.alignment.common_grain([extent.fqn for extent in extents], shapes))
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         piece, begin = self._pieces[index], self._begins[index]

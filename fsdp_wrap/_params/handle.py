@@ -560,11 +560,6 @@ class ParamHandle:
             if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.gradients.forget_zeroed()
 
-    def drop_gradients(self) -> None:
-        """Drops all gradients that have not reached the sharded parameters."""
-        for segment in self.segments:
-            segment.gradients.drop_all()
-
     def abandon_backward(self) -> None:
         """Drops the remains of a failed backward: work in flight, gradients on leaves, partial sums."""
         if self.reduction is not None:

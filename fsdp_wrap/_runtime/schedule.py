@@ -766,8 +766,8 @@ class Schedule(StepState):
         self.ending.finish()
         for unit in self._units:
             unit.reshard(Phase.IDLE)
-            if unit.handle is not None:
-                unit.handle.drop_gradients()
+            for segment in () if unit.handle is None else unit.handle.segments:
+                segment.gradients.drop_all()
 
     # shared steps
 

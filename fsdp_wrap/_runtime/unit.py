@@ -102,9 +102,8 @@ class UnitOptions:
 class Updater(Protocol):
     """Updates units during a backward; implemented by add-ons for optimizers."""
 
-    @property
-    def communicates(self) -> bool:
-        """Whether `update` issues collectives: all ranks must call it between the same collectives then."""
+    communicates: bool
+    """Whether `update` issues collectives: all ranks must call it between the same collectives then."""
 
     @property
     def waits(self) -> bool:

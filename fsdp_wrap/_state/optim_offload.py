@@ -51,33 +51,30 @@ def _watch() -> None:
     register_optimizer_step_post_hook(_send_back)
 
 
-def _states(
+def _entries(
     optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[nn.Parameter, dict[str, Any], Accelerator]]:
+) -> Iterator[tuple[Accelerator, nn.Parameter, dict[str, Any], str, torch.Tensor]]:
+    """Yields the offloaded state with dimensions, by parameter and key."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if _PIN in param.__dict__ and param in optimizer.state:
-                accelerator = accelerator_of(param.device)
-                if accelerator is not None:
-                    yield param, optimizer.state[param], accelerator
-
-
-def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    found = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-    return [(key, value) for key, value in found if value.dim() and to_local(value).numel()]
+            accelerator = accelerator_of(param.device) if _PIN in param.__dict__ else None
+            if accelerator is None or param not in optimizer.state:
+                continue
+            for key, value in optimizer.state[param].items():
+                if isinstance(value, torch.Tensor) and value.dim() and to_local(value).numel():
+                    yield accelerator, param, optimizer.state[param], key, value
 
 
 @torch.no_grad()
 def _bring(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     pairs: _Pairs = {}
     moved: list[_Moved] = []
-    for param, state, accelerator in _states(optimizer):
-        for key, value in _tensors(state):
-            home = to_local(value)
-            if accelerator.is_on_host(home):
-                there = torch.empty(home.shape, dtype=home.dtype, device=to_local(param).device)
-                moved.append((param, state, key, holding(value, there)))
-                pairs.setdefault(accelerator, []).append((there, home))
+    for accelerator, param, state, key, value in _entries(optimizer):
+        home = to_local(value)
+        if accelerator.is_on_host(home):
+            there = torch.empty(home.shape, dtype=home.dtype, device=to_local(param).device)
+            moved.append((param, state, key, holding(value, there)))
+            pairs.setdefault(accelerator, []).append((there, home))
     for accelerator, copies in pairs.items():
         copy_to_device(accelerator, copies).wait()
     # Only now: if there is no memory for all, the state is what it was.
@@ -90,20 +87,18 @@ def _bring(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _send_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     pairs: _Pairs = {}
     moved: list[_Moved] = []
-    for param, state, accelerator in _states(optimizer):
-        homes = _homes.pop(param, {})
-        for key, value in _tensors(state):
-            there = to_local(value)
-            if accelerator.is_on_host(there):
-                continue
-            home = homes.get(key)
-            if home is None or home.shape != there.shape or home.dtype != there.dtype:
-                home = accelerator.empty_on_host(there.numel(), there.dtype, param.__dict__[_PIN])
-                home = home.view(there.shape)
-            moved.append((param, state, key, holding(value, home)))
-            pairs.setdefault(accelerator, []).append((home, there))
+    for accelerator, param, state, key, value in _entries(optimizer):
+        there, home = to_local(value), _homes.get(param, {}).pop(key, None)
+        if accelerator.is_on_host(there):
+            continue
+        if home is None or home.shape != there.shape or home.dtype != there.dtype:
+            home = accelerator.empty_on_host(there.numel(), there.dtype, param.__dict__[_PIN])
+            home = home.view(there.shape)
+        moved.append((param, state, key, holding(value, home)))
+        pairs.setdefault(accelerator, []).append((home, there))
     for accelerator, copies in pairs.items():
         copy_to_host(accelerator, copies)
         await_arrivals(accelerator)  # so the next forward finds the memory of the device free
-    for _, state, key, value in moved:
+    for param, state, key, value in moved:
         state[key] = value
+        _homes.pop(param, None)
