@@ -32,6 +32,7 @@ GALLERY = (
     "vision_transformer",
     "diffusion",
     "rl",
+    "uneven",
     "lora",
     "hf_trainer",
     "large_model",

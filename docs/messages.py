@@ -83,7 +83,7 @@ WORDS = {
     "comm": "communicator",
     "detach": "value",
     "dir": "folder",
-    "doing": "saving or loading",
+    "doing": "this",
     "found": "what was given",
     "fqn": "name",
     "fqns": "name",

@@ -92,6 +92,13 @@ def test_it_prints_what_it_says(name, tmp_path):
     if name == "rl":
         first, *_, last = (float(line.split()[3].strip(",")) for line in printed if line.startswith("step"))
         assert last > first + 0.2
+    if name == "uneven":
+        first, *_, held_out = (float(line.split()[-1]) for line in printed if "loss" in line)
+        assert held_out < first - 0.5
+        shares = [
+            [int(share) for share in re.findall(r"(\d+) %", line)] for line in printed if "passes" in line
+        ]
+        assert len(shares) == 2 and all(share > 0 for each in shares for share in each)
     if name in ("chat", "diffusion"):
         assert [each.name for each in tmp_path.iterdir()] == ["runs"], "that is what git ignores"
     if name == "resume_elsewhere":
