@@ -26,6 +26,7 @@ from fsdp_wrap._runtime import (
 )
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.peers import Peers
+from fsdp_wrap._uneven.planned import peers_over
 from fsdp_wrap._uneven.pooling import Pool
 from fsdp_wrap._uneven.rounds import Rounds
 
@@ -183,10 +184,10 @@ def _peers_of(schedules: Sequence[Schedule]) -> Peers:
     """Returns the ranks that compute with some models; collective at first."""
     known = _known.get(schedules[0])
     if known is None or not known.lives:
-        known = _known[schedules[0]] = Peers(_members(schedules[0]))
+        known = _known[schedules[0]] = peers_over(_members(schedules[0]))
     for schedule in schedules[1:]:
         if schedule not in _known:
-            _known[schedule] = Peers(_members(schedule))
+            _known[schedule] = peers_over(_members(schedule))
         if _known[schedule].members != known.members:
             raise ValueError(
                 f"{schedule.root.name} computes on ranks {_known[schedule].members}, and "
@@ -203,7 +204,7 @@ def _members(schedule: Schedule) -> set[int]:
     parts = [part for handle in handles for layout in handle.layouts for part in layout.distributed or ()]
     members.update(*(part.mesh.mesh.flatten().tolist() for part in parts if part is not None))
     for each in communicators:
-        if each.positions is not None:
+        if each.positions is not None and each.positions.agreement.compares:
             each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
             members.update(*each.all_gather_object(members))
     return members
