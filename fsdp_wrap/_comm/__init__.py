@@ -21,6 +21,7 @@ from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registere
 from fsdp_wrap._comm.groups import (
     CARRY_NOTHING,
     PLANNED,
+    PlannedRounds,
     Ranks,
     default_group,
     default_mesh,
@@ -30,6 +31,7 @@ from fsdp_wrap._comm.groups import (
     host_id,
     mesh_over,
     neighbours,
+    planned_rounds,
     ranks_in,
 )
 from fsdp_wrap._comm.lanes import (

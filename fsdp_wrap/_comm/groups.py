@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +29,25 @@ PLANNED = "planned"
 
 CARRY_NOTHING = ("fake", PLANNED)
 """The backends of groups that carry nothing."""
+
+
+@dataclass
+class PlannedRounds:
+    """Rounds of `uneven` that one rank of a planned group leads, for another one that helps.
+
+    They are planned one after the other, the helper last.
+
+    Attributes:
+        helper: The rank that helps.
+        told: The numbers with which the leader comes to each agreement, and its orders until the next.
+    """
+
+    helper: int
+    told: deque[tuple[Sequence[float], deque[Sequence[int]]]] = field(default_factory=deque)
+
+
+planned_rounds: ContextVar[PlannedRounds | None] = ContextVar("planned_rounds", default=None)
+"""The rounds of the rank that is planned now; None where no rank helps."""
 
 
 @dataclass(frozen=True)

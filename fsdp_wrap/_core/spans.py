@@ -30,6 +30,7 @@ class SpanKind(Enum):
         SEND_AHEAD: Issues the copy of a unit's shards from host memory.
         AWAIT_COPIES: Blocks the host until copies from and to its memory are done.
         UPDATE: Updates a unit by its optimizer in the backward.
+        HELP: Takes part in a forward and backward of other ranks, without a batch (`uneven`); for the root.
     """
 
     GATHER = "gather"
@@ -39,6 +40,7 @@ class SpanKind(Enum):
     SEND_AHEAD = "send ahead"
     AWAIT_COPIES = "await copies"
     UPDATE = "update"
+    HELP = "help"
 
 
 class Computing(Enum):

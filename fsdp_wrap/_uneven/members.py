@@ -12,6 +12,7 @@ from fsdp_wrap._core import Phase
 from fsdp_wrap._params import LocalPart
 from fsdp_wrap._runtime import Schedule, communicators_of
 from fsdp_wrap._uneven.peers import Peers
+from fsdp_wrap._uneven.planned import peers_over
 
 _NOTE = Note("agrees on the ranks of a model")
 _known: MutableMapping[Schedule, Peers] = WeakKeyDictionary()
@@ -33,7 +34,7 @@ def peers_of(schedules: Sequence[Schedule]) -> Peers:
 def _peers(schedule: Schedule) -> Peers:
     known = _known.get(schedule)
     if known is None or not known.lives:
-        known = _known[schedule] = Peers(_members(schedule))
+        known = _known[schedule] = peers_over(_members(schedule))
         known.together = {*known.share(_companions(schedule)).values()}
     return known
 
@@ -61,7 +62,7 @@ def _members(schedule: Schedule) -> set[int]:
     members = {dist.get_rank()}.union(*(each.members for each in communicators))
     members.update(*(part.mesh.mesh.flatten().tolist() for part in _parts(schedule)))
     for each in communicators:
-        if each.positions is not None:
+        if each.positions is not None and each.positions.agreement.compares:
             each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
             members.update(*each.all_gather_object(members))
     return members

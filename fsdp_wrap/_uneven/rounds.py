@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 
 from fsdp_wrap._comm import GroupPositions, Note
+from fsdp_wrap._core import SpanKind
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Follower, Instruction, Leader
@@ -109,7 +110,9 @@ class Rounds:
         self._options.follow_others()
         self._begin_round(rows)
         self.shadows += 1
-        self._follower.follow(self._active[0])
+        leader = self._active[0]
+        with self._schedules[int(rows[leader][1])].root.span(SpanKind.HELP, None):
+            self._follower.follow(leader)
         return True
 
     def fail(self, error: BaseException) -> None:

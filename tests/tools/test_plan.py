@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_wrap
+from bed import run_ranks
 from bed.paths import ROOT
 from fronts import FRONTS, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
@@ -303,6 +305,91 @@ def test_accumulation_reduces_once(front, group):
     assert {unit.reductions for unit in plan.units} == {1}
 
 
+# A rank without a batch.
+
+
+def helped(front, batches, device="cpu"):
+    """A setup for `plan` whose ranks have different numbers of batches: rank 0, and all others."""
+    torch.manual_seed(0)
+    model, optimizer, _ = made(front, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        with fsdp_wrap.uneven(model):
+            for _ in range(batches[min(dist.get_rank(), 1)]):
+                model(torch.randint(100, (4, 32), device=device)).logsumexp(-1).sum().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def measured_while_helped(rank, world_size, front, batches):
+    """Bytes at rest and at the peak of a third step."""
+    held = []
+
+    def build():
+        held.append(helped(front, batches))
+        held[0][2]()
+        held[0][2]()
+        gc.collect()
+
+    over_gloo = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0")
+    with over_gloo, planned.letting_go(), torch.backends.mkldnn.flags(enabled=False):
+        rest = tensors(build).kept
+        return rest, rest + tensors(held[0][2]).peak
+
+
+@pytest.mark.parametrize(("front", "batches"), [("orig", (2, 0)), ("composable", (2, 0)), ("flat", (2, 1))])
+def test_bytes_of_a_rank_that_helps_are_those_of_one_over_gloo(front, batches):
+    _, (rest, peak) = run_ranks(2, measured_while_helped, front, batches)
+    plan = fsdp_wrap.plan(partial(helped, front, batches), 2, rank=1, helps=0)
+    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+@each_kind
+def test_a_rank_that_helps_holds_two_units(front):
+    """Beside its shards and gradients; `fully_shard` copies a unit out of what has been gathered."""
+    setup = partial(helped, front, (2, 0), "cuda")
+    leader = fsdp_wrap.plan(setup, 4, device="cuda")
+    helper = fsdp_wrap.plan(setup, 4, device="cuda", rank=3, helps=0)
+    units = sorted(unit.gathered_bytes for unit in helper.units)[-2:]
+    copied = units[-1] if front == "composable" else 0
+    assert helper.rest_by_kind["gradients"] == pytest.approx(helper.rest_by_kind["shards"], rel=0.02)
+    assert helper.peak_bytes <= 1.03 * (helper.rest_bytes + sum(units) + copied) < leader.peak_bytes / 3
+    assert (helper.flops, str(helper.peak_at)) == (0, "helping other ranks")
+    assert {moment.place.phase for moment in helper.moments} == {"step", "helping other ranks", "optimizer"}
+    assert leader.flops > 0 and helper.collectives["reduce_scatter"] == 2 * len(helper.units)
+
+
+def test_a_rank_that_helps_has_its_own_batches_first():
+    one, both, alone_ = (
+        fsdp_wrap.plan(partial(helped, "orig", batches), 4, rank=3, helps=0)
+        for batches in ((2, 1), (1, 2), (2, 2))
+    )
+    assert 2 * one.flops == both.flops == alone_.flops
+    assert "helping other ranks" in {moment.place.phase for moment in one.moments}
+    for plan in (both, alone_):  # the former leads the others in its second batch
+        assert "helping other ranks" not in {moment.place.phase for moment in plan.moments}
+    assert one.payload_bytes == both.payload_bytes
+
+
+def test_a_rank_helps_no_more_often_than_the_other_one_calls():
+    def setup():
+        model, optimizer, _ = made("orig")
+
+        def step():
+            for _ in range(1 + dist.get_rank()):
+                with fsdp_wrap.uneven(model):
+                    pass
+
+        return model, optimizer, step
+
+    with pytest.raises(ValueError, match=r"rank 1 enters uneven\(\) more often in a plan than the rank"):
+        fsdp_wrap.plan(setup, 2, rank=1, helps=0)
+    assert fsdp_wrap.plan(setup, 2).collectives == {} and not dist.is_initialized()
+
+
 def test_a_model_without_values():
     def setup():
         with torch.device("meta"):
@@ -445,6 +532,8 @@ def test_wrong_uses_are_refused():
         ({"ranks": 0}, ValueError, "from 1 to 16384"),
         ({"ranks": 16385}, ValueError, "from 1 to 16384"),
         ({"rank": 8}, ValueError, "from 0 to 7"),
+        ({"helps": 0}, ValueError, "a rank from 0 to 7 other than 0, not 0"),
+        ({"helps": 8}, ValueError, "a rank from 0 to 7 other than 0, not 8"),
         ({"device": "tpu"}, ValueError, "device must be one of"),
     ]:
         with pytest.raises(error, match=text):

@@ -24,7 +24,7 @@ import stream_programs as programs
 from bed import ranks
 from bed.accelerator import run_simulated
 from fronts import shard
-from fsdp_wrap import CPUOffload, EventKind, record_events, timeline
+from fsdp_wrap import CPUOffload, EventKind, record_events, timeline, uneven
 from fsdp_wrap._comm import messages
 from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap.optim import step_in_backward
@@ -350,6 +350,40 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
             for one, other in zip(beside, slow, strict=True):
                 assert one.begin < other.end and other.begin < one.end
             assert int(told[0].split("%")[0].split()[-1]) >= 10
+
+
+@each_kind
+@ranks(2)
+def test_a_rank_without_a_batch_helps(rank, world_size, front, tmp_path):
+    """Rank 1 has one batch of two, then none; its gathers and reductions lie in slices of its help."""
+    model, step = _trained(front)
+    step()
+    with timeline(model) as recorded:
+        for own in ((2, 1)[rank], (2, 0)[rank]):
+            with uneven(model) as work:
+                for _ in range(own):
+                    model(torch.ones(2, WIDTH)).sum().backward()
+                    time.sleep(0.02)
+    assert work.passes_helped == (0, 2)[rank]
+    recorded.save(tmp_path / "trace.json")
+    processes, _ = _checked(_events_in(tmp_path / "trace.json"))
+    helping = [[each for each in processes[other] if each["name"] == "help other ranks"] for other in (0, 1)]
+    assert [len(each) for each in helping] == [0, 3]
+    first, second = recorded.ranks
+    assert len(first.passes) == len(second.passes) == 4
+    sent = [Counter((each.kind, each.units, each.nbytes) for each in one.transfers) for one in recorded.ranks]
+    assert sent[0] == sent[1]
+    assert Counter(each.unit for each in second.compute if each.what == "forward")["blocks.0"] == 1
+    helped = [each for each in second.compute if each.what == "help other ranks"]
+    within = [wait for transfer in second.transfers for wait in transfer.waits]
+    assert sum(any(a.begin <= wait.begin < a.end for a in helped) for wait in within) > len(within) / 2
+    report = recorded.report().splitlines()
+    total = sum(each.end - each.begin for each in helped) / 1e6
+    assert total >= 60
+    told = f"takes {total:.1f} ms in all: {total:.1f} ms on rank 1."
+    assert f"Helping other ranks, without a batch, {told}" in report
+    recorded.plot(tmp_path / "step.svg")
+    assert ">help other ranks<" in (tmp_path / "step.svg").read_text()
 
 
 @ranks(1)

@@ -93,16 +93,12 @@ def _versions() -> Iterator[Finding]:
     yield Finding("fsdp_wrap", __version__)
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     told = f"{torch.__version__}; supported are {OLDEST_TORCH} to {NEWEST_TORCH}"
-    minor = Version(f"{found.major}.{found.minor}")
+    minor, advice = Version(f"{found.major}.{found.minor}"), ""
     if minor < Version(OLDEST_TORCH):
         advice = f"install torch {OLDEST_TORCH} or newer: this one lacks what fsdp_wrap needs"
-        yield Finding("torch", told, advice, fatal=True)
     elif minor > Version(NEWEST_TORCH):
-        yield Finding(
-            "torch", told, "this one is newer than all versions that were tested: run the tests first"
-        )
-    else:
-        yield Finding("torch", told)
+        advice = "this one is newer than all versions that were tested: run the tests first"
+    yield Finding("torch", told, advice, fatal=minor < Version(OLDEST_TORCH))
 
 
 def _machine() -> Iterator[Finding]:

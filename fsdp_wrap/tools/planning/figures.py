@@ -35,6 +35,7 @@ buffers of modules and tensors of the user.
 ) = KINDS
 
 FORWARD, BACKWARD, OPTIMIZER, STEP = "forward", "backward", "optimizer", "step"
+HELP = "helping other ranks"
 """The phases of a step."""
 
 
@@ -44,7 +45,7 @@ class Place:
 
     Attributes:
         unit: Fully qualified name of the unit that computes; "" for the root and outside of units.
-        phase: "forward", "backward", "optimizer", or "step" for what lies between.
+        phase: "forward", "backward", "helping other ranks", "optimizer", or "step" for what lies between.
     """
 
     unit: str

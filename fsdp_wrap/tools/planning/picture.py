@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fsdp_wrap._core import format_bytes
 from fsdp_wrap.tools.drawing import drawn
@@ -34,28 +33,24 @@ def draw(
         ImportError: If matplotlib is missing.
     """
     with drawn(path, (12, 5)) as figure:
-        _draw_on(figure, title, moments, peak, seconds)
-
-
-def _draw_on(figure: Any, title: str, moments: Sequence[Moment], peak: Moment, seconds: float | None) -> None:
-    axes = figure.subplots()
-    kinds = [kind for kind in _COLORS if any(kind in moment.bytes_by_kind for moment in moments)]
-    steps = [*moments, *moments[-1:]]  # the last until the end
-    held = [[moment.bytes_by_kind.get(kind, 0) / 1e9 for moment in steps] for kind in kinds]
-    at = [float(index) for index in range(len(steps))]
-    if seconds is not None:
-        at = [1e3 * (moment.begin or 0.0) for moment in moments] + [1e3 * seconds]
-    axes.stackplot(at, held, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post")
-    axes.axhline(peak.nbytes / 1e9, color="black", linewidth=0.6, linestyle=":")
-    axes.annotate(
-        f"peak {format_bytes(peak.nbytes)} in {peak.place}",
-        (at[0] if at else 0, peak.nbytes / 1e9),
-        xytext=(4, 3),
-        textcoords="offset points",
-        fontsize=9,
-    )
-    axes.set(ylabel="GB", xlabel="places in the step" if seconds is None else "predicted milliseconds")
-    axes.set_ylim(0, peak.nbytes / 1e9 * 1.1)
-    axes.set_title(title, fontsize=11)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
+        axes = figure.subplots()
+        kinds = [kind for kind in _COLORS if any(kind in moment.bytes_by_kind for moment in moments)]
+        steps = [*moments, *moments[-1:]]  # the last until the end
+        held = [[moment.bytes_by_kind.get(kind, 0) / 1e9 for moment in steps] for kind in kinds]
+        at = [float(index) for index in range(len(steps))]
+        if seconds is not None:
+            at = [1e3 * (moment.begin or 0.0) for moment in moments] + [1e3 * seconds]
+        axes.stackplot(at, held, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post")
+        axes.axhline(peak.nbytes / 1e9, color="black", linewidth=0.6, linestyle=":")
+        axes.annotate(
+            f"peak {format_bytes(peak.nbytes)} in {peak.place}",
+            (at[0] if at else 0, peak.nbytes / 1e9),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=9,
+        )
+        axes.set(ylabel="GB", xlabel="places in the step" if seconds is None else "predicted milliseconds")
+        axes.set_ylim(0, peak.nbytes / 1e9 * 1.1)
+        axes.set_title(title, fontsize=11)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import watching_buffers
+from fsdp_wrap._comm import PlannedRounds, planned_rounds, watching_buffers
 from fsdp_wrap._core import watching_steps
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
 from fsdp_wrap._params import Layout, to_local
@@ -44,6 +44,7 @@ def plan(
     device: str = "cpu",
     machine: Machine | None = None,
     rank: int = 0,
+    helps: int | None = None,
 ) -> Plan:
     """Predicts memory, communication and time of a training step without running it.
 
@@ -63,6 +64,9 @@ def plan(
         device: Type of the device on which the model computes: "cpu" or "cuda".
         machine: The machine for predicted times; None for no prediction.
         rank: The rank that is planned.
+        helps: A rank that `rank` helps when it has no batch left inside `fsdp_wrap.uneven`. The step tells
+            by `torch.distributed.get_rank()` how many batches it has; `setup` and two steps run as this rank
+            first. The predicted time leaves out that `rank` waits until the other one has computed.
 
     Returns:
         The plan.
@@ -88,28 +92,40 @@ def plan(
 
         print(fsdp_wrap.plan(setup, ranks=64, device="cuda"))
     """
-    _check(setup, ranks, device, rank)
+    _check(setup, ranks, device, rank, helps)
+    before = planned_rounds.set(None if helps is None else PlannedRounds(rank))
+    try:
+        if helps is not None:
+            _planned(setup, ranks, device, machine, helps, False)
+        return remember(_planned(setup, ranks, device, machine, rank, helps is not None))
+    finally:
+        planned_rounds.reset(before)
+
+
+def _planned(setup: Setup, ranks: int, device: str, machine: Machine | None, rank: int, helps: bool) -> Plan:
     with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
         gc.collect()  # so that earlier garbage is not freed during the plan
         planner = _Planner(device)
         try:
             with planner.watching():
-                planner.build(setup)
+                planner.build(setup, helps)
                 first = planner.run()
                 second = planner.run()
-            return remember(planner.make_plan(first, second, ranks, rank, machine))
+            return planner.make_plan(first, second, ranks, rank, machine)
         finally:
             planner.forget()
             clear_sharding_caches()  # of meshes of this world
 
 
-def _check(setup: Setup, ranks: int, device: str, rank: int) -> None:
+def _check(setup: Setup, ranks: int, device: str, rank: int, helps: int | None) -> None:
     if not callable(setup):
         raise TypeError(f"setup must be a function that returns (model, optimizer, step), not {setup!r}")
     if not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"ranks must be a number from 1 to {MOST_RANKS}, not {ranks!r}")
     if not isinstance(rank, int) or not 0 <= rank < ranks:
         raise ValueError(f"rank must be a number from 0 to {ranks - 1}, not {rank!r}")
+    if helps is not None and (helps == rank or helps not in range(ranks)):
+        raise ValueError(f"helps must be a rank from 0 to {ranks - 1} other than {rank}, not {helps!r}")
     if device not in _DEVICES:
         raise ValueError(f"device must be one of {_DEVICES}, not {device!r}")
 
@@ -136,11 +152,14 @@ class _Planner:
             stack.enter_context(self._dispatch)
             yield
 
-    def build(self, setup: Setup) -> None:
+    def build(self, setup: Setup, helps: bool) -> None:
         """Runs the user's setup."""
         self._model, self._optimizers, self._step = _checked(setup())
         self._setup_peak = self._ledger.history().peak.nbytes
         self._units = units_in(self._model)
+        if helps:  # numbers would tell which parameters other ranks use
+            for unit in self._units.values():
+                unit.set(counts_unused=True)
         self._recorder.names = {id(unit): name for name, unit in self._units.items()}
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._recorder.in_phase(figures.OPTIMIZER))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
 from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
 from fsdp_wrap.tools.planning import figures
-from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, STEP, Place
+from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, HELP, OPTIMIZER, STEP, Place
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 _COLLECTIVES = {
@@ -144,6 +144,8 @@ class PlanRecorder(StepWatcher):
             owner, what = self._computing[-1]
             place = Place(self._name(owner), FORWARD if what is Computing.FORWARD else BACKWARD)
         if self._spans:
+            if self._spans[0][0].kind is SpanKind.HELP:
+                place = Place("", HELP)
             kind = _ROLES.get(self._spans[-1][0].kind, kind)
         self._ledger.come_to(place)
         self._ledger.kind = kind

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from fsdp_wrap._core import Computing
-from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, RankRecord, Transfer, TransferWait
+from fsdp_wrap.tools.timeline.records import AT_MOST, GATHER, HELP, RankRecord, Transfer, TransferWait
 
 _COMPUTES = ("forward", "recompute", "backward")
 _NOTHING = "\0"  # stands for a unit where nothing is computed
@@ -126,12 +126,14 @@ class Analysis:
         passes: The least number of passes of a rank, at least 1.
         pass_ns: Average nanoseconds of a pass.
         computed: `own_times` of each rank.
+        helping: By rank, the passes of other ranks that it has helped: no computation waits in them.
     """
 
     def __init__(self, ranks: Sequence[RankRecord]) -> None:
         self._ranks = {record.rank: record for record in ranks}
         self.joint = [*_joined(ranks)]
         self.units: dict[str, UnitTimes] = {}
+        self.helping = {record.rank: [one for one in record.compute if one.what == HELP] for record in ranks}
         self.passes = max(1, min((len(record.passes) for record in ranks), default=1))
         self.pass_ns = sum(map(_pass_ns, ranks)) / max(1, len(ranks))
         for joint in self.joint:
@@ -149,7 +151,8 @@ class Analysis:
         for rank, own in joint.own.items():
             self._add_transfer(joint, rank, own)
             for wait in own.waits:
-                self._unit(wait.unit).waits.append(self._split(joint, rank, own, wait))
+                if not any(each.begin <= wait.begin < each.end for each in self.helping[rank]):
+                    self._unit(wait.unit).waits.append(self._split(joint, rank, own, wait))
         first = next(iter(joint.own.values()))
         if joint.complete and len(first.ranks) > 1:
             for name in first.units:

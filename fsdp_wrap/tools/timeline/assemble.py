@@ -13,6 +13,7 @@ from fsdp_wrap.tools.timeline.recorder import EntryKind, LogEntry, StreamRange, 
 from fsdp_wrap.tools.timeline.records import (
     AT_MOST,
     GATHER,
+    HELP,
     REDUCE,
     SEEN,
     TOLD,
@@ -33,6 +34,7 @@ _SLICES = {
     SpanKind.AWAIT_REDUCTION: "wait for reduction",
     SpanKind.AWAIT_COPIES: "wait for copies",
     SpanKind.UPDATE: "update",
+    SpanKind.HELP: HELP,
 }
 BACKWARD, OPTIMIZER = Computing.BACKWARD.value, "optimizer"
 
@@ -165,6 +167,8 @@ class Assembler:
             index = self._awaited.get((_AWAITED.get(span.kind, ""), span.owners[0]), -1)
             track = self.host if self._on_device and span.kind is SpanKind.AWAIT_COPIES else self.track
             at = entry.at if track is self.host else self._time(entry)
+            if span.kind is SpanKind.HELP:
+                self._begin_pass(at)
             track.begin(_OpenSlice(_SLICES[span.kind], self._name(span.owners[0]), at, span, index))
 
     def _issue(self, span: Span, kind: str, at: int) -> None:
@@ -180,8 +184,8 @@ class Assembler:
     def _end_span(self, entry: LogEntry) -> None:
         span = entry.subject
         kind, awaited = _ISSUES.get(span.kind), _AWAITED.get(span.kind)
-        on_track = awaited is not None or span.kind is SpanKind.UPDATE
-        track = self.host if self._on_device and not on_track else self.track
+        on_host = kind is not None or span.kind is SpanKind.AWAIT_COPIES
+        track = self.host if self._on_device and on_host else self.track
         at = entry.at if track is self.host else self._time(entry)
         opened = track.end(at) if kind or span.kind in _SLICES else None
         if kind is not None and span in self._of_span:
@@ -202,11 +206,14 @@ class Assembler:
     def _enter(self, entry: LogEntry) -> None:
         at, unit, what = self._time(entry), self._name(entry.subject), entry.detail
         if what is Computing.FORWARD and not self.track.has(what.value):
-            self.track.end_while(at, lambda _: True)  # rests of a backward
-            self._passes.append(at)
+            self._begin_pass(at)
         elif what is Computing.BACKWARD:
             self.track.end_while(at, lambda each: each.what == BACKWARD and not encloses(each.unit, unit))
         self.track.begin(_OpenSlice(what.value, unit, at, entry.subject))
+
+    def _begin_pass(self, at: int) -> None:
+        self.track.end_while(at, lambda _: True)  # rests of a backward
+        self._passes.append(at)
 
     def _leave(self, entry: LogEntry) -> None:
         what, owner = entry.detail.value, entry.subject

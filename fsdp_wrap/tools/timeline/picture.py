@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fsdp_wrap.tools.drawing import drawn
 from fsdp_wrap.tools.timeline.analysis import Analysis
-from fsdp_wrap.tools.timeline.records import GATHER, RankRecord
+from fsdp_wrap.tools.timeline.records import GATHER, HELP, RankRecord
 
 MOST_RANKS = 8  # in the picture
 COLORS = {
@@ -17,6 +17,7 @@ COLORS = {
     "forward": "#6fa8dc",
     "backward": "#6fa8dc",
     "optimizer": "#98a2ad",
+    HELP: "#d98fb0",
     "wait for a late rank": "#d64b3c",
     "wait for a transfer": "#f0a30a",
     "wait for copies": "#a9743b",
@@ -37,7 +38,6 @@ class _Rectangle(NamedTuple):
     what: str
     begin: int
     end: int
-    height: float
 
 
 def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
@@ -71,24 +71,22 @@ def _window(record: RankRecord, found: Analysis) -> tuple[int, int]:
 def _bars(record: RankRecord, found: Analysis) -> Iterator[_Rectangle]:
     """Yields a rank's bars, inner ones later, and so above outer ones."""
     offset = record.offset
-    for each in (*record.compute, *record.host_side):
+    for each in (*record.compute, *record.host_side, *record.copies):
         if each.what in COLORS:
-            yield _Rectangle(each.what, each.begin + offset, each.end + offset, _HEIGHT)
+            yield _Rectangle(each.what, each.begin + offset, each.end + offset)
     for wait in found.waits:
         if wait.rank == record.rank:
             middle = wait.begin + wait.late
-            yield _Rectangle("wait for a late rank", wait.begin, middle, _HEIGHT)
-            yield _Rectangle("wait for a transfer", middle, middle + wait.transfer, _HEIGHT)
+            yield _Rectangle("wait for a late rank", wait.begin, middle)
+            yield _Rectangle("wait for a transfer", middle, middle + wait.transfer)
     for transfer in record.transfers:
-        yield _Rectangle(transfer.kind, transfer.begin + offset, transfer.end + offset, _HEIGHT)
-    for copy in record.copies:
-        yield _Rectangle(copy.what, copy.begin + offset, copy.end + offset, _HEIGHT)
+        yield _Rectangle(transfer.kind, transfer.begin + offset, transfer.end + offset)
 
 
 def _draw_bar(axes: Any, bar: _Rectangle, row: int, begin: int, end: int) -> None:
     first, last = max(bar.begin, begin), min(bar.end, end)
     travels = bar.what in ("gather", "reduce", "to device", "to host")
-    level, height = (_TRANSFERS, bar.height / 2) if travels else (_COMPUTE, bar.height)
+    level, height = (_TRANSFERS, _HEIGHT / 2) if travels else (_COMPUTE, _HEIGHT)
     if bar.what in ("reduce", "to host"):
         level -= height
     axes.broken_barh(

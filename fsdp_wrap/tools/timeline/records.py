@@ -6,20 +6,19 @@ All times are nanoseconds of the rank's own clock; `RankRecord.offset` converts 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 FORMAT = 2
 """Version of saved records; others are refused."""
 
-GATHER, REDUCE = "gather", "reduce"
+GATHER, REDUCE, HELP = "gather", "reduce", "help other ranks"
 
 # How well the end of a transfer is known.
 TOLD, SEEN, AT_MOST = "told", "seen", "at most"
 
 
-@dataclass(frozen=True)
-class TransferWait:
+class TransferWait(NamedTuple):
     """A wait of a unit for a transfer, which held up the computation."""
 
     unit: str
@@ -27,8 +26,7 @@ class TransferWait:
     end: int
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A gather or a reduction of one unit, or of several in one collective.
 
     Attributes:
@@ -59,13 +57,13 @@ class Transfer:
     waits: tuple[TransferWait, ...]
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A slice of a track of the computation, where slices nest, or a copy.
 
     Attributes:
         what: "forward", "recompute", "backward", "issue gather", "issue reduce", "wait for gather",
-            "wait for reduction", "wait for copies", "optimizer", "update", "to device" or "to host".
+            "wait for reduction", "wait for copies", "optimizer", "update", "help other ranks", "to device" or
+            "to host".
         unit: Its unit; "" for the root and where there is none.
         transfer: Index in the record of the transfer that it issues or waits for; -1 for none.
         nbytes: Bytes that it copies.
@@ -79,8 +77,7 @@ class Slice:
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Memory from one moment on: bytes of full parameters, of how many units, and of reduced gradients."""
 
     at: int
@@ -99,7 +96,7 @@ class RankRecord:
         device: "cpu", or an accelerator's type.
         offset: Added to its times, gives those of rank 0.
         clock_error: The largest error of the offset; 0 where both read one clock.
-        passes: When the outermost forwards began.
+        passes: When the outermost forwards began: its own, and those of other ranks that it has helped.
         compute: Slices of the computation, in the order of their beginnings.
         host_side: Slices of an accelerator's host; none on a CPU.
         copies: Copies between host and device.
@@ -125,19 +122,12 @@ class RankRecord:
     peaks: Mapping[str, int]
     updates: tuple[Slice, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the record for JSON: lists of values in place of objects."""
-        plain = asdict(self)
-        for name, kind in _ROWS.items():
-            plain[name] = [_row(each, kind) for each in getattr(self, name)]
-        return plain
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RankRecord:
-        """Makes a record of the value that `to_json` returned.
+        """Makes a record of its fields, as JSON gives them back.
 
         Raises:
-            KeyError, TypeError: If it is another value.
+            KeyError, TypeError: If they are others.
         """
         given = {field.name: plain[field.name] for field in fields(cls)}
         for name, kind in _ROWS.items():
@@ -153,13 +143,6 @@ _ROWS: Mapping[str, type[Any]] = {
     "transfers": Transfer,
     "levels": Level,
 }
-
-
-def _row(value: Any, kind: type[Any]) -> list[Any]:
-    row = [getattr(value, field.name) for field in fields(kind)]
-    if kind is Transfer:
-        row[-1] = [_row(wait, TransferWait) for wait in value.waits]
-    return row
 
 
 def _from_row(row: Sequence[Any], kind: type[Any]) -> Any:

@@ -46,6 +46,7 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
         f"{_ms(waited - late)} ms for transfers."
     )
     yield from _updates(found, passes)
+    yield from _helping(found)
     yield from _late_rank(found, waits, len(ranks))
     error = max(record.clock_error for record in ranks)
     if error:
@@ -62,6 +63,15 @@ def _updates(found: Analysis, passes: int) -> Iterator[str]:
             f"The host updates units for {_ms(whole / passes)} ms of a pass in a thread of its own, "
             f"{beside / whole:.0%} of that beside the backward of others."
         )
+
+
+def _helping(found: Analysis) -> Iterator[str]:
+    """Yields the line about ranks without a batch, if there were any."""
+    times = {rank: sum(each.end - each.begin for each in helped) for rank, helped in found.helping.items()}
+    rank = max(times, key=times.__getitem__)
+    if times[rank]:
+        most = f"{_ms(times[rank])} ms on rank {rank}"
+        yield f"Helping other ranks, without a batch, takes {_ms(sum(times.values()))} ms in all: {most}."
 
 
 def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:

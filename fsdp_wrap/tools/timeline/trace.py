@@ -27,7 +27,7 @@ def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
     """Writes records as a trace, compressed if the name ends in ".gz"."""
     begin = min(record.begin + record.offset for record in ranks)
     events = [event for record in ranks for event in _events_of(record, begin)]
-    saved = {"format": FORMAT, "ranks": [record.to_json() for record in ranks]}
+    saved = {"format": FORMAT, "ranks": [vars(record) for record in ranks]}
     whole = {"displayTimeUnit": "ms", "traceEvents": events, _KEY: saved}
     data = json.dumps(whole, separators=(",", ":")).encode()
     path = Path(path)
@@ -65,17 +65,18 @@ def _events_of(record: RankRecord, begin: int) -> Iterator[TraceEvent]:
     tracks = _Tracks(record, record.offset - begin)
     yield from tracks.names()
     on = HOST if record.host_side else COMPUTE
-    for name, slices in ((COMPUTE, record.compute), (HOST, record.host_side)):
+    for name, slices in _slices_of(record).items():
         for each in slices:
             yield tracks.slice(_FIRST[name], each)
     for row, number in _rows(record.transfers):
         transfer = record.transfers[number]
         yield tracks.transfer(_FIRST[transfer.kind] + row, transfer)
         yield from tracks.flow(number, _FIRST[transfer.kind] + row, _FIRST[on])
-    for name, slices in ((COPIES, record.copies), (UPDATES, record.updates)):
-        for each in slices:
-            yield tracks.slice(_FIRST[name], each)
     yield from tracks.counters()
+
+
+def _slices_of(record: RankRecord) -> dict[str, Sequence[Slice]]:
+    return {COMPUTE: record.compute, HOST: record.host_side, COPIES: record.copies, UPDATES: record.updates}
 
 
 def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
@@ -106,23 +107,21 @@ class _Tracks:
     def names(self) -> Iterator[TraceEvent]:
         """Yields the names of the process and of its tracks."""
         record = self._record
-        yield self._meta(
-            "process_name", 0, f"rank {record.rank} ({record.device}, {record.host.split(' ')[0]})"
-        )
-        yield {**self._meta("process_sort_index", 0, ""), "args": {"sort_index": record.rank}}
-        used = {COMPUTE: 1, HOST: bool(record.host_side), COPIES: bool(record.copies)}
-        used[UPDATES] = bool(record.updates)
+        name = f"rank {record.rank} ({record.device}, {record.host.split(' ')[0]})"
+        yield self._meta("process_name", 0, name=name)
+        yield self._meta("process_sort_index", 0, sort_index=record.rank)
+        used = {kind: int(bool(slices)) for kind, slices in _slices_of(record).items()} | {COMPUTE: 1}
         for row, number in _rows(record.transfers):
             kind = record.transfers[number].kind
             used[kind] = max(used.get(kind, 0), row + 1)
         for kind, rows in used.items():
             for row in range(rows):
                 track = _FIRST[kind] + row
-                yield self._meta("thread_name", track, kind if not row else f"{kind} {row + 1}")
-                yield {**self._meta("thread_sort_index", track, ""), "args": {"sort_index": track}}
+                yield self._meta("thread_name", track, name=kind if not row else f"{kind} {row + 1}")
+                yield self._meta("thread_sort_index", track, sort_index=track)
 
-    def _meta(self, what: str, track: int, name: str) -> TraceEvent:
-        return {"ph": "M", "pid": self._record.rank, "tid": track, "name": what, "args": {"name": name}}
+    def _meta(self, what: str, track: int, **args: Any) -> TraceEvent:
+        return {"ph": "M", "pid": self._record.rank, "tid": track, "name": what, "args": args}
 
     def slice(self, track: int, each: Slice) -> TraceEvent:
         """Returns the event of a slice."""
