@@ -62,7 +62,7 @@ def _members(schedule: Schedule) -> set[int]:
     members = {dist.get_rank()}.union(*(each.members for each in communicators))
     members.update(*(part.mesh.mesh.flatten().tolist() for part in _parts(schedule)))
     for each in communicators:
-        if each.positions is not None and each.positions.agreement.compares:
+        if each.positions is not None and each.positions.agreement.store is not None:
             each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
             members.update(*each.all_gather_object(members))
     return members

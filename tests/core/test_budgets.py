@@ -15,22 +15,22 @@ from bed import run_isolated
 from bed.scripts import script
 
 CODE_LINES = {
-    "_comm": 2198,
+    "_comm": 2206,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1628,
-    "_params": 3891,
-    "_runtime": 3241,
-    "_state": 3097,
-    "_uneven": 769,
+    "_core": 1629,
+    "_params": 3886,
+    "_runtime": 3240,
+    "_state": 3093,
+    "_uneven": 812,
     "checkpoint": 2483,
     "compat": 802,
     "optim": 2087,
-    "tools": 4091,
+    "tools": 4096,
     "top level": 2316,
     "weights": 795,
-    "core": 16371,
-    "all": 28653,
+    "core": 16370,
+    "all": 28700,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
