@@ -37,6 +37,7 @@ SCRIPTS = (
     "weights",
     "small_states",
     "recording",
+    "uneven",
     "gpu",
 )
 DOCS = Path(__file__).resolve().parents[1] / "docs"

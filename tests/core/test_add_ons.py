@@ -34,7 +34,7 @@ ADD_ONS = {
     ),
     "uneven ranks": AddOn(
         ["_uneven/"],
-        ["uneven/", "tools/test_plan.py", "tools/test_timelines.py"],
+        ["uneven/", "tools/test_plan.py", "tools/test_timelines.py", "whole/test_benchmarks.py"],
         "fsdp_wrap.uneven",
         "AttributeError: module 'fsdp_wrap' has no attribute 'uneven'",
     ),

@@ -20,7 +20,7 @@ from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
-from benchmarks import accumulation, counts, harness
+from benchmarks import accumulation, counts, harness, uneven
 from benchmarks.__main__ import questions, run
 from benchmarks.goals import GOALS, Goal, judged
 from benchmarks.harness import Question, Settings, as_markdown, compare
@@ -31,13 +31,14 @@ ON_MESHES = ("tiny with tensor parallelism", "tiny accumulated over replicas")
 CASES = (
     *("tiny", *ON_MESHES, "4 blocks", "barrier", "4 parameters", "12 parameters", "gloo"),
     *("fake group", "fake group of 2", "fake group of 8", accumulation.CASE, *counts.CASES),
+    uneven.AGREEMENT,
 )
 IMPL = ("ddp", "fsdp_wrap", SHARED["fsdp_wrap"])
 MB = 1 << 20
 
 
 OF_WAYS = {"accumulation", "collectives", "counts", "latency", "compression", "travel"}
-OF_WAYS |= {"in_backward", "host_step", "recording"}
+OF_WAYS |= {"in_backward", "host_step", "recording", "uneven"}
 """Questions whose tables tell of something else than implementations."""
 
 
