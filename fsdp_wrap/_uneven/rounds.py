@@ -184,10 +184,11 @@ class Rounds:
         leader, *others = self._active
         other = next((rank for rank in others if rows[rank][1] != rows[leader][1]), None)
         if other is not None:
-            names = [self._schedules[int(rows[rank][1])].root.name for rank in (leader, other)]
+            models = [int(rows[rank][1]) for rank in (leader, other)]
+            names = [f"{self._schedules[model].root.name}, model {model + 1}," for model in models]
             raise ValueError(
                 f"rank {leader} begins a forward of {names[0]} inside uneven() while rank {other} begins one "
-                f"of {names[1]}, another model: ranks that have a batch must run the same models in one order"
+                f"of {names[1]} another model: ranks that have a batch must run the same models in one order"
             )
         for group in self._peers.together:
             if not group.isdisjoint(self._active) and not group.issubset(self._active):

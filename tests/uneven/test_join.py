@@ -15,7 +15,7 @@ from fronts import assert_same_values, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
-CLOSE = {"rtol": 0.0, "atol": 1e-12}
+CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 BATCHES = [1, 4, 0, 2]
 
 

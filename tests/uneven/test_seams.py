@@ -29,7 +29,7 @@ from fsdp_wrap.optim import Muon, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
-CLOSE = {"rtol": 0.0, "atol": 1e-12}
+CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 
 
 def pair(front: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
