@@ -18,6 +18,7 @@ from fsdp_wrap._comm import (
     Note,
     Watch,
     Works,
+    group_over,
     host_group_over,
     make_communicator,
     ranks_in,
@@ -132,9 +133,7 @@ class Peers:
     @property
     def group(self) -> dist.ProcessGroup:
         """Their process group, which sends from host memory."""
-        group = self._communicator.group
-        assert group is not None
-        return group
+        return self._communicator.group or group_over(self.members, _CPU)
 
     @contextmanager
     def _deaths_told(self) -> Iterator[None]:
