@@ -89,24 +89,26 @@ class Follower:
         self._schedules, self._peers = schedules, peers
         self._units = [schedule.units for schedule in schedules]
         self._gathered: tuple[Unit, Phase] | None = None
+        self._ended = True
 
     @torch.no_grad()
     def follow(self, leader: int) -> None:
         """Follows a rank to the end of its round."""
         for schedule in self._schedules:
             schedule.follow()
-        ended = False
-        try:
-            while not ended:
-                order = self._receive(leader)
-                ended = order[0] == Instruction.END_ROUND
-                self._obey(*order)
-        finally:
-            while not ended:  # orders that nobody reads would come in a later round
-                ended = self._receive(leader)[0] == Instruction.END_ROUND
+        self._ended = False
+        while not self._ended:
+            self._obey(*self._receive(leader))
+
+    def skip(self, leader: int) -> None:
+        """Reads the rest of a round that failed: orders that nobody reads would come in a later round."""
+        while not self._ended:
+            self._receive(leader)
 
     def _receive(self, leader: int) -> list[int]:
-        return self._peers.receive(_LENGTH, leader)
+        order = self._peers.receive(_LENGTH, leader)
+        self._ended = order[0] == Instruction.END_ROUND
+        return order
 
     def _obey(self, order: int, model: int, index: int, detail: int, iteration: int) -> None:
         schedule, unit = self._schedules[model], self._units[model][index]

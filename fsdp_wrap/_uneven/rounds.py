@@ -112,7 +112,12 @@ class Rounds:
         self.shadows += 1
         leader = self._active[0]
         with self._schedules[int(rows[leader][1])].root.span(SpanKind.HELP, None):
-            self._follower.follow(leader)
+            try:
+                self._follower.follow(leader)
+            except BaseException as error:
+                self._tell(error)  # first: the leader may wait for this rank
+                self._follower.skip(leader)
+                raise
         return True
 
     def fail(self, error: BaseException) -> None:
@@ -123,16 +128,20 @@ class Rounds:
         if self._failed:
             return
         self.leader.end_round()
-        self._peers.tell(
-            f"rank {self._rank} left uneven() by {type(error).__name__}: {error}. The gradients on all ranks "
-            "are those from before the context"
-        )
+        self._tell(error)
         self._reset()
         try:
             self._agree(Turn.FAILED)
         except LeftByError as first:
             if isinstance(error, RuntimeError) and not str(first).startswith(f"rank {self._rank} "):
                 raise first from error
+
+    def _tell(self, error: BaseException) -> None:
+        """Leaves an error for the ranks that wait for this one."""
+        self._peers.tell(
+            f"rank {self._rank} left uneven() by {type(error).__name__}: {error}. The gradients on all ranks "
+            "are those from before the context"
+        )
 
     def _agree(
         self, turn: Turn, model: int = 0, beside: Iterable[GroupPositions] = ()

@@ -14,6 +14,7 @@ from forks import run_forks
 from fronts import shard
 from fsdp_wrap import uneven
 from fsdp_wrap._params import to_local
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 VICTIM, IDLE = 1, 2
@@ -61,7 +62,7 @@ def act_in_second(module: nn.Module, where: str, act: Any) -> None:
         module.register_full_backward_hook(hook)
 
 
-def raise_fault() -> None:
+def raise_fault(*_: Any) -> None:
     raise Fault("a document is broken")
 
 
@@ -117,6 +118,26 @@ def test_an_error_of_one_rank_is_an_error_of_all(front):
                 assert (kind, told) == ("Fault", "a document is broken")
             else:
                 assert f"rank {victim} left uneven() by Fault: a document is broken." in told, (case, rank)
+
+
+def fail_to_help(rank: int, world_size: int) -> str:
+    """The rank without a batch has no memory for its second gather; returns what a rank is told."""
+    model = model_of()
+    unit = units_in(model)["1"]
+    assert unit.handle is not None
+    if rank == IDLE:
+        unit.handle.gather = raise_fault  # type: ignore[assignment,method-assign]
+    with pytest.raises((Fault, RuntimeError)) as told, uneven(model):
+        for _ in range(BATCHES[rank]):
+            loss_of(model, rank).backward()
+    return str(told.value)
+
+
+def test_a_rank_that_fails_to_help_is_named():
+    ((*others, idle),) = run_forks(fail_to_help, [()], len(BATCHES))
+    assert "a document is broken" in idle.value
+    for end in others:
+        assert f"rank {IDLE} left uneven() by Fault: a document is broken." in end.value
 
 
 @pytest.mark.slow
