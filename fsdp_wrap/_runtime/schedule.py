@@ -592,12 +592,12 @@ class Schedule(StepState):
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
         if self.joining is None:
-            self.close_backward()
+            self.close_backward(self.ending.automatic)
         else:
             self.joining.end_backward(self)
 
-    def close_backward(self) -> None:
-        """Finishes the reductions of a backward, of this rank's or of other ranks', and the updates."""
+    def close_backward(self, waits: bool) -> None:
+        """Ends a backward of this rank or of others; `waits` tells to wait for reductions, and to update."""
         for unit in self._units:
             if unit.handle is not None and not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
@@ -605,12 +605,12 @@ class Schedule(StepState):
                 unit.handle.keep_accumulated()
         if self.batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
-        if self.ending.automatic:
+        if waits:
             self._make_room()
             self.ending.finish()
         if self._offloading is not None:
             self._offloading.end_backward(self._units)
-        if self.ending.automatic:
+        if waits:
             self._updates.finish(self._units)
         self._awaited = {}
         self._backward_open = False

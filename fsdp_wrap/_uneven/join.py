@@ -78,9 +78,10 @@ class _JoinLeader(Leader):
     """Ends a round with a forward that no backward can follow."""
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        trains = torch.is_grad_enabled() and any(param.requires_grad for param in owner.module.parameters())
-        if what is Computing.FORWARD and not owner.nested and not trains:
-            self.end_round()
+        if what is Computing.FORWARD and not owner.nested and self.told:
+            trains = any(param.requires_grad for param in owner.module.parameters())
+            if not (trains and torch.is_grad_enabled()):
+                self.end_round()
 
 
 class _JoinRounds(Rounds):

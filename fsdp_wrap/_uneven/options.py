@@ -9,7 +9,7 @@ from fsdp_wrap._runtime import Schedule, Unit
 
 
 class RoundOptions:
-    """Changes options of the units of some models, and changes them back.
+    """Changes options of the units of some models, and changes them back; made where the context begins.
 
     Args:
         schedules: The schedules of the models.
@@ -19,6 +19,7 @@ class RoundOptions:
     def __init__(self, schedules: Sequence[Schedule], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
+        self._sums = [(schedule.syncs, schedule.sums_over_replicas) for schedule in schedules]
         self._divided = {unit: unit.handle.contributors for unit in averaged if unit.handle is not None}
 
     def gather_wholes(self) -> None:
@@ -48,8 +49,10 @@ class RoundOptions:
                 unit.handle.divide_gradients_by(contributors * part)
 
     def restore(self) -> None:
-        """Restores all options."""
+        """Restores all options, and which sums `no_sync` asks for."""
         self.average_over(1)
+        for schedule, sums in zip(self._schedules, self._sums):
+            schedule.syncs, schedule.sums_over_replicas = sums
         for unit, options in self._before.items():
             unit.set(**options)
         self._before.clear()

@@ -127,8 +127,7 @@ class Follower:
                 param.grad = None
             schedule.begin_backward()
         elif order == Instruction.END_BACKWARD:
-            schedule.ending.set_last(bool(detail))
-            schedule.close_backward()
+            schedule.close_backward(bool(detail))
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         before = self._gathered

@@ -18,7 +18,6 @@ from fsdp_wrap._comm import (
     Note,
     Watch,
     Works,
-    group_over,
     host_group_over,
     make_communicator,
     ranks_in,
@@ -133,7 +132,7 @@ class Peers:
     @property
     def group(self) -> dist.ProcessGroup:
         """Their process group, which sends from host memory."""
-        return self._communicator.group or group_over(self.members, _CPU)
+        return self._communicator.group or host_group_over(self.members)
 
     @contextmanager
     def _deaths_told(self) -> Iterator[None]:

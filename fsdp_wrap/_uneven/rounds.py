@@ -240,8 +240,9 @@ class Rounds:
     def end_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""
         model = self._schedules.index(schedule)
-        self.leader.tell(Instruction.END_BACKWARD, model, detail=schedule.ending.automatic)
-        schedule.close_backward()
+        waits = schedule.ending.automatic
+        self.leader.tell(Instruction.END_BACKWARD, model, detail=waits)
+        schedule.close_backward(waits)
         schedule.syncs, schedule.sums_over_replicas = self._before[model]
 
 

@@ -12,16 +12,17 @@ from torch import nn
 import tp_nets
 from bed import ranks
 from forks import run_forks
-from fronts import no_sync, shard
+from fronts import assert_same_grads, each_front, no_sync, shard
 from fsdp_wrap import clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import NotRootError
+from fsdp_wrap._runtime import schedule_of, units_in
 from fsdp_wrap.optim import step_in_backward
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 
-def model_of() -> nn.Module:
+def model_of(front: str = "orig") -> nn.Module:
     torch.manual_seed(0)
-    return shard("orig", Transformer(blocks=2), WRAPPINGS["block"]())
+    return shard(front, Transformer(blocks=2), WRAPPINGS["block"]())
 
 
 def step_inside(model: nn.Module, work: Any, rank: int) -> None:
@@ -89,6 +90,43 @@ def test_a_mistake_of_all_ranks(rank, world_size, name):
         )
     with uneven(model):  # and the next step is as ever
         loss_of(model, tokens(rank, 1)).backward()
+
+
+@each_front
+@ranks(2)
+def test_what_users_have_set_is_theirs_again(rank, world_size, front):
+    """Rank 0 has no batch, and follows one whose backwards are under `no_sync` or not the last."""
+    model = model_of(front)
+    schedule = schedule_of(units_in(model)[""])
+    with uneven(model):
+        for _ in range(2 * rank):
+            with no_sync(model):
+                loss_of(model, tokens(rank, 0)).backward()
+    assert (schedule.syncs, schedule.sums_over_replicas, schedule.ending.automatic) == (True, True, True)
+    with uneven(model):
+        for _ in range(rank):
+            schedule.ending.set_last(False)
+            loss_of(model, tokens(rank, 0)).backward()
+            schedule.ending.set_last(True)
+    assert schedule.ending.automatic
+    with pytest.raises(RuntimeError, match="a document is broken"), uneven(model):
+        for _ in range(rank):
+            with no_sync(model):
+                loss_of(model, tokens(rank, 0)).backward()
+            raise RuntimeError("a document is broken")
+    assert (schedule.syncs, schedule.sums_over_replicas, schedule.joining) == (True, True, None)
+
+
+@ranks(2)
+def test_sums_stay_sums_without_averages(rank, world_size):
+    plain, model = Transformer(blocks=2), model_of()
+    plain.load_state_dict(model.state_dict())
+    with uneven(model, average=False):
+        for step in range(2 * rank):
+            loss_of(model, tokens(rank, step)).backward()
+    for step in range(2):
+        (loss_of(plain, tokens(1, step)) / world_size).backward()
+    assert_same_grads(model, plain, rtol=1e-5, atol=1e-7)
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 FORMAT = 2
 """Version of saved records; others are refused."""
@@ -18,7 +18,8 @@ GATHER, REDUCE, HELP = "gather", "reduce", "help other ranks"
 TOLD, SEEN, AT_MOST = "told", "seen", "at most"
 
 
-class TransferWait(NamedTuple):
+@dataclass(frozen=True)
+class TransferWait:
     """A wait of a unit for a transfer, which held up the computation."""
 
     unit: str
@@ -26,7 +27,8 @@ class TransferWait(NamedTuple):
     end: int
 
 
-class Transfer(NamedTuple):
+@dataclass(frozen=True)
+class Transfer:
     """A gather or a reduction of one unit, or of several in one collective.
 
     Attributes:
@@ -57,7 +59,8 @@ class Transfer(NamedTuple):
     waits: tuple[TransferWait, ...]
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True)
+class Slice:
     """A slice of a track of the computation, where slices nest, or a copy.
 
     Attributes:
@@ -77,7 +80,8 @@ class Slice(NamedTuple):
     nbytes: int = 0
 
 
-class Level(NamedTuple):
+@dataclass(frozen=True)
+class Level:
     """Memory from one moment on: bytes of full parameters, of how many units, and of reduced gradients."""
 
     at: int
@@ -135,14 +139,8 @@ class RankRecord:
         return cls(**{**given, "passes": tuple(given["passes"])})
 
 
-_ROWS: Mapping[str, type[Any]] = {
-    "compute": Slice,
-    "host_side": Slice,
-    "copies": Slice,
-    "updates": Slice,
-    "transfers": Transfer,
-    "levels": Level,
-}
+_TRACKS = ("compute", "host_side", "copies", "updates")
+_ROWS: Mapping[str, type[Any]] = {**dict.fromkeys(_TRACKS, Slice), "transfers": Transfer, "levels": Level}
 
 
 def _from_row(row: Sequence[Any], kind: type[Any]) -> Any:

@@ -29,7 +29,8 @@ def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
     events = [event for record in ranks for event in _events_of(record, begin)]
     saved = {"format": FORMAT, "ranks": [vars(record) for record in ranks]}
     whole = {"displayTimeUnit": "ms", "traceEvents": events, _KEY: saved}
-    data = json.dumps(whole, separators=(",", ":")).encode()
+    # Each of a record's objects is a row of values.
+    data = json.dumps(whole, separators=(",", ":"), default=lambda each: [*vars(each).values()]).encode()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
