@@ -80,6 +80,7 @@ __all__ = [
     "Uneven",
     "UnitPlan",
     "UnshardHandle",
+    "allow_skipping",
     "clip_grad_norm_",
     "explain_memory_errors",
     "fit",
@@ -113,7 +114,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import tools as tools
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
-    from fsdp_wrap._uneven import Uneven, uneven
+    from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
     from fsdp_wrap.tools import (
         Choice,
         Fit,

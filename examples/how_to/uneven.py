@@ -212,6 +212,43 @@ with Join([wrapped], divide_by_initial_world_size=False, optimizer=optimizer):
         optimizer.step()
         optimizer.zero_grad()
 
+
+class Mixture(nn.Module):
+    def __init__(self, width, experts=4):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(Block(width) for _ in range(experts))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        chosen, out = shares.argmax(-1), x
+        for number in chosen.unique().tolist():  # other experts on other ranks
+            share = shares[..., number] * (chosen == number)
+            out = out + share[..., None] * self.experts[number](x)
+        return out
+
+
+def make_mixture():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WORDS, 16), Mixture(16), nn.Linear(16, WORDS))
+
+
+moe = make_mixture()
+for module in (*moe[1].experts, moe[1], moe):
+    fully_shard(module)
+fsdp_wrap.allow_skipping(moe[1].experts)  # all units below it
+optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-3)
+
+for texts in steps:
+    with fsdp_wrap.uneven(moe) as work:
+        for text in texts:
+            work.backward(loss_of(moe, text), weight=text[:, 1:].numel())
+    clip_grad_norm_(moe, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+compare(moe, make_mixture(), steps)
+
 from fsdp_wrap import compat
 
 compat.install(cpu=True, fully_shard=True)  # cpu=True only on a host without accelerators

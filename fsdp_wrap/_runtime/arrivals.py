@@ -28,6 +28,8 @@ class Arrivals:
         missing: Weight (about bytes) of each leaf without its gradient, by id.
         quarter_came: Whether a quarter of the weight had come when the schedule acted last.
         open_calls: Number of forward calls that wait for gradients of their watched inputs.
+        inputs_done: Whether there were such calls, and none waits any more.
+        owes: Whether a reduction is due, even without gradients: other ranks may have some.
         needed_to_end: Whether the leaves may be needed until the tree's backward ends.
     """
 
@@ -36,7 +38,7 @@ class Arrivals:
         self.missing: dict[int, int] = {}
         self.quarter_came = False
         self.open_calls = 0
-        self.needed_to_end = False
+        self.needed_to_end = self.inputs_done = self.owes = False
         self._weights: dict[int, int] = {}
         self._total = self._to_come = self._quarter = self._next_stop = 0
 
@@ -49,7 +51,7 @@ class Arrivals:
     def begin(self) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
         self.progress, self.open_calls = Progress.UNREACHED, 0
-        self.needed_to_end = self.quarter_came = False
+        self.needed_to_end = self.quarter_came = self.inputs_done = self.owes = False
         self.missing = self._weights.copy()  # inlined `expect_all`: saves a call
         self._to_come = self._next_stop = self._total
 

@@ -1,4 +1,4 @@
-"""`run_forward`: one forward call of a unit and of its lenders (the units that own its tied parameters).
+"""`run_forward`: one forward call of a unit and of its companions (owners of tied parameters, tied units).
 
 Inside a transform of `torch.func`, tensors are of the transform's own kind. Buffers cannot be written to
 and hooks cannot be registered there. So the runtime gathers and reshards outside of all transforms, and the
@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from fsdp_wrap._core import cast_floating, floating_dtype, iter_tensors, map_tensors
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime.refusals import refuse_edits
+from fsdp_wrap._runtime.refusals import refuse_alone, refuse_edits
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
 from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit
 
@@ -32,7 +32,7 @@ def run_forward(
     kwargs: dict[str, Any],
     part: nn.Module | None = None,
 ) -> Any:
-    """Runs `compute` as a forward of the unit, or of one of its parts, and of its lenders.
+    """Runs `compute` as a forward of the unit, or of one of its parts, and of its companions.
 
     Without gradients a forward may run inside `summon_full_params`. It computes with the shown parameters,
     in master dtype and without communication, so a rank may run it alone.
@@ -47,12 +47,16 @@ def run_forward(
     assert isinstance(own, Schedule)
     if unit.casts or own.device.type != "cpu":
         returned, args, kwargs = _prepared(unit, own, args, kwargs)
+    if unit.tied_to is not None:
+        refuse_alone(unit)
+        output = compute(*args, **kwargs)
+        return output if returned is None else cast_floating(output, returned)
     if current_transform() is not None:
-        output = _run_transformed([*unit.lenders, unit], part, lambda: compute(*args, **kwargs))
+        output = _run_transformed([*unit.companions, unit], part, lambda: compute(*args, **kwargs))
         return output if returned is None else cast_floating(output, returned)
     calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
-        for each in (*unit.lenders, unit):
+        for each in (*unit.companions, unit):
             schedule = each.schedule or schedule_of(each)
             assert isinstance(schedule, Schedule)
             call = schedule.pre_forward(each, part)
@@ -103,8 +107,8 @@ def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _shown_in_full(unit: Unit) -> bool:
-    """Returns whether the user sees all full parameters of the unit and its lenders."""
-    handles = [each.handle for each in (*unit.lenders, unit) if each.handle is not None]
+    """Returns whether the user sees all full parameters of the unit and its companions."""
+    handles = [each.handle for each in (*unit.companions, unit) if each.handle is not None]
     return bool(handles) and all(handle.shows_full for handle in handles)
 
 

@@ -32,7 +32,7 @@ from fsdp_wrap._core import (
     refuse_in_steps,
     warn_caller,
 )
-from fsdp_wrap._core.torch_private import optimizers_in_backward
+from fsdp_wrap._core.torch_private import graph_task, optimizers_in_backward
 from fsdp_wrap._params import (
     HandleState,
     Layout,
@@ -302,6 +302,26 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
                 f"{dist.get_rank()} while their full values stayed in memory (keep_unsharded_bytes or the "
                 "like), which are outdated: write to the parameters themselves, under torch.no_grad()"
             )
+
+
+def refuse_alone(unit: Unit) -> None:
+    """Refuses a forward of a tied unit outside of the unit that unshards it."""
+    if graph_task() == -1 and not unit.running:
+        assert unit.tied_to is not None
+        raise RuntimeError(
+            f"{unit.name} may be skipped (allow_skipping), so it runs only inside the forward of "
+            f"{unit.tied_to.name}, and rank {dist.get_rank()} ran it alone"
+        )
+
+
+def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
+    """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
+    if torch.is_grad_enabled() and handle.trainable and unit.tied_to is not None:
+        raise RuntimeError(
+            f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where {unit.name} "
+            "may be skipped (allow_skipping) and trains: other ranks would wait for its gradients. Use "
+            "something that trains, or an input that needs a gradient, on all ranks"
+        )
 
 
 def refuse_replaced(unit: Unit, layout: Layout) -> None:

@@ -54,6 +54,10 @@ class Registry:
             for module, _ in chain.from_iterable(segment.layout.places):
                 self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
 
+    def units(self) -> set[Unit]:
+        """Returns all units with parameters."""
+        return {unit for units in self._users.values() for unit in units if unit.handle is not None}
+
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
         """Returns the unit that owns an original parameter, its layout, and its index there."""
         if param not in self._owners:

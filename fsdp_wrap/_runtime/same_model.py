@@ -106,6 +106,8 @@ class SameModel:
         if unit.schedule is not None:
             wanted = unit.schedule.root.options.travel_together_bytes
             settings.append(f"travel_together_bytes={wanted}")
+        if unit.tied_to is not None:
+            settings.append(f"it runs with {unit.tied_to.name} (allow_skipping)")
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         handle = unit.handle
         if handle is None or unit.initial is None or self._told_of_values or agreement.store is None:

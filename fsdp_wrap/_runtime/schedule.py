@@ -53,6 +53,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_outdated,
     refuse_steps_between_sums,
     refuse_unseen,
+    refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
 from fsdp_wrap._runtime.unit import ForwardCall, StepState, Unit, units_in
@@ -166,7 +167,7 @@ class Schedule(StepState):
                 self._hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
-                if (options.forward_prefetch or options.forward_targets) and not unit.mesh_label:
+                if (options.forward_prefetch or options.forward_targets) and not unit.follows:
                     self._prefetch_forward(unit)
                 elif self._offloading is not None:
                     self._offloading.send_ahead(self._order.next_in_forward())
@@ -192,7 +193,7 @@ class Schedule(StepState):
         Returns:
             The inputs to compute with.
         """
-        if call.unit.handle is None or not torch.is_grad_enabled():
+        if call.unit.handle is None or call.unit.tied_to is not None or not torch.is_grad_enabled():
             return args, kwargs
         seen: dict[int, torch.Tensor] = {}
 
@@ -222,6 +223,8 @@ class Schedule(StepState):
         unit, handle = call.unit, call.unit.handle
         assert handle is not None
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        if unit.tied_to is not None and not with_grad:
+            refuse_without_backward(unit, handle)
         for tensor in with_grad:
             tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
         if graph_task() != -1:
@@ -444,6 +447,8 @@ class Schedule(StepState):
             if step_watchers:
                 unit.tell_entered(Computing.BACKWARD)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
+            if unit.tied or unit.tied_to is not None:
+                unit.arrivals.owes = handle.trainable
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if prefetches:
                 lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
@@ -510,6 +515,10 @@ class Schedule(StepState):
             assert unit.handle is not None
             unit.handle.take_in_place(leaf)
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
+        if unit.tied or unit.tied_to is not None:  # other ranks need not have these gradients
+            if all_came:
+                self._end_tied(unit.tied_to or unit)
+            return
         if arrivals.quarter_came and (self._reducing or self._prefetching_later):
             self._make_room(options.most_reducing - 1)
         if all_came and not arrivals.open_calls:
@@ -526,11 +535,24 @@ class Schedule(StepState):
         """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
         unit = call.unit
         if call.task == graph_task() and call.input_done():
-            if unit.arrivals.missing and unit.gradients_to_come():
+            if unit.tied:
+                self._end_tied(unit)
+            elif unit.arrivals.missing and unit.gradients_to_come():
                 unit.arrivals.go_on(every=torch.is_grad_enabled() or unit.options.gradients_in_place)
             else:
                 self._unit_backward_over(unit)
         return (self._watched(call, grads[0]),) if torch.is_grad_enabled() else None  # create_graph
+
+    def _end_tied(self, unit: Unit) -> None:
+        """Ends the backwards of a unit and of those tied to it, where all ranks can at the same place.
+
+        The last watched input is such a place. The final callback ends all others.
+        """
+        units = (unit, *unit.tied)
+        if unit.arrivals.inputs_done and unit.forwards <= 1:
+            if not any([each.gradients_to_come() for each in units]):
+                for each in units:
+                    self._unit_backward_over(each)
 
     def _unit_backward_over(self, unit: Unit) -> None:
         if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
@@ -780,14 +802,14 @@ class Schedule(StepState):
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.mesh_label:  # left to the module's first unit, whose own gather must come before
+        if unit.follows:  # left to the unit with which it runs, whose own gather must come before
             return
         expected = self._order.next_in_backward(unit)
-        while expected is not None and expected.mesh_label and expected in unit.lenders:
+        while expected is not None and expected.follows and expected in unit.companions:
             expected = self._order.next_in_backward(expected)
         targets: Iterable[Unit | None] = unit.options.backward_targets or (expected,)
-        if expected is not None and expected.lenders and not unit.options.backward_targets:
-            targets = expected.over_all_meshes[::-1]  # in the order of their backwards
+        if expected is not None and expected.companions and not unit.options.backward_targets:
+            targets = (*expected.tied, *expected.over_all_meshes[::-1])  # in the order of their backwards
         for target in targets:
             if target is None or target.handle is None or not target.options.unshards_in_backward:
                 continue
@@ -805,14 +827,15 @@ class Schedule(StepState):
 
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
-        handle = unit.handle
+        handle, owes = unit.handle, unit.arrivals.owes
         if handle is None or not (
-            handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
+            owes or handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
         ):
             return
-        if not self._gradients_came and phase is not Phase.IDLE:  # torch.autograd.grad() may bring none
+        if not (self._gradients_came or owes) and phase is not Phase.IDLE:  # autograd.grad() may bring none
             self._deferred.add(unit)
             return
+        unit.arrivals.owes = False
         waiting, in_flight = self.batches.waiting, unit.options.most_reducing - 1
         if waiting is not None and unit in waiting.taken:  # more have come
             self._send_waiting(phase, in_flight)

@@ -190,6 +190,10 @@ class Unit:
         casts: Whether it casts inputs or outputs.
         schedule: State of its tree's step; None before its first use.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
+        tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
+        tied_to: The unit that has this one in its `tied`, if any.
+        companions: All units that run whenever it does: lenders and tied ones.
+        follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
         arrivals: Gradients that have come in the running backward.
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
@@ -198,6 +202,7 @@ class Unit:
 
     positions: UnitPositions
     lenders: Sequence[Unit] = ()
+    companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
 
     def __init__(
@@ -222,8 +227,10 @@ class Unit:
         self.options = options
         self.left = left
         self.initial = initial
-        self.lenders = lenders
-        self.mesh_label = mesh_label
+        self.lenders = self.companions = lenders
+        self.tied: Sequence[Unit] = ()
+        self.tied_to: Unit | None = None
+        self.mesh_label, self.follows = mesh_label, bool(mesh_label)
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = mesh_label
         self.running = self.forwards = 0
@@ -281,6 +288,13 @@ class Unit:
         """All units of the module: this one first, then its units over other meshes."""
         over_others = [unit for unit in self.lenders if unit.mesh_label]
         return self, *(unit for unit in over_others if unit._module() is self._module())
+
+    def tie(self, units: Sequence[Unit]) -> None:
+        """Ties units below it to this one; nothing stays tied to them."""
+        self.tied = tuple(dict.fromkeys((*self.tied, *units)))
+        self.companions = (*self.lenders, *self.tied)
+        for each in units:
+            each.tied_to, each.tied, each.companions, each.follows = self, (), each.lenders, True
 
     @property
     def name(self) -> str:
@@ -650,9 +664,10 @@ class ForwardCall:
         self._awaited -= 1
         if self._awaited:
             return False
-        self.task = -1
-        self.unit.arrivals.open_calls -= 1
-        return self.unit.arrivals.open_calls == 0
+        self.task, arrivals = -1, self.unit.arrivals
+        arrivals.open_calls -= 1
+        arrivals.inputs_done = arrivals.open_calls == 0
+        return arrivals.inputs_done
 
 
 def _on_own_gradient(

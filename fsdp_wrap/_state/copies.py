@@ -44,6 +44,8 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
     copied = _copy_module(wrapper, memo)
     for each in units:
         _make_unit(each, layouts[each], memo)
+    for each in units:
+        memo[id(each)].tie([memo[id(below)] for below in each.tied])
     for each in reversed(units):  # so that the outermost names them last
         for fqn, below in units_in(memo[id(each)].module).items():
             if below not in memo[id(each)].over_all_meshes:

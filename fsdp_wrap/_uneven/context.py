@@ -105,9 +105,10 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     peers = peers_of(schedules)
     updated = [unit for schedule in schedules for unit in schedule.units if unit.updater is not None]
     options = RoundOptions(schedules, updated if average else ())  # their gradients do not outlive a backward
-    rounds = Rounds(schedules, peers, options)
-    rounds.enter()
     pool = Pool(schedules, average, peers.size)
+    rounds = Rounds(schedules, peers, options, pool)
+    rounds.enter()
+    pool.begin()
     with ExitStack() as undo:
         undo.callback(options.restore)
         undo.enter_context(watching_steps(rounds.leader))

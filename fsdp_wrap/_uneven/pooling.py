@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Schedule, Unit
-from fsdp_wrap._uneven.rounds import Totals
 from fsdp_wrap._uneven.units import sharded_params
+
+
+class Totals(NamedTuple):
+    """The backwards of all ranks: the sum of weights, the number, and ranks with unreduced gradients."""
+
+    weights: float
+    backwards: float
+    owing: float
 
 
 class Pool:
@@ -25,14 +34,37 @@ class Pool:
 
     def __init__(self, schedules: Sequence[Schedule], averages: bool, ranks: int) -> None:
         self._schedules, self._averages, self._ranks = schedules, averages, ranks
-        self._before = {
-            param: param.grad
-            for schedule in schedules
-            for param in sharded_params(schedule.units)
-            if param.grad is not None
-        }
-        for param in self._before:
-            param.grad = None
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._noted: dict[Unit, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
+
+    def begin(self) -> None:
+        """Sets the gradients from before aside."""
+        for param in self.params:
+            if param.grad is not None:
+                self._before[param], param.grad = param.grad, None
+
+    def note(self, schedule: Schedule) -> None:
+        """Notes the gradients at the end of a backward, which other ranks have added to."""
+        for unit in schedule.units:
+            params = [] if unit.updater is not None else sharded_params([unit])
+            grads = [(param, param.grad) for param in params if param.grad is not None]
+            self._noted[unit] = [(param, grad, to_local(grad)._version) for param, grad in grads]
+
+    def forget(self, schedule: Schedule) -> None:
+        """Forgets what was noted, where reductions are still in flight."""
+        for unit in schedule.units:
+            self._noted.pop(unit, None)
+
+    def check(self) -> None:
+        """Raises a RuntimeError if gradients were written to, or dropped, since the last backward."""
+        for unit, noted in self._noted.items():
+            for param, grad, version in noted:
+                if param.grad is not grad or to_local(grad)._version != version:
+                    raise RuntimeError(
+                        f"gradients of {unit.name} were written to or dropped (zero_grad(), clipping) inside "
+                        f"uneven() on rank {dist.get_rank()}, and other ranks' batches are in them already: "
+                        "do that after the context"
+                    )
 
     @property
     def params(self) -> set[nn.Parameter]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Follower, Instruction, Leader
 from fsdp_wrap._uneven.peers import Peers
+from fsdp_wrap._uneven.pooling import Pool, Totals
 
 AGREES = Note("agrees on who has a batch")
 
@@ -36,14 +37,6 @@ class Turn(IntEnum):
 _OF_MODELS = 4  # where the numbers of the models begin in an agreement
 
 
-class Totals(NamedTuple):
-    """The backwards of all ranks: the sum of weights, the number, and ranks with unreduced gradients."""
-
-    weights: float
-    backwards: float
-    owing: float
-
-
 class LeftByError(RuntimeError):
     """A rank has left the context by an error."""
 
@@ -55,6 +48,7 @@ class Rounds:
         schedules: The schedules of the models, the same on all ranks.
         peers: All ranks that compute with them.
         options: Options of the units that change while ranks have joined.
+        pool: Their gradients, where nothing but backwards may change them before all ranks have joined.
 
     Attributes:
         leader: Tells joined ranks what this one does; a `StepWatcher`.
@@ -67,8 +61,10 @@ class Rounds:
 
     make_leader = Leader
 
-    def __init__(self, schedules: Sequence[Schedule], peers: Peers, options: RoundOptions) -> None:
-        self._schedules, self._peers, self._options = schedules, peers, options
+    def __init__(
+        self, schedules: Sequence[Schedule], peers: Peers, options: RoundOptions, pool: Pool | None = None
+    ) -> None:
+        self._schedules, self._peers, self._options, self._pool = schedules, peers, options, pool
         self.leader, self._follower = self.make_leader(schedules, peers), Follower(schedules, peers)
         self._rank = dist.get_rank()
         self._active = peers.members
@@ -96,6 +92,9 @@ class Rounds:
 
     def join(self) -> None:
         """Shadows the forwards and backwards of the others, for a rank that has no further batch."""
+        if self._pool is not None:
+            self._pool.check()
+            self._pool = None  # what follows are gradients of others
         while self.shadow_round():
             pass
 
@@ -220,6 +219,8 @@ class Rounds:
 
     def begin_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""
+        if self._pool is not None:
+            self._pool.check()
         model = self._schedules.index(schedule)
         if _wanted_by(schedule) != self._wanted[model]:
             raise ValueError(
@@ -243,6 +244,8 @@ class Rounds:
         waits = schedule.ending.automatic
         self.leader.tell(Instruction.END_BACKWARD, model, detail=waits)
         schedule.close_backward(waits)
+        if self._pool is not None:
+            (self._pool.note if waits else self._pool.forget)(schedule)
         schedule.syncs, schedule.sums_over_replicas = self._before[model]
 
 

@@ -96,7 +96,7 @@ def load(
             model or optimizer on some rank refuses it; nothing has changed then.
     """
     wait_for_pending(raise_error=False)
-    team = Team.of(process_group, "checkpoint.load")
+    team = Team.of(process_group, "checkpoint.load", model)
     subject = team.together(lambda: Subject(model, optim, extra))
     folder, manifest, reader = _found(dir, team, step)
     reading = team.together(lambda: _Reading(subject, folder, manifest, reader.metadata, team))
@@ -124,8 +124,7 @@ def _found(
 
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
     """Returns the step folder that the first rank has found, as this rank names it."""
-    within = team.on_first(lambda: folders.find(dir, step).relative_to(dir))
-    folder = dir / within
+    folder = dir / team.on_first(lambda: folders.find(dir, step).relative_to(dir))
     found = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
     first, *expected = found[0]
     lost = [

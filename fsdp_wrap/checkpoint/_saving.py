@@ -182,12 +182,9 @@ def save(
             run is saving there. Also if an earlier background save failed and nobody has asked for its
             result.
     """
-
-    def plan(team: Team) -> Save:
-        state = Subject(model, optim, extra).taken(team)
-        return _save_in(dir, team=team, state=state, step=step, keep_last=keep_last, progress=progress)
-
-    return _agreed("checkpoint.save", process_group, plan).write()
+    options = {"step": step, "keep_last": keep_last, "progress": progress}
+    plan = partial(_planned, dir, model, optim, extra, options, False)
+    return _agreed("checkpoint.save", process_group, model, plan).write()
 
 
 def async_save(
@@ -225,12 +222,9 @@ def async_save(
         ValueError: See `save`; the result raises what is found out later.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
-
-    def plan(team: Team) -> Save:
-        state = staged(Subject(model, optim, extra).taken(team))
-        return _save_in(dir, team=team, state=state, step=step, keep_last=keep_last, progress=progress)
-
-    to_do = _agreed("checkpoint.async_save", process_group, plan)
+    options = {"step": step, "keep_last": keep_last, "progress": progress}
+    plan = partial(_planned, dir, model, optim, extra, options, True)
+    to_do = _agreed("checkpoint.async_save", process_group, model, plan)
     pending = PendingSave(replace(to_do, team=to_do.team.in_background()))
     _pending.append(pending)
     return pending
@@ -307,16 +301,21 @@ class RegularSaves:
             pending.result()
 
 
-def _save_in(dir: str | os.PathLike[str] | InMemory, **what: Any) -> Save:
+def _planned(dir: Any, model: Any, optim: Any, extra: Any, options: Any, copied: bool, team: Team) -> Save:
+    """Plans a save of the state, or of a copy in host memory."""
+    state = Subject(model, optim, extra).taken(team)
+    what = {"team": team, "state": staged(state) if copied else state, **options}
     if isinstance(dir, InMemory):
         return MemorySave(folder=dir.folder, **what)
     return SharedSave(parent=Path(dir).absolute(), **what)
 
 
-def _agreed(doing: str, process_group: dist.ProcessGroup | None, plan: Callable[[Team], Save]) -> Save:
+def _agreed(
+    doing: str, process_group: dist.ProcessGroup | None, model: nn.Module, plan: Callable[[Team], Save]
+) -> Save:
     """Waits for an earlier save and plans one, of one step on all ranks."""
     wait_for_pending()
-    team = Team.of(process_group, doing)
+    team = Team.of(process_group, doing, model)
     to_do = team.together(lambda: plan(team))
     optim = to_do.state.get("optim", {"param_groups": []})
     names = [group["params"] for group in optim["param_groups"]]

@@ -10,9 +10,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_wrap._comm import Watch, positions_of
+from fsdp_wrap._runtime import require_idle, schedule_of, units_in
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, listed
 
 T = TypeVar("T")
@@ -36,10 +38,13 @@ class Team:
     watch: Watch | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, doing: str) -> Team:
-        """Returns the team of a group, the default group's if None."""
+    def of(cls, group: dist.ProcessGroup | None, doing: str, model: Any = None) -> Team:
+        """Returns the team of a group, the default group's if None, that comes together for a model."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
+        for unit in units_in(model).values() if isinstance(model, nn.Module) else ():
+            if schedule_of(unit).joining is not None:  # not all ranks need come here
+                require_idle([unit], f"{doing}()")
         group = group or dist.group.WORLD
         rank = dist.get_rank(group)
         if group is None or rank < 0:

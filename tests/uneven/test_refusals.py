@@ -13,7 +13,7 @@ import tp_nets
 from bed import ranks
 from forks import run_forks
 from fronts import assert_same_grads, each_front, no_sync, shard
-from fsdp_wrap import clip_grad_norm_, fully_shard, uneven
+from fsdp_wrap import checkpoint, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import NotRootError
 from fsdp_wrap._runtime import schedule_of, units_in
 from fsdp_wrap.optim import step_in_backward
@@ -44,6 +44,24 @@ def save_inside(model: nn.Module, work: Any, rank: int) -> None:
     model.state_dict()
 
 
+def zero_inside(model: nn.Module, work: Any, rank: int) -> None:
+    loss_of(model, tokens(rank, 0)).backward()
+    model.module.blocks[0].zero_grad()
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+def scale_inside(model: nn.Module, work: Any, rank: int) -> None:
+    loss_of(model, tokens(rank, 0)).backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def checkpoint_inside(model: nn.Module, work: Any, rank: int) -> None:
+    loss_of(model, tokens(rank, 0)).backward()
+    checkpoint.save("nowhere", model, step=0)
+
+
 def weigh(weight: float) -> Callable[..., None]:
     def body(model: nn.Module, work: Any, rank: int) -> None:
         work.backward(loss_of(model, tokens(rank, 0)), weight=weight)
@@ -69,6 +87,9 @@ BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
         ValueError,
         "the weights of all 2 backwards of .* are zero",
     ),
+    "zero_grad": (zero_inside, RuntimeError, r"gradients of unit 'blocks.0' were written to or dropped"),
+    "scaled gradients": (scale_inside, RuntimeError, r"were written to or dropped .* on rank \d"),
+    "checkpoint": (checkpoint_inside, RuntimeError, r"checkpoint.save\(\) must not run inside uneven"),
     "no_sync": (switch_between, ValueError, "no_sync was entered or left between a forward and a backward"),
 }
 

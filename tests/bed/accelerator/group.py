@@ -21,7 +21,7 @@ from bed.accelerator.simulation import Simulation
 BACKEND = "simulated"
 
 
-class _Meeting:
+class Meeting:
     """Where the ranks of a group bring their data; the last one to come does the work."""
 
     def __init__(self, size: int) -> None:
@@ -71,7 +71,7 @@ def _nobody_looks() -> AbstractContextManager[None]:
 class SimulatedGroup(threaded.ProcessLocalGroup):
     """A group whose collectives run on the stream that is current."""
 
-    _meetings: ClassVar[dict[str, _Meeting]] = {}
+    _meetings: ClassVar[dict[str, Meeting]] = {}
     _arrivals: ClassVar[dict[tuple[str, int], _Arrivals]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -93,7 +93,7 @@ class SimulatedGroup(threaded.ProcessLocalGroup):
                 arrivals.come(self._rank, data)
                 return threaded.ret_work(None)
         with self._lock:
-            meeting = self._meetings.setdefault(self.pg_name, _Meeting(self._world_size))
+            meeting = self._meetings.setdefault(self.pg_name, Meeting(self._world_size))
         meeting.come(self._rank, data, work)
         # An event has the one method of a work that is called: `wait`, an order to the current stream.
         return over if simulation is not None and simulation.group_has_stream else threaded.ret_work(None)
