@@ -14,7 +14,7 @@ def allow_skipping(module: nn.Module) -> None:
     """Allows ranks to leave out a part of the model in any forward, such as an expert without tokens.
 
     The collectives of the units at and below the module are tied to the nearest unit around it that has
-    parameters and may not be skipped itself. That one unshards them with its own parameters, and all ranks
+    parameters and may not be skipped itself. It unshards them with its own parameters, and all ranks
     reduce their gradients when its backward ends, so no rank needs to know of the others. Gradients are means
     over all ranks, of which those that left the part out count zeros. A parameter that no rank has used gets
     no gradient.
