@@ -81,16 +81,12 @@ def _refuse_shared(units: Sequence[Unit], around: Sequence[Unit]) -> None:
             )
     for unit in units:
         borrowers = [each for each in REGISTRY.units() if unit in _lenders(each)]
-        for other in (*borrowers, *_lenders(unit)):
-            if other not in (*units, *around):
-                raise ValueError(
-                    f"{unit.name} and {other.name} share tied parameters, and {other.name} runs where "
-                    f"{unit.name} may be skipped: untie them, or make one unit of both"
-                )
-    for unit in around:
-        if lent := [each.name for each in _lenders(unit) if each in units]:
+        lenders = [each for each in _lenders(unit) if each not in around]  # which run whenever the part does
+        other = next((each for each in (*borrowers, *lenders) if each not in units), None)
+        if other is not None:
             raise ValueError(
-                f"{unit.name} uses parameters of {', '.join(lent)}, which may not be skipped then: untie them"
+                f"{unit.name} and {other.name} share tied parameters, and {other.name} runs where "
+                f"{unit.name} may be skipped: untie them, or make one unit of both"
             )
 
 
