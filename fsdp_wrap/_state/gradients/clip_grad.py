@@ -21,6 +21,8 @@ from fsdp_wrap._state.gradients.norms import (
     check_finite,
     checked_bound,
     checked_norm,
+    exact_power_of,
+    exact_summand,
     merged,
     over_ranks,
     power,
@@ -87,7 +89,11 @@ class GradientNorms:
             grads = by_kind(chain.from_iterable(kept.values()))
         else:
             held = {share: by_kind(known.held(share)) for share in known.shares}
-            powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
+            exact = exact_power_of(known.params())
+            if exact is None:
+                powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
+            else:
+                powers = [exact([exact_summand(*each) for each in held.items()], p, known.device)]
             if unreduced:
                 held = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
             grads = [*chain.from_iterable(held.values())]
