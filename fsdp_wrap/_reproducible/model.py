@@ -34,10 +34,12 @@ class Reproducible:
         micro_batch_count: The number of micro-batches in a step over all ranks.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], indices: range, seed: int, average: bool) -> None:
-        self.indices, self.micro_batch_count = indices, indices.stop
+    def __init__(
+        self, schedules: Sequence[Schedule], indices: range, micro_batches: int, seed: int, average: bool
+    ) -> None:
+        self.indices, self.micro_batch_count = indices, micro_batches
         self._seed = seed
-        self._steps = [Steps(schedule, indices, average) for schedule in schedules]
+        self._steps = [Steps(schedule, micro_batches, average) for schedule in schedules]
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Yields this rank's micro-batches of a step, and seeds the generators for each.
@@ -98,12 +100,14 @@ def reproducible(
 ) -> Reproducible:
     """Makes gradients, norms and random numbers the same, bit for bit, at any number of ranks.
 
-    A step is a fixed number of micro-batches. With W ranks a rank runs one in W of them, one backward for
-    each, without dividing the losses. All sums of gradients follow one binary tree over the micro-batches,
-    whatever the number of ranks, the sharding and the way of communicating. The gradients appear after the
-    last backward of the step.
+    A step is a fixed number of micro-batches in a fixed order. Each rank runs its contiguous part of them:
+    with M of them on W ranks, rank r runs those from r * M / W on. It runs one backward for each, without
+    dividing the losses. All sums of gradients follow one binary tree over the micro-batches, whatever the
+    number of ranks, the sharding and the way of communicating. The gradients appear after the last backward
+    of the step.
 
-    `no_sync()` and its like have no effect: the sums of earlier micro-batches are kept sharded. What cannot
+    `no_sync()` and its like have no effect: only the last backward communicates gradients. Until then a rank
+    holds sums of full gradients, one more each time that the number of its micro-batches doubles. What cannot
     be the same is refused or warned of by name.
 
     Args:
@@ -138,7 +142,8 @@ def reproducible(
     ):
         _check_agreement(communicator, chosen)
     warn_of_kernels(schedules)
-    return Reproducible(schedules, range(rank, micro_batches, ranks), seed, average)
+    each = micro_batches // ranks
+    return Reproducible(schedules, range(rank * each, (rank + 1) * each), micro_batches, seed, average)
 
 
 def _refuse(

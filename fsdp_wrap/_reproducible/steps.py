@@ -22,7 +22,7 @@ from fsdp_wrap._reproducible.refusals import (
     refuse_training,
     too_few,
 )
-from fsdp_wrap._reproducible.sums import Row, TreeSums
+from fsdp_wrap._reproducible.sums import TreeSums
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._state import exact_powers
 
@@ -32,7 +32,7 @@ class Steps:
 
     Args:
         schedule: The schedule.
-        indices: This rank's micro-batches of each step.
+        micro_batches: Number of micro-batches in a step.
         average: Whether gradients are divided by the number of micro-batches.
 
     Attributes:
@@ -42,8 +42,8 @@ class Steps:
 
     shadowed = separates = False
 
-    def __init__(self, schedule: Schedule, indices: range, average: bool) -> None:
-        self._schedule, self._ranks, self._each = schedule, indices.step, len(indices)
+    def __init__(self, schedule: Schedule, micro_batches: int, average: bool) -> None:
+        self._schedule = schedule
         self._norms = norms_over_batches(schedule.root.module)
         self.done = self.backwards = 0
         self._open = False
@@ -54,7 +54,8 @@ class Steps:
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
         for unit in schedule.units:
             if unit.handle is not None:
-                self._take_over(unit, unit.handle, indices.stop, average)
+                self._take_over(unit, unit.handle, micro_batches, average)
+        self._each = max((each.each for each in self._sums.values()), default=1)
         schedule.joining = self
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         act = weakref.WeakMethod(self._before_step)
@@ -115,9 +116,8 @@ class Steps:
             self._drop()
         if self.done == self._each:
             self._begin_step()
-        row = Row(self.done * self._ranks, is_last=self.done + 1 == self._each)
         for unit, sums in self._sums.items():
-            sums.row = row
+            sums.index = self.done
             if not unit.options.syncs:
                 unit.set(syncs=True)
                 self._unsynced.append(unit)

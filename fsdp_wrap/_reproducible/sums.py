@@ -1,32 +1,23 @@
-"""Sums of gradients over ranks, replicas and micro-batches by one tree.
+"""Sums of gradients over micro-batches, ranks and replicas by one tree.
 
-Each rank gets its part of every rank's gradients, and adds them itself. Over replicas it gets a piece of that
-part, so that no element is added twice; the sums are gathered after the last backward.
+A rank first adds the gradients of its own micro-batches, which are consecutive. After its last backward each
+rank gets its part of the sums of all ranks, and adds them itself. Over replicas it gets a piece of that part,
+so that no element is added twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._comm import Communicator, Pending
+from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import ceil_div
-from fsdp_wrap._params import Layout, ParamHandle, Segment
+from fsdp_wrap._params import InReduction, Layout, ParamHandle, Segment
 from fsdp_wrap._reproducible.tree import Node, Tree
 
-
-class Row(NamedTuple):
-    """The micro-batches of one backward of all ranks, which are consecutive.
-
-    Attributes:
-        first: The first one.
-        is_last: Whether no other backward of the step follows.
-    """
-
-    first: int
-    is_last: bool
+_NOTHING = -0.0
+"""The sum of micro-batches that did not use a unit: to add it changes no number, whatever its sign."""
 
 
 class TreeSums:
@@ -35,54 +26,71 @@ class TreeSums:
     Args:
         handle: The unit's.
         leaves: Number of micro-batches in a step.
+
+    Attributes:
+        index: Number of the running backward among this rank's.
+        each: Number of micro-batches of each rank.
     """
 
     def __init__(self, handle: ParamHandle, leaves: int) -> None:
-        self._ranks, self._replicas, self._leaves = handle.communicator, handle.replicas, leaves
-        self.row = Row(0, True)
+        self._ranks, self._replicas = handle.communicator, handle.replicas
+        self._copies, self._leaves = handle.replicas.size, leaves
+        self.each = leaves // (self._ranks.size * self._copies)
+        self.index = 0
         self._trees: dict[Layout, Tree] = {}
-        self._added: dict[Layout, Row] = {}
+        self._added: dict[Layout, int] = {}
 
     def drop(self) -> None:
         """Drops all sums."""
         self._trees.clear()
         self._added.clear()
 
-    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> TreeReduction:
-        """Issues the exchange of the gradients of one backward, which it spoils."""
-        return TreeReduction(self, self._ranks, segments, full, self.row)
+    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> InReduction:
+        """Adds the gradients of one backward, which it spoils; issues their exchange after the last one."""
+        first = self._first_of(self._ranks.rank)
+        for segment, gradients in zip(segments, full):
+            layout = segment.layout
+            if self._added.get(layout) == self.index:
+                raise _came_twice(segment)
+            self._added[layout] = self.index
+            tree = self._trees.setdefault(layout, Tree(first, segment.dtypes.reduce))
+            tree.push(Node(first + self.index, 1, gradients))
+            if self.index + 1 < self.each:
+                tree.settle()
+                segment.gradients.drop()
+        return _Added() if self.index + 1 < self.each else self._exchange(segments)
 
     def finish_without(self, segments: Sequence[Segment]) -> None:
-        """Hands over sums of earlier backwards where the last one brought nothing."""
-        for segment in segments:
-            if segment.layout in self._trees:
-                self.add(segment, [], Row(self._leaves, is_last=True))
+        """Hands over sums of earlier backwards where the last one brought nothing; collective."""
+        left = [segment for segment in segments if segment.layout in self._trees]
+        if left:
+            self._exchange(left).finish()
         self._added.clear()
 
-    def add(self, segment: Segment, parts: Sequence[torch.Tensor], row: Row) -> None:
-        """Adds the ranks' gradients of this rank's part; hands the sum over after the last backward.
+    def _first_of(self, rank: int) -> int:
+        """Returns the first micro-batch of a rank of this copy."""
+        return (self._replicas.rank * self._ranks.size + rank) * self.each
 
-        Args:
-            segment: Owner of the gradients.
-            parts: One tensor for each rank that shards, in their order; they are spoiled.
-            row: The micro-batches.
-        """
+    def _exchange(self, segments: Sequence[Segment]) -> TreeReduction:
+        """Issues the exchange of this copy's sums."""
+        spans = [nodes_within(self._first_of(rank), self.each) for rank in range(self._ranks.size)]
+        trees = [self._trees.pop(segment.layout) for segment in segments]
+        for tree in trees:
+            tree.fill(self._first_of(self._ranks.rank) + self.each)
+        exchanges = [
+            Exchange(self._ranks, tree.nodes, spans, segment.layout.shard_numel)
+            for segment, tree in zip(segments, trees)
+        ]
+        return TreeReduction(self, segments, exchanges)
+
+    def add(self, segment: Segment, nodes: Sequence[Node]) -> None:
+        """Adds the sums of all ranks of this copy, and of the other copies; hands the total over."""
         dtype, replicas = segment.dtypes.reduce, self._replicas
-        if self._added.get(segment.layout) == row:
-            raise _came_twice(segment)
-        self._added[segment.layout] = row
-        first = row.first + replicas.rank * self._ranks.size
-        nodes = [Node(number, 1, part) for number, part in enumerate(parts, first)]
-        if replicas.size > 1 and nodes:
-            nodes = self._exchanged(nodes, row.first, dtype)
-        tree = self._trees.setdefault(segment.layout, Tree(0, dtype))
+        if replicas.size > 1:
+            nodes = self._over_replicas(nodes, dtype)
+        tree = Tree(0, dtype)
         for node in nodes:
             tree.push(node)
-        if not row.is_last:
-            tree.settle()
-            segment.gradients.drop()
-            return
-        del self._trees[segment.layout]
         total = tree.total(self._leaves)
         assert total.value is not None
         shard = self._gathered(total.value, segment) if replicas.size > 1 else total.value
@@ -90,26 +98,16 @@ class TreeSums:
             shard = shard.to(dtype, copy=True)
         segment.gradients.add_reduced(shard)
 
-    def _exchanged(self, leaves: Sequence[Node], first: int, dtype: torch.dtype) -> list[Node]:
-        """Exchanges sums of this copy's leaves for those of all replicas, of a piece of this rank's part."""
-        replicas, ranks = self._replicas, self._ranks.size
-        own = Tree(leaves[0].start, dtype)
-        for leaf in leaves:
-            own.push(leaf)
-        spans = [_nodes_within(first + copy * ranks, ranks) for copy in range(replicas.size)]
+    def _over_replicas(self, nodes: Sequence[Node], dtype: torch.dtype) -> list[Node]:
+        """Exchanges this copy's sums for those of all copies, of a piece of this rank's part."""
+        number = self._ranks.size * self.each
+        own = Tree(self._replicas.rank * number, dtype)
+        for node in nodes:
+            own.push(node)
+        spans = [nodes_within(copy * number, number) for copy in range(self._copies)]
         numel = max(each.value.numel() for each in own.nodes if each.value is not None)
-        piece = ceil_div(numel, replicas.size)
-        sent = replicas.empty(replicas.size * len(own.nodes) * piece, dtype)
-        pieces = sent.view(replicas.size, len(own.nodes), piece)
-        for index, node in enumerate(own.nodes):
-            assert node.value is not None
-            _cut(node.value, pieces[:, index])
-        received = replicas.empty(sum(map(len, spans)) * piece, dtype)
-        coming, going = [len(each) * piece for each in spans], [len(own.nodes) * piece] * replicas.size
-        lengths = None if coming == going else (coming, going)
-        replicas.all_to_all(received, sent, lengths).wait()
-        flat = [span for each in spans for span in each]
-        return [Node(*span, part) for span, part in zip(flat, received.view(-1, piece).unbind())]
+        exchange = Exchange(self._replicas, own.nodes, spans, ceil_div(numel, self._copies))
+        return exchange.wait()
 
     def _gathered(self, piece: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Returns the whole of this rank's part, of which each replica has a piece."""
@@ -119,46 +117,80 @@ class TreeSums:
         return full[: segment.layout.shard_numel]
 
 
+class Exchange:
+    """Sums of one tensor on their way: each rank gets its part of those of all ranks.
+
+    Args:
+        ranks: The ranks.
+        nodes: This rank's sums.
+        spans: (start, length) of each rank's sums.
+        part: Number of elements of a rank's part.
+    """
+
+    def __init__(
+        self, ranks: Communicator, nodes: Sequence[Node], spans: Sequence[list[tuple[int, int]]], part: int
+    ) -> None:
+        self._spans, self._part = [span for of_rank in spans for span in of_rank], part
+        self._pending: Pending = Finished()
+        self._nodes = [*nodes]
+        values = [node.value for node in nodes if node.value is not None]
+        if ranks.size == 1:
+            self._received: torch.Tensor | None = None
+            return
+        dtype = max((value.dtype for value in values), key=lambda each: each.itemsize)
+        if len(nodes) == 1 and values[0].numel() == ranks.size * part:
+            sent = values[0]
+        else:
+            sent = ranks.empty(ranks.size * len(nodes) * part, dtype)
+            for number, node in enumerate(nodes):
+                _cut(node.value, sent.view(ranks.size, len(nodes), part)[:, number])
+        self._received = ranks.empty(len(self._spans) * part, dtype)
+        coming, going = [len(each) * part for each in spans], [len(nodes) * part] * ranks.size
+        lengths = None if coming == going else (coming, going)
+        self._pending = ranks.all_to_all(self._received, sent, lengths)
+
+    def wait(self) -> list[Node]:
+        """Waits, and returns this rank's part of all ranks' sums."""
+        self._pending.wait()
+        if self._received is None:
+            return self._nodes
+        parts = self._received.view(len(self._spans), self._part).unbind()
+        return [Node(*span, part) for span, part in zip(self._spans, parts)]
+
+
 class TreeReduction:
-    """A unit's gradients of one backward on their way to the ranks that add them."""
+    """A unit's sums after its last backward, on their way to the ranks that add them."""
 
     partial = False
 
-    def __init__(
-        self,
-        sums: TreeSums,
-        ranks: Communicator,
-        segments: Sequence[Segment],
-        full: Sequence[torch.Tensor],
-        row: Row,
-    ) -> None:
-        self._sums, self._segments, self._row = sums, segments, row
-        self._received, self._pending = list[torch.Tensor](), list[Pending]()
-        self._size = ranks.size
-        for each in full:
-            received = each
-            if ranks.size > 1:
-                received = ranks.empty(each.numel(), each.dtype)
-                self._pending.append(ranks.all_to_all(received, each))
-            self._received.append(received)
+    def __init__(self, sums: TreeSums, segments: Sequence[Segment], exchanges: Sequence[Exchange]) -> None:
+        self._sums, self._segments, self._exchanges = sums, segments, [*exchanges]
 
     def finish(self) -> None:
-        """Waits, and adds the gradients to the sums of the step."""
-        self._wait()
-        received, self._received = self._received, []
-        for segment, each in zip(self._segments, received):
-            self._sums.add(segment, each.view(self._size, -1).unbind(), self._row)
+        """Waits, and gives the sums of the step to the sharded parameters."""
+        received = [each.wait() for each in self._exchanges]
+        self._exchanges.clear()
+        for segment, nodes in zip(self._segments, received):
+            self._sums.add(segment, nodes)
 
     def abandon(self) -> None:
         """Waits, and drops the gradients."""
-        self._wait()
-        self._received = []
+        for each in self._exchanges:
+            each.wait()
         for segment in self._segments:
             segment.gradients.drop()
 
-    def _wait(self) -> None:
-        for each in self._pending:
-            each.wait()
+
+class _Added:
+    """Gradients that were added to the sums of this rank: nothing is in flight."""
+
+    partial = False
+
+    def finish(self) -> None:
+        """Waits for nothing."""
+
+    def abandon(self) -> None:
+        """Drops nothing: the step's sums are dropped as a whole."""
 
 
 def _came_twice(segment: Segment) -> RuntimeError:
@@ -168,19 +200,16 @@ def _came_twice(segment: Segment) -> RuntimeError:
     )
 
 
-def _nodes_within(first: int, number: int) -> list[tuple[int, int]]:
+def nodes_within(first: int, number: int) -> list[tuple[int, int]]:
     """Returns (start, length) of the nodes to which leaves from `first` on add up."""
     tree = Tree(first, torch.float32)
-    for leaf in range(first, first + number):
-        tree.push(Node(leaf, 1, None))
+    tree.fill(first + number)
     return [(node.start, node.length) for node in tree.nodes]
 
 
-def _cut(value: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Copies a tensor into rows, one for each replica, and fills up the last ones by zeros."""
+def _cut(value: torch.Tensor | None, pieces: torch.Tensor) -> None:
+    """Copies a sum into rows, one for each rank, and fills up the last ones."""
+    pieces.fill_(_NOTHING)
     length = pieces.shape[1]
-    for row, part in zip(pieces, torch.split(value, length) if length else ()):
+    for row, part in zip(pieces, () if value is None or not length else torch.split(value, length)):
         row[: part.numel()].copy_(part)
-        row[part.numel() :].zero_()
-    for row in pieces[ceil_div(value.numel(), length) if length else 0 :]:
-        row.zero_()

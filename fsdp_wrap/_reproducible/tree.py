@@ -43,9 +43,13 @@ class Tree:
 
     def push(self, node: Node) -> None:
         """Adds a node behind the others; its memory may be written to. Leaves that were left out are None."""
-        while self._next < node.start:
-            self._join(Node(self._next, 1, None))
+        self.fill(node.start)
         self._join(node)
+
+    def fill(self, end: int) -> None:
+        """Counts leaves that were left out, up to one that has not come."""
+        while self._next < end:
+            self._join(Node(self._next, 1, None))
 
     def _join(self, node: Node) -> None:
         self._next = node.start + node.length
@@ -62,8 +66,7 @@ class Tree:
 
     def total(self, leaves: int) -> Node:
         """Returns the sum of all leaves, given their number."""
-        while self._next < leaves:
-            self._join(Node(self._next, 1, None))
+        self.fill(leaves)
         total = self.nodes.pop()
         while self.nodes:
             total = self._add(self.nodes.pop(), total)
