@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_wrap
 from bed.accelerator import Simulation
 from fronts import FRONTS, full_state, inner, no_sync, shard
 from fsdp_wrap import (
@@ -26,7 +27,6 @@ from fsdp_wrap import (
     clip_grad_norm_,
     fully_shard,
     replicate,
-    reproducible,
     set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -330,7 +330,7 @@ def _compressed(rank: int, device: Simulation) -> object:
 def _sums_by_a_tree(rank: int, device: Simulation, clips: bool = True, **options: Any) -> object:
     """Each rank adds what the others have exchanged, in one backward and the next."""
     model = wrapped(**options)
-    work = reproducible(model, micro_batches=2 * dist.get_world_size())
+    work = fsdp_wrap.reproducible(model, micro_batches=2 * dist.get_world_size())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for step in range(STEPS):
         for index in work.indices:

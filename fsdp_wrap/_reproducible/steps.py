@@ -1,4 +1,4 @@
-"""`Steps`: counts the backwards of one tree of units, and hands its gradients over after the last one."""
+"""`CountedSteps`: the backwards of one tree of units, whose gradients are handed over after the last one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._state import exact_powers
 
 
-class Steps:
+class CountedSteps:
     """The steps of one schedule; a `Joining`.
 
     Args:
@@ -162,7 +162,7 @@ def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     return [*dict.fromkeys(param for each in handles for layout in each.layouts for param in layout.sources)]
 
 
-_living = weakref.WeakSet[Steps]()
+_living = weakref.WeakSet[CountedSteps]()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

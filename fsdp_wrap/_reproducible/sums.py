@@ -14,7 +14,7 @@ import torch
 from fsdp_wrap._comm import Communicator, Pending
 from fsdp_wrap._core import ceil_div
 from fsdp_wrap._params import Layout, ParamHandle, Segment
-from fsdp_wrap._reproducible.tree import Node, Tree
+from fsdp_wrap._reproducible.tree import Node, SumTree
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class TreeSums:
     def __init__(self, handle: ParamHandle, leaves: int) -> None:
         self._ranks, self._replicas, self._leaves = handle.communicator, handle.replicas, leaves
         self.row = Row(0, True)
-        self._trees: dict[Layout, Tree] = {}
+        self._trees: dict[Layout, SumTree] = {}
         self._added: dict[Layout, Row] = {}
 
     def drop(self) -> None:
@@ -75,7 +75,7 @@ class TreeSums:
         nodes = [Node(number, 1, part) for number, part in enumerate(parts, first)]
         if replicas.size > 1 and nodes:
             nodes = self._exchanged(nodes, row.first, dtype)
-        tree = self._trees.setdefault(segment.layout, Tree(0, dtype))
+        tree = self._trees.setdefault(segment.layout, SumTree(0, dtype))
         for node in nodes:
             tree.push(node)
         if not row.is_last:
@@ -93,7 +93,7 @@ class TreeSums:
     def _exchanged(self, leaves: Sequence[Node], first: int, dtype: torch.dtype) -> list[Node]:
         """Exchanges sums of this copy's leaves for those of all replicas, of a piece of this rank's part."""
         replicas, ranks = self._replicas, self._ranks.size
-        own = Tree(leaves[0].start, dtype)
+        own = SumTree(leaves[0].start, dtype)
         for leaf in leaves:
             own.push(leaf)
         spans = [_nodes_within(first + copy * ranks, ranks) for copy in range(replicas.size)]
@@ -170,7 +170,7 @@ def _came_twice(segment: Segment) -> RuntimeError:
 
 def _nodes_within(first: int, number: int) -> list[tuple[int, int]]:
     """Returns (start, length) of the nodes to which leaves from `first` on add up."""
-    tree = Tree(first, torch.float32)
+    tree = SumTree(first, torch.float32)
     for leaf in range(first, first + number):
         tree.push(Node(leaf, 1, None))
     return [(node.start, node.length) for node in tree.nodes]
