@@ -22,7 +22,7 @@ from fsdp_wrap._reproducible.refusals import (
     refuse_unowned,
     warn_of_kernels,
 )
-from fsdp_wrap._reproducible.steps import Steps
+from fsdp_wrap._reproducible.steps import CountedSteps
 from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, require_root, schedule_of, units_in
 
 
@@ -39,7 +39,7 @@ class Reproducible:
     ) -> None:
         self.indices, self.micro_batch_count = indices, micro_batches
         self._seed = seed
-        self._steps = [Steps(schedule, micro_batches, average) for schedule in schedules]
+        self._steps = [CountedSteps(schedule, micro_batches, average) for schedule in schedules]
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Yields this rank's micro-batches of a step, and seeds the generators for each.
@@ -107,13 +107,13 @@ def reproducible(
     of the step.
 
     `no_sync()` and its like have no effect: only the last backward communicates gradients. Until then a rank
-    holds sums of full gradients, one more each time that the number of its micro-batches doubles. What cannot
-    be the same is refused or warned of by name.
+    holds sums of full gradients, one more each time that the number of its micro-batches doubles. Modules,
+    options and optimizers for which that cannot hold are refused or warned of by name.
 
     Args:
         model: The root, wrapped or sharded by `fully_shard`.
         micro_batches: Number of micro-batches in a step; a multiple of the number of ranks.
-        seed: Of the random numbers of all steps and micro-batches.
+        seed: Seed from which those of all steps and micro-batches are made.
         average: Whether gradients are divided by the number of micro-batches. If False they are summed: for
             losses that have been divided by the number of all tokens.
 

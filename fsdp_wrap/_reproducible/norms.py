@@ -1,8 +1,8 @@
 """Norms of which no order of sums changes a bit.
 
 Numbers are put on a grid of whole multiples of a power of two, which the largest of them on any rank sets,
-and are added as integers. A second grid takes what the first one leaves. What is below both is lost: less
-than 2 ** -48 of the largest summand, for each number.
+and are added as integers. A second grid takes what the first one leaves. Each number loses
+less than 2 ** -48 of the largest summand.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`Steps`: counts the backwards of one tree of units, and hands its gradients over after the last one."""
+"""`CountedSteps`: the backwards of one tree of units, whose gradients are handed over after the last one."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._state import exact_powers
 
 
-class Steps:
+class CountedSteps:
     """The steps of one schedule; a `Joining`.
 
     Args:
@@ -58,9 +57,7 @@ class Steps:
         self._each = max((each.each for each in self._sums.values()), default=1)
         schedule.joining = self
         exact_powers.update(dict.fromkeys(self.params, exact_power))
-        act = weakref.WeakMethod(self._before_step)
-        self._watching = register_optimizer_step_pre_hook(partial(_call, act))
-        weakref.finalize(self, self._watching.remove).atexit = False
+        _living.add(self)
 
     def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
         self._sums[unit] = handle.sums = TreeSums(handle, leaves)
@@ -75,7 +72,7 @@ class Steps:
         """The sharded parameters."""
         return sharded_params(self._sums)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step with incomplete gradients, and optimizers that round by place."""
         own = set(self.params)
         held = [param for group in optimizer.param_groups for param in group["params"] if param in own]
@@ -89,7 +86,7 @@ class Steps:
         """Lets the units sum as usual again."""
         self._drop()
         self._schedule.joining = None
-        self._watching.remove()
+        _living.discard(self)
         for param in self.params:
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
@@ -165,7 +162,13 @@ def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     return [*dict.fromkeys(param for each in handles for layout in each.layouts for param in layout.sources)]
 
 
-def _call(method: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Calls a method of an object that may be gone."""
-    if (bound := method()) is not None:
-        bound(optimizer)
+_living = weakref.WeakSet[CountedSteps]()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for steps in tuple(_living):
+        steps.before_step(optimizer)
+
+
+# Registered once: a hook that goes with its model could go while torch calls the hooks.
+register_optimizer_step_pre_hook(_before_step)

@@ -14,7 +14,7 @@ import torch
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import ceil_div
 from fsdp_wrap._params import InReduction, Layout, ParamHandle, Segment
-from fsdp_wrap._reproducible.tree import Node, Tree
+from fsdp_wrap._reproducible.tree import Node, SumTree
 
 _NOTHING = -0.0
 """The sum of micro-batches that did not use a unit: to add it changes no number, whatever its sign."""
@@ -37,7 +37,7 @@ class TreeSums:
         self._copies, self._leaves = handle.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)
         self.index = 0
-        self._trees: dict[Layout, Tree] = {}
+        self._trees: dict[Layout, SumTree] = {}
         self._added: dict[Layout, int] = {}
 
     def drop(self) -> None:
@@ -53,7 +53,7 @@ class TreeSums:
             if self._added.get(layout) == self.index:
                 raise _came_twice(segment)
             self._added[layout] = self.index
-            tree = self._trees.setdefault(layout, Tree(first, segment.dtypes.reduce))
+            tree = self._trees.setdefault(layout, SumTree(first, segment.dtypes.reduce))
             tree.push(Node(first + self.index, 1, gradients))
             if self.index + 1 < self.each:
                 tree.settle()
@@ -88,7 +88,7 @@ class TreeSums:
         dtype, replicas = segment.dtypes.reduce, self._replicas
         if replicas.size > 1:
             nodes = self._over_replicas(nodes, dtype)
-        tree = Tree(0, dtype)
+        tree = SumTree(0, dtype)
         for node in nodes:
             tree.push(node)
         total = tree.total(self._leaves)
@@ -101,7 +101,7 @@ class TreeSums:
     def _over_replicas(self, nodes: Sequence[Node], dtype: torch.dtype) -> list[Node]:
         """Exchanges this copy's sums for those of all copies, of a piece of this rank's part."""
         number = self._ranks.size * self.each
-        own = Tree(self._replicas.rank * number, dtype)
+        own = SumTree(self._replicas.rank * number, dtype)
         for node in nodes:
             own.push(node)
         spans = [nodes_within(copy * number, number) for copy in range(self._copies)]
@@ -202,7 +202,7 @@ def _came_twice(segment: Segment) -> RuntimeError:
 
 def nodes_within(first: int, number: int) -> list[tuple[int, int]]:
     """Returns (start, length) of the nodes to which leaves from `first` on add up."""
-    tree = Tree(first, torch.float32)
+    tree = SumTree(first, torch.float32)
     tree.fill(first + number)
     return [(node.start, node.length) for node in tree.nodes]
 

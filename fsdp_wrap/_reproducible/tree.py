@@ -1,4 +1,4 @@
-"""`Tree`: sums of a step's micro-batches, always added in the same pairs.
+"""`SumTree`: sums of a step's micro-batches, always added in the same pairs.
 
 Leaf number i is micro-batch i. Two neighbours of the same length, the first of which begins at a multiple of
 twice that, are added as soon as both are there. Where the number of leaves is no power of two, what is left
@@ -29,7 +29,7 @@ class Node:
     own: bool = False
 
 
-class Tree:
+class SumTree:
     """The sums of the leaves from `first` on, in as few nodes as possible.
 
     Args:

@@ -172,12 +172,6 @@ def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
     return next((exact_powers[each] for each in params if each in exact_powers), None)
 
 
-def exact_summand(share: Share, kinds: Iterable[Sequence[torch.Tensor]]) -> Summand:
-    """Returns this rank's part of a share, given in tensors from `by_kind`."""
-    all_reduces = [] if share.group is None else [sums_over(share.group)]
-    return Summand([tensor for kind in kinds for tensor in kind], all_reduces, share.copies)
-
-
 def sums_over(group: Communicator) -> AllReduce:
     """Returns a function that reduces a tensor over a group in place, and waits."""
 
