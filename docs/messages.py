@@ -57,6 +57,7 @@ AREAS = {
     "_runtime": "Forward and backward",
     "_state": "State dicts and full parameters",
     "_state/gradients": "Gradients: norms, clipping, scaling, hooks",
+    "_reproducible": "The same bits at any number of ranks",
     "_uneven": "Ranks with fewer batches",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",

@@ -36,6 +36,7 @@ FOLDERS = {
     "weights": ("weights to engines", ADD_ONS),
     "checkpoint": ("folders on disk", ADD_ONS),
     TOP: ("the wrapper and fully_shard", FRONT_ENDS),
+    "_reproducible": ("the same bits", STATE),
     "_uneven": ("ranks without a batch", STATE),
     "_compression": ("fewer bytes", STATE),
     "_state": ("full values, state dicts, norms", STATE),

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --checkpoint runs/lm --resume --steps 2400
     python examples/train_lm.py --plan 64
     torchrun --nproc-per-node 2 examples/train_lm.py --steps 10 --timeline runs/seen
+    torchrun --nproc-per-node 2 examples/train_lm.py --reproducible --global-batch 64
 
 Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from lm.data import Corpus, Share
 from lm.launch import RunError, World
 from lm.model import GPT
 from lm.options import Options, parse
+from lm.reproducing import digest, make_reproducible
 from lm.seeing import Recording, Unread, print_plan
 from tqdm import tqdm
 
@@ -64,6 +66,7 @@ class Run:
         device_id = self.world.device if self.world.device.type == "cuda" else None
         self.model = FSDP(module, auto_wrap_policy=NameWrapPolicy(self.options.wrap), device_id=device_id)
         self.optimizer = make_optimizer(self.options, self.model, self.world)
+        self.reproducible = make_reproducible(self.model, self.options)
 
     def train_step(self, step: int) -> torch.Tensor:
         """Update the parameters once.
@@ -74,17 +77,24 @@ class Run:
         total = torch.zeros((), device=self.world.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.options)
-        key = f"seed {self.options.seed} step {step}"
-        windows = self.share.windows(self.corpus, key, self.options.context)
-        for part, (batch, count) in enumerate(windows, 1):
-            with nullcontext() if part == self.share.forwards else self.model.no_sync():
-                loss = self._loss(*batch)[:count].sum() * self.share.scale
-                loss.backward()
+        for loss in self._losses(step):
+            loss.backward()
             total += loss.detach()
         self.model.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return total if self.reproducible is None else total / self.share.forwards
+
+    def _losses(self, step: int) -> Iterator[torch.Tensor]:
+        """Yields this rank's losses of a step, for a backward each."""
+        key, context = f"seed {self.options.seed} step {step}", self.options.context
+        if self.reproducible is not None:  # it divides the sum of gradients itself
+            for index in self.reproducible.micro_batches(step):
+                yield self._loss(*self.share.micro_batch(self.corpus, key, context, index)).mean()
+            return
+        for part, (batch, count) in enumerate(self.share.windows(self.corpus, key, context), 1):
+            with nullcontext() if part == self.share.forwards else self.model.no_sync():
+                yield self._loss(*batch)[:count].sum() * self.share.scale
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -189,12 +199,13 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
     text = run.sample(options.sample)
     if world.is_first:
         print(f"\nsampled text:\n{text}\n", file=sys.stderr, flush=True)
-    return {
+    report = {
         "step": options.steps,
         "val_loss": val_loss,
         "tokens_per_s": round(tokens_per_s, 1),
         "peak_memory_bytes": run.peak_memory_bytes(),
     }
+    return report | ({"digest": digest(run.model, run.optimizer)} if options.reproducible else {})
 
 
 def planned(options: Options, world: World) -> tuple[FSDP, torch.optim.Optimizer, Callable[[], object]]:

@@ -70,6 +70,7 @@ __all__ = [
     "Plan",
     "PlanningError",
     "ReplicateModule",
+    "Reproducible",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -96,6 +97,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "replicate",
+    "reproducible",
     "set_gradients_in_place",
     "set_travel_together_bytes",
     "share_comm_ctx",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import tools as tools
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
+    from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
     from fsdp_wrap.tools import (
         Choice,
@@ -137,7 +140,7 @@ else:
     __getattr__, __dir__ = _found_when_asked_for(
         __name__,
         ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
-        exporting=("tools", "weights", "_uneven"),
+        exporting=("tools", "weights", "_uneven", "_reproducible"),
     )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_wrap
 from bed.accelerator import Simulation
 from fronts import FRONTS, full_state, inner, no_sync, shard
 from fsdp_wrap import (
@@ -23,6 +24,7 @@ from fsdp_wrap import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
     replicate,
     set_gradients_in_place,
@@ -325,6 +327,27 @@ def _compressed(rank: int, device: Simulation) -> object:
     return model
 
 
+def _sums_by_a_tree(rank: int, device: Simulation, clips: bool = True, **options: Any) -> object:
+    """Each rank adds what the others have exchanged, in one backward and the next."""
+    model = wrapped(**options)
+    work = fsdp_wrap.reproducible(model, micro_batches=2 * dist.get_world_size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    for step in range(STEPS):
+        for index in work.indices:
+            model(batch(index, step)).square().sum().backward()
+        if clips:
+            clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        device.end_step()
+    return model, optimizer
+
+
+def _sums_replicas_by_a_tree(rank: int, device: Simulation) -> object:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
+    return _sums_by_a_tree(rank, device, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
 def _states(rank: int, device: Simulation, front: str, offload: bool) -> object:
     model = wrapped(front, cpu_offload=CPUOffload(offload))
     train(model, rank, device, steps=1)
@@ -504,6 +527,9 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "comm_hook": (2, partial(_trains, front="orig", prepare=hook)),
     "comm_hook-no_shard": (2, partial(_trains, front="orig", prepare=hook, sharding_strategy=NO_SHARD)),
     "compressed": (2, _compressed),
+    "reproducible": (2, _sums_by_a_tree),
+    "reproducible-offload": (2, partial(_sums_by_a_tree, clips=False, cpu_offload=OFFLOAD)),
+    "reproducible-replicas": (4, _sums_replicas_by_a_tree),
     "in_place": (2, partial(_trains, front="orig", prepare=set_gradients_in_place)),
     "clips": (2, partial(_clips, norm_type=2.0)),
     "clips-inf": (2, partial(_clips, norm_type=float("inf"))),

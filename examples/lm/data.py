@@ -101,6 +101,11 @@ class Share:
             taken = slice(start, start + count) if count else slice(0, 1)
             yield corpus.batch(key, self.global_batch, context, taken), count
 
+    def micro_batch(self, corpus: Source, key: str, context: int, index: int) -> Batch:
+        """The windows of one micro-batch, whatever the number of ranks."""
+        start = index * self.batch
+        return corpus.batch(key, self.global_batch, context, slice(start, start + self.batch))
+
     @property
     def _most(self) -> int:
         return -(-self.global_batch // self.ranks)

@@ -41,6 +41,7 @@ class Options:
     resume: bool
     elastic: bool
     global_batch: int | None
+    reproducible: bool
     plan: int | None
     timeline: Path | None
 
@@ -56,7 +57,8 @@ class Options:
         """Whatever decides the course of the training: a run with another identity is another run."""
         names = ("wrap", "optimizer", "lr", "warmup", "seed")
         training = {name: getattr(self, name) for name in names}
-        return {**asdict(self.model), **training, "global batch": global_batch, "data": corpus.digest}
+        found = {**asdict(self.model), **training, "global batch": global_batch, "data": corpus.digest}
+        return found | ({"micro-batch": self.batch} if self.reproducible else {})
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
@@ -71,6 +73,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
         command.error(
             "--elastic needs --checkpoint DIR and --global-batch N, the same for any number of ranks"
         )
+    if options.reproducible and (options.global_batch is None or options.global_batch % options.batch):
+        command.error(f"--reproducible needs --global-batch N, a multiple of --batch {options.batch}")
     names = _wrappable(options.model)
     if options.wrap not in names:
         command.error(f"--wrap {options.wrap} is no module class of the model; it has {', '.join(names)}")
@@ -113,6 +117,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="windows in a step over all ranks, in as many forwards as that takes; None is batch x "
         "accumulation x ranks",
+    )
+    group.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="the same bits at any number of ranks that divides global-batch / batch; prints a hash of them",
     )
     group.add_argument("--lr", type=_positive, default=4e-3, help="learning rate after warm-up")
     group.add_argument("--warmup", type=_at_least(1), default=200, help="steps of rising learning rate")

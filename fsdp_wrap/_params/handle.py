@@ -22,6 +22,7 @@ from fsdp_wrap._params.collectives import (
     PostForwardShards,
     ReduceScatter,
     Reduction,
+    Summing,
     Transport,
     batch_nbytes,
 )
@@ -64,6 +65,7 @@ class ParamHandle:
         values: Count of times that the leaves got new values; a graph needs its forward's values.
         written: The last versions of the sharded parameters, by segment; see `Layout.written`.
         transport: Gathers parameters and reduces gradients in training.
+        sums: Reduces gradients in place of the transport; None for ordinary sums.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
         kept_segments: Segments of a sharded unit whose full parameters are kept, and are not gathered.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
@@ -105,13 +107,15 @@ class ParamHandle:
         self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
         self.has_own_reduction = False
+        self.sums: Summing | None = None
         self._summing = replicas
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self.transport)
-        handle.divide_gradients_by(self.contributors)
+        if self.sums is None:  # which a copy does not have
+            handle.divide_gradients_by(self.contributors)
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
@@ -503,7 +507,11 @@ class ParamHandle:
             if segment.trainable or segment.gradients.waits:  # `reduced_segments` without its frame
                 segments.append(segment)
                 full.append(segment.gradients.complete(counts_unused))
-                shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
+                if self.sums is None:
+                    shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
+        if self.sums is not None:
+            self.reduction = self.sums.start(segments, full)
+            return sum(map(_NBYTES, full))
         pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
         if self.has_own_reduction or not self.transport.keeps_notes:
             ranks = self.communicator if self.communicator.size > 1 else self.replicas

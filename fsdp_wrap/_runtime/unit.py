@@ -464,7 +464,8 @@ class Unit:
             return
         with self.span(SpanKind.AWAIT_REDUCTION, None) if step_watchers else NO_SPAN:
             handle.finish_reduction()
-        if self.positions.reductions and not handle.has_own_reduction:  # a custom one may not wait for peers
+        # Others than a communicator's own need not wait for peers.
+        if self.positions.reductions and not handle.has_own_reduction and handle.sums is None:
             self.positions.reduced()
 
     # observers

@@ -34,6 +34,7 @@ from fsdp_wrap._state.gradients.hooks import (
     set_gradients_in_place,
 )
 from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
+from fsdp_wrap._state.gradients.norms import AllReduce, Summand, exact_powers, reduced
 from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets

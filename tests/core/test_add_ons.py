@@ -38,6 +38,12 @@ ADD_ONS = {
         "fsdp_wrap.uneven",
         "AttributeError: module 'fsdp_wrap' has no attribute 'uneven'",
     ),
+    "the same bits": AddOn(
+        ["_reproducible/"],
+        ["reproducible/", "streams/", "whole/test_examples.py"],
+        "fsdp_wrap.reproducible",
+        "AttributeError: module 'fsdp_wrap' has no attribute 'reproducible'",
+    ),
     "optimizers": AddOn(
         ["optim/"],
         [

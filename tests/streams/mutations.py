@@ -52,6 +52,7 @@ _LIKELY = {
     "streaming.py": ("states",),
     "schedule.py": ("by_hand", "evaluates"),
     "NotedReduction": ("compressed", "comm_hook", "users"),
+    "_reproducible": ("reproducible",),
     "Reduction.abandon": ("fails",),
     "Reduction.finish": ("no_shard", "hybrid", "trains"),
     "ParamHandle.reshard": ("looks", "fails", "prefetches"),

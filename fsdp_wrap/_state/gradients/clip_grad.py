@@ -16,17 +16,20 @@ from fsdp_wrap._runtime import require_idle, require_root, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Named
 from fsdp_wrap._state.gradients.norms import (
+    Summand,
     accumulation_dtype,
     by_kind,
     check_finite,
     checked_bound,
     checked_norm,
+    exact_power_of,
     merged,
     over_ranks,
     power,
     powers_and_presence,
     root,
     scale,
+    sums_over,
 )
 from fsdp_wrap._state.gradients.over_meshes import power_over, summed_over
 
@@ -87,7 +90,16 @@ class GradientNorms:
             grads = by_kind(chain.from_iterable(kept.values()))
         else:
             held = {share: by_kind(known.held(share)) for share in known.shares}
-            powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
+            exact = exact_power_of(known.params())
+            if exact is None:
+                powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
+            else:
+                groups = [[] if one.group is None else [sums_over(one.group)] for one in held]
+                summands = [
+                    Summand([*chain.from_iterable(kinds)], group, share.copies)
+                    for (share, kinds), group in zip(held.items(), groups)
+                ]
+                powers = [exact(summands, p, known.device)]
             if unreduced:
                 held = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
             grads = [*chain.from_iterable(held.values())]

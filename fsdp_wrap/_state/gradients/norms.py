@@ -8,13 +8,14 @@ once. An infinite p needs maxima in place of sums, and no division.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm, number_of_dispatch_modes
@@ -22,6 +23,21 @@ from fsdp_wrap._state.gradients.held import Share
 
 AllReduce = Callable[[torch.Tensor, Any], object]
 _GROUP = attrgetter("group")
+
+
+class Summand(NamedTuple):
+    """This rank's parts of tensors, all-reduces over the ranks that hold the rest, and the copies there."""
+
+    tensors: Sequence[torch.Tensor]
+    all_reduces: Sequence[AllReduce]
+    copies: int = 1
+
+
+ExactPower = Callable[[Sequence[Summand], float, torch.device], torch.Tensor]
+"""Returns, as `power` does, the power of a norm over all ranks, which no order of sums changes."""
+
+exact_powers: MutableMapping[torch.Tensor, ExactPower] = WeakIdKeyDictionary()
+"""How norms are taken of the gradients of reproducible models, by sharded parameter."""
 
 _ROW = 2**16
 """How many elements the host adds in a row; more would lose digits in float32, and take longer in float64."""
@@ -147,6 +163,13 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
             counted = [*reduced(_joined(counted), p, sums_over(group)).split_with_sizes(lengths)]
         found += counted
     return found
+
+
+def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
+    """Returns how the norm of a reproducible model's gradients is taken; None for other parameters."""
+    if not exact_powers:
+        return None
+    return next((exact_powers[each] for each in params if each in exact_powers), None)
 
 
 def sums_over(group: Communicator) -> AllReduce:

@@ -11,10 +11,13 @@ import torch.distributed as dist
 from fsdp_wrap._params import to_local
 from fsdp_wrap._state.gradients.held import Over, over_of
 from fsdp_wrap._state.gradients.norms import (
+    AllReduce,
+    Summand,
     by_kind,
     check_finite,
     checked_bound,
     checked_norm,
+    exact_power_of,
     merged,
     power,
     reduced,
@@ -58,7 +61,12 @@ def clip_parameters(
     for grad in grads:
         by_ranks.setdefault(over_of(grad), []).append(to_local(grad))
     device = to_local(grads[0]).device
-    powers = [power_over(over, parts, p, device) for over, parts in by_ranks.items()]
+    exact = exact_power_of(params)
+    if exact is None:
+        powers = [power_over(over, parts, p, device) for over, parts in by_ranks.items()]
+    else:
+        held = {over: [part for part in parts if part.numel()] for over, parts in by_ranks.items()}
+        powers = [exact([Summand(held[over], all_reduces_over(over)) for over in held], p, device)]
     total = root(merged(powers, p), p).squeeze(0)
     if error_if_nonfinite:
         check_finite(total, p)
@@ -77,10 +85,15 @@ def power_over(over: Over, parts: list[torch.Tensor], p: float, device: torch.de
 
 def summed_over(over: Over, found: torch.Tensor, p: float) -> torch.Tensor:
     """Merges powers of norms over the ranks that hold the rest; collective."""
+    for all_reduce in all_reduces_over(over):
+        found = reduced(found, p, all_reduce)
+    return found
+
+
+def all_reduces_over(over: Over) -> list[AllReduce]:
+    """Returns functions that reduce a tensor over the ranks that hold the rest, one after the other."""
     communicator, mesh = over
-    if communicator is not None:
-        found = reduced(found, p, sums_over(communicator))
+    found = [] if communicator is None else [sums_over(communicator)]
     if mesh is not None:
-        for dim in mesh[1]:
-            found = reduced(found, p, partial(dist.all_reduce, group=mesh[0].get_group(dim)))
+        found += [partial(dist.all_reduce, group=mesh[0].get_group(dim)) for dim in mesh[1]]
     return found

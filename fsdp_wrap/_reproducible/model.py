@@ -1,0 +1,198 @@
+"""`reproducible`: a model whose numbers do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import check_flag
+from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._reproducible.refusals import (
+    norms_over_batches,
+    refuse_joining,
+    refuse_others_sums,
+    refuse_training,
+    refuse_unowned,
+    warn_of_kernels,
+)
+from fsdp_wrap._reproducible.steps import CountedSteps
+from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, require_root, schedule_of, units_in
+
+
+class Reproducible:
+    """The micro-batches of a model from `reproducible`: this rank's, and their random numbers.
+
+    Attributes:
+        indices: This rank's micro-batches of each step, in the order in which it has to run them.
+        micro_batch_count: The number of micro-batches in a step over all ranks.
+    """
+
+    def __init__(
+        self, schedules: Sequence[Schedule], indices: range, micro_batches: int, seed: int, average: bool
+    ) -> None:
+        self.indices, self.micro_batch_count = indices, micro_batches
+        self._seed = seed
+        self._steps = [CountedSteps(schedule, micro_batches, average) for schedule in schedules]
+
+    def micro_batches(self, step: int) -> Iterator[int]:
+        """Yields this rank's micro-batches of a step, and seeds the generators for each.
+
+        Args:
+            step: Number of the step; the seeds depend on it.
+
+        Raises:
+            RuntimeError: If there was not just one backward for one of them.
+        """
+        for index in self.indices:
+            before = self._backwards
+            self.seed(step, index)
+            yield index
+            if self._backwards != before + 1:
+                raise RuntimeError(
+                    f"micro-batch {index} of step {step} had {self._backwards - before} backwards: a "
+                    "reproducible model needs one for each, of the whole loss"
+                )
+
+    def seed_of(self, step: int, index: int) -> int:
+        """Returns a number for generators of a micro-batch, such as those that choose or augment data.
+
+        Args:
+            step: Number of the step.
+            index: Number of the micro-batch.
+        """
+        digest = hashlib.blake2b(f"{self._seed} {step} {index}".encode(), digest_size=7)
+        return int.from_bytes(digest.digest(), "big")
+
+    def seed(self, step: int, index: int) -> None:
+        """Seeds the default generators of torch on all devices, of Python, and of NumPy if it is loaded.
+
+        Nothing puts the former states back.
+
+        Args:
+            step: Number of the step.
+            index: Number of the micro-batch.
+        """
+        number = self.seed_of(step, index)
+        torch.manual_seed(number)
+        random.seed(number)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(number % 2**32)
+
+    def remove(self) -> None:
+        """Lets the model sum as usual again; sums of a step that has not ended are dropped."""
+        for steps in self._steps:
+            steps.remove()
+
+    @property
+    def _backwards(self) -> int:
+        return max(steps.backwards for steps in self._steps)
+
+
+def reproducible(
+    model: nn.Module, *, micro_batches: int, seed: int = 0, average: bool = True
+) -> Reproducible:
+    """Makes gradients, norms and random numbers the same, bit for bit, at any number of ranks.
+
+    A step is a fixed number of micro-batches in a fixed order. Each rank runs its contiguous part of them:
+    with M of them on W ranks, rank r runs those from r * M / W on. It runs one backward for each, without
+    dividing the losses. All sums of gradients follow one binary tree over the micro-batches, whatever the
+    number of ranks, the sharding and the way of communicating. The gradients appear after the last backward
+    of the step.
+
+    `no_sync()` and its like have no effect: only the last backward communicates gradients. Until then a rank
+    holds sums of full gradients, one more each time that the number of its micro-batches doubles. Modules,
+    options and optimizers for which that cannot hold are refused or warned of by name.
+
+    Args:
+        model: The root, wrapped or sharded by `fully_shard`.
+        micro_batches: Number of micro-batches in a step; a multiple of the number of ranks.
+        seed: Seed from which those of all steps and micro-batches are made.
+        average: Whether gradients are divided by the number of micro-batches. If False they are summed: for
+            losses that have been divided by the number of all tokens.
+
+    Returns:
+        A `Reproducible`, which gives this rank its micro-batches. Collective.
+
+    Raises:
+        ValueError: If nothing in the model is wrapped or sharded, the ranks do not divide `micro_batches`, or
+            ranks pass other arguments.
+        RuntimeError: For a model that cannot be reproducible, inside a forward or backward, or while
+            gradients of `no_sync` wait.
+    """
+    check_flag("average", average)
+    units = [*dict.fromkeys(units_in(model).values())]
+    if not units:
+        refuse_unsharded(model, "reproducible()")
+    require_root(units[0], "reproducible()")
+    schedules = [*dict.fromkeys(map(schedule_of, units))]
+    handles = [(unit, unit.handle) for unit in units if unit.handle is not None]
+    _refuse(model, schedules, handles)
+    ranks, rank = _place(handles)
+    _check_count(micro_batches, ranks)
+    chosen = {"micro_batches": micro_batches, "seed": seed, "average": average}
+    for communicator in dict.fromkeys(
+        each for _, one in handles for each in (one.communicator, one.replicas)
+    ):
+        _check_agreement(communicator, chosen)
+    warn_of_kernels(schedules)
+    each = micro_batches // ranks
+    return Reproducible(schedules, range(rank * each, (rank + 1) * each), micro_batches, seed, average)
+
+
+def _refuse(
+    model: nn.Module, schedules: Iterable[Schedule], handles: Iterable[tuple[Unit, ParamHandle]]
+) -> None:
+    """Refuses what cannot be the same at any number of ranks."""
+    for schedule in schedules:
+        refuse_joining(schedule)
+        schedule.require_idle("reproducible()")
+    for unit, handle in handles:
+        refuse_others_sums(unit, handle)
+        if handle.accumulates:
+            raise RuntimeError(
+                f"gradients of {unit.name} that no_sync left wait for a backward: run it before "
+                "reproducible()"
+            )
+    refuse_unowned(model, (param for _, one in handles for each in one.layouts for param in each.sources))
+    refuse_training(norms_over_batches(model))
+
+
+def _place(handles: Iterable[tuple[Unit, ParamHandle]]) -> tuple[int, int]:
+    """Returns the number of ranks that have batches of their own, and this one's place among them."""
+    found: dict[tuple[int, int], Unit] = {}
+    for unit, handle in handles:
+        ranks = handle.communicator
+        here = handle.replicas.rank * ranks.size + ranks.rank
+        found.setdefault((ranks.size * handle.replicas.size, here), unit)
+    if len(found) > 1:
+        (one, _), (other, _), *_ = found
+        first, second, *_ = found.values()
+        raise ValueError(
+            f"{first.name} is averaged over {one} ranks and {second.name} over {other}, or this rank has "
+            "different places among them: a reproducible model has one order of all ranks"
+        )
+    return next(iter(found))
+
+
+def _check_count(micro_batches: int, ranks: int) -> None:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a positive whole number, but is {micro_batches!r}")
+    if micro_batches % ranks:
+        raise ValueError(
+            f"micro_batches={micro_batches} cannot be dealt out evenly to {ranks} ranks: choose a multiple "
+            "of each number of ranks on which the run may be"
+        )
+
+
+def _check_agreement(communicator: Communicator, chosen: dict[str, Any]) -> None:
+    by_rank = communicator.all_gather_object(chosen)
+    if any(other != chosen for other in by_rank):
+        told = "; ".join(f"rank {rank}: {each}" for rank, each in zip(sorted(communicator.members), by_rank))
+        raise ValueError(f"all ranks must call reproducible() with the same arguments: {told}")

@@ -1,0 +1,174 @@
+"""`CountedSteps`: the backwards of one tree of units, whose gradients are handed over after the last one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_wrap._params import ParamHandle, to_local
+from fsdp_wrap._reproducible.norms import exact_power
+from fsdp_wrap._reproducible.refusals import (
+    drop_signs_of_zeros,
+    leftovers,
+    norms_over_batches,
+    refuse_optimizer,
+    refuse_others_sums,
+    refuse_training,
+    too_few,
+)
+from fsdp_wrap._reproducible.sums import TreeSums
+from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._state import exact_powers
+
+
+class CountedSteps:
+    """The steps of one schedule; a `Joining`.
+
+    Args:
+        schedule: The schedule.
+        micro_batches: Number of micro-batches in a step.
+        average: Whether gradients are divided by the number of micro-batches.
+
+    Attributes:
+        done: Number of this rank's backwards in the running step.
+        backwards: Number of all of them.
+    """
+
+    shadowed = separates = False
+
+    def __init__(self, schedule: Schedule, micro_batches: int, average: bool) -> None:
+        self._schedule = schedule
+        self._norms = norms_over_batches(schedule.root.module)
+        self.done = self.backwards = 0
+        self._open = False
+        self._syncs = True, True
+        self._unsynced: list[Unit] = []
+        self._sums: dict[Unit, TreeSums] = {}
+        self._divisors: dict[Unit, float] = {}
+        self._checked = weakref.WeakSet[torch.optim.Optimizer]()
+        for unit in schedule.units:
+            if unit.handle is not None:
+                self._take_over(unit, unit.handle, micro_batches, average)
+        self._each = max((each.each for each in self._sums.values()), default=1)
+        schedule.joining = self
+        exact_powers.update(dict.fromkeys(self.params, exact_power))
+        _living.add(self)
+
+    def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
+        self._sums[unit] = handle.sums = TreeSums(handle, leaves)
+        self._divisors[unit] = handle.contributors
+        handle.divide_gradients_by(leaves if average else 1.0)
+        unit.set()  # a plan of batched reductions does not fit any more
+        for layout in handle.layouts:
+            layout.average_hook = drop_signs_of_zeros
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return sharded_params(self._sums)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses a step with incomplete gradients, and optimizers that round by place."""
+        own = set(self.params)
+        held = [param for group in optimizer.param_groups for param in group["params"] if param in own]
+        if held and (self._open or self.done not in (0, self._each)):
+            raise too_few(self.done, self._each)
+        if held and optimizer not in self._checked:
+            refuse_optimizer(optimizer, held)
+            self._checked.add(optimizer)
+
+    def remove(self) -> None:
+        """Lets the units sum as usual again."""
+        self._drop()
+        self._schedule.joining = None
+        _living.discard(self)
+        for param in self.params:
+            exact_powers.pop(param, None)
+        for unit, divisor in self._divisors.items():
+            if unit.handle is not None:
+                unit.handle.sums = None
+                unit.handle.divide_gradients_by(divisor)
+                for layout in unit.handle.layouts:
+                    layout.average_hook = None
+
+    # a `Joining`
+
+    def begin_forward(self, schedule: Schedule) -> None:
+        """Refuses what has been chosen since; ends a step whose backward has failed."""
+        if self._open:
+            self._drop()
+        refuse_training(self._norms)
+        for unit in self._sums:
+            if unit.handle is not None:
+                refuse_others_sums(unit, unit.handle)
+
+    def begin_backward(self, schedule: Schedule) -> None:
+        """Begins one of this rank's micro-batches."""
+        if self._open:
+            self._drop()
+        if self.done == self._each:
+            self._begin_step()
+        for unit, sums in self._sums.items():
+            sums.index = self.done
+            if not unit.options.syncs:
+                unit.set(syncs=True)
+                self._unsynced.append(unit)
+        self._syncs = schedule.syncs, schedule.sums_over_replicas
+        schedule.syncs = schedule.sums_over_replicas = self._open = True
+
+    def end_backward(self, schedule: Schedule) -> None:
+        """Ends one of this rank's micro-batches, and after the last one the step."""
+        last = self.done + 1 == self._each
+        schedule.close_backward(last or schedule.ending.automatic)
+        for unit, sums in self._sums.items() if last else ():
+            if unit.handle is not None:
+                sums.finish_without(unit.handle.segments)
+        self._close()
+        self.done += 1
+        self.backwards += 1
+
+    def _begin_step(self) -> None:
+        """Begins the next step; refuses to add to gradients of the one before."""
+        grads = (to_local(param.grad) for param in self.params if param.grad is not None)
+        if any(bool(grad.any()) for grad in grads):
+            raise leftovers(self._each)
+        self.done = 0
+
+    def _close(self) -> None:
+        """Gives back the user's settings of accumulation after a backward."""
+        self._schedule.syncs, self._schedule.sums_over_replicas = self._syncs
+        for unit in self._unsynced:
+            unit.set(syncs=False)
+        self._unsynced.clear()
+        self._open = False
+
+    def _drop(self) -> None:
+        """Drops the sums of a step that will not end."""
+        if self._open:
+            self._close()
+        self.done = 0
+        for sums in self._sums.values():
+            sums.drop()
+
+
+def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
+    """Returns the parameters of units, as optimizers see them."""
+    handles = [unit.handle for unit in units if unit.handle is not None]
+    return [*dict.fromkeys(param for each in handles for layout in each.layouts for param in layout.sources)]
+
+
+_living = weakref.WeakSet[CountedSteps]()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for steps in tuple(_living):
+        steps.before_step(optimizer)
+
+
+# Registered once: a hook that goes with its model could go while torch calls the hooks.
+register_optimizer_step_pre_hook(_before_step)
