@@ -19,7 +19,7 @@ import tp_nets
 from bed import ranks
 from bed.references import count_collectives
 from fronts import full_state, inner, shard
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -195,25 +195,6 @@ def test_copies_on_meshes_of_two_dims(rank, world_size):
             assert torch.equal(value, expected[name]), name
 
 
-@each_end
-@pytest.mark.parametrize("parts", [(0, 1), (1, 0)], ids=["lender first", "borrower first"])
-@ranks(2)
-def test_plain_parent_of_wrappers(rank, world_size, front, parts):
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-        layers[1].weight = layers[0].weight
-        return nn.Sequential(nn.Embedding(11, WIDTH), *layers).double()
-
-    model, plain = make(), make()
-    wrapped = [shard(front, layer) for layer in (model[1], model[2])]
-    model = nn.Sequential(model[0], *(wrapped[part] for part in parts))
-    plain = nn.Sequential(plain[0], *(plain[1 + part] for part in parts))
-    model[0] = shard(front, model[0])
-    train((model, plain), seed=1, lr=0.01)
-    assert_apart(model, plain, lr=0.01)
-
-
 @ranks(2)
 def test_a_part_that_is_copied_is_a_root_and_can_be_wrapped_into_a_whole(rank, world_size):
     model, plain = make_pair(per_block, "orig")
@@ -263,28 +244,6 @@ def test_copy_keeps_what_users_set(rank, world_size):
         assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
         with pytest.raises(RuntimeError, match="parametrised tensor"):
             second.blocks[0].normed.weight  # noqa: B018
-
-
-class Shift(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.register_buffer("third", torch.full((WIDTH,), 1 / 3))
-
-    def forward(self, x):
-        return super().forward(x) + self.third
-
-
-@ranks(1)
-def test_buffers_of_a_copy_are_cast_where_modules_copy_themselves(rank, world_size):
-    # A GraphModule's copy gets its buffers one by one, in a dict of its own.
-    half = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = FSDP(torch.fx.symbolic_trace(Shift()), mixed_precision=half, use_orig_params=True)
-    for _ in range(2):  # before a forward and after
-        second = copy.deepcopy(model)
-        for each in (second, model):
-            each(torch.ones(2, WIDTH))
-            assert each.module.third.dtype == torch.bfloat16
-            assert torch.equal(each.state_dict()["third"], torch.full((WIDTH,), 1 / 3))
 
 
 @each_end

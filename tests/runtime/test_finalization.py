@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from bed import ranks
 from beside import mean_backward
 from fsdp_wrap import GradientReductionHandle, MixedPrecisionPolicy, fully_shard
-from fsdp_wrap._runtime.unit import units_in
 
 HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
 
@@ -208,22 +207,3 @@ def test_unsharded_memory_stays_where_it_is(rank, world_size):
         assert seen[0] == seen[1] == seen[2] == seen[3], precision
         for one, two in zip(model.parameters(), plain.parameters()):
             assert torch.equal(one.full_tensor(), two.full_tensor())
-
-
-@ranks(2)
-def test_kept_memory_is_given_back_when_it_need_not_stay(rank, world_size):
-    def held(model: Any) -> list[bool]:
-        handles = [unit.handle for unit in dict.fromkeys(units_in(model).values())]
-        return [segment.full.allocated for handle in handles for segment in handle.segments]
-
-    model = shard(net())
-    model.set_keep_unsharded_storage(True)
-    loss(model, batch(rank, 0)).backward()
-    assert held(model) == [True] * 3
-    model.first.set_keep_unsharded_storage(False)
-    assert held(model) == [True, False, True]
-    model.set_keep_unsharded_storage(False, recurse=False)
-    assert held(model) == [False, False, True]
-    loss(copy.deepcopy(model), batch(rank, 0)).backward()
-    loss(model, batch(rank, 0)).backward()
-    assert held(model) == [False, False, True]

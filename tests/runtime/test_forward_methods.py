@@ -15,7 +15,6 @@ from torch import nn
 from bed import ranks
 from bed.references import count_collectives
 from fronts import FRONTS, full_state, shard
-from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, register_fsdp_forward_method
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -138,25 +137,6 @@ def test_what_a_call_gathers(rank, world_size, front):
             found = net.blocks[0].encode(x, scale=3.0)["code"]
         assert torch.equal(found, plain.blocks[0].encode(x, scale=3.0)["code"])
     assert_sharded(model)
-
-
-@ranks(2)
-def test_copies_have_methods_of_their_own(rank, world_size):
-    model, plain = make_pair("orig")
-    second = copy.deepcopy(model)
-    with torch.no_grad():
-        for net in (model, plain):
-            with FSDP.summon_full_params(net):
-                net.head.bias[3] += 100
-    batch = tokens_of(0)[0]
-    with FSDP.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="shown in full by summon_full_params"):
-            model.generate(batch)
-    assert (model.generate(batch)[:, 3:] == 3).all()
-    with torch.no_grad():
-        assert not (second.generate(batch)[:, 3:] == 3).all()
-    assert_sharded(second)
-    assert_trains_like(model, plain)
 
 
 @ranks(2)

@@ -24,12 +24,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from bed.threads import threads_as_ranks
-from beside import assert_close_grads, mean_backward
 from composable import assert_same, shard_blocks, trace
 from fsdp_wrap import CPUOffloadPolicy, FSDPModule, fully_shard, record_events
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
-from fsdp_wrap._runtime.batching import BatchedReduction
 from models import Transformer, loss_of, tokens
 from stream_programs import batch, net, one_step
 
@@ -313,35 +311,6 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
             assert torch.equal(one.to_local(), other.to_local())
             assert torch.equal(one.grad.to_local(), other.grad.to_local())
         assert not any(handle.reduction for handle in handles)
-
-
-@ranks(2)
-def test_so_are_those_of_units_that_travel_together(rank, world_size):
-    of_two_units = 2 * 4 * (16 * 16 + 48)  # with what aligns them
-    send = BatchedReduction.send
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    for most, expected in ((1, [1, 1, 1]), (2, [1, 2, 2]), (3, [1, 2, 3])):
-        plain.zero_grad()
-        model: Any = copy.deepcopy(plain)
-        for part in (*model, model):
-            fully_shard(part, travel_together_bytes=2 * of_two_units)
-        model.set_reduce_scatter_max_input_buffers(most)
-        sent: list[BatchedReduction] = []
-
-        def counted(joint: BatchedReduction, phase: Any) -> None:
-            send(joint, phase)
-            sent.append(joint)  # noqa: B023
-            in_flight.append(sum(bool(each.taken) for each in sent))  # noqa: B023
-
-        for _ in range(3):
-            in_flight: list[int] = []
-            model.zero_grad()
-            with mock.patch.object(BatchedReduction, "send", counted):
-                model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
-        assert in_flight == expected
-        mean_backward(lambda rank: plain(torch.full((2, 16), rank + 1.0)).square().sum())
-        assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", ["nothing", "hybrid", "offload"])

@@ -231,31 +231,6 @@ def test_which_inputs_are_cast(rank, world_size):
         assert outer.seen[2] is extra, "what needs no cast stays the same"
 
 
-@ranks(2)
-def test_buffers_of_a_unit_without_parameters_keep_what_forward_adds(rank, world_size):
-    class Running(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("total", torch.zeros(3))
-            self.register_buffer("table", torch.full((3,), 1 + 2**-20))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.table.dtype == BF16
-            self.total.add_(1)
-            return x + self.table
-
-    model = FSDP(
-        nn.Sequential(nn.Linear(3, 3), Running()),
-        auto_wrap_policy=ModuleWrapPolicy({Running}),
-        mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
-    )
-    for count in range(1, 4):
-        assert model(torch.ones(2, 3)).dtype == BF16
-        state = model.state_dict()
-        assert torch.equal(state["1.total"], torch.full((3,), float(count)))
-        assert torch.equal(state["1.table"], torch.full((3,), 1 + 2**-20))
-
-
 def _with_norms() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -311,41 +286,6 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes):
     with FSDP.summon_full_params(model):
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
             assert torch.equal(norm.running_mean, low[0][1].running_mean.float())  # type: ignore[arg-type]
-
-
-class Pair(nn.LayerNorm):
-    """In full precision; takes a keyword and a container, and returns a dictionary."""
-
-    def forward(self, x: torch.Tensor, *, others: list[torch.Tensor], index: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-        assert x.dtype == others[0].dtype == self.weight.dtype == FP32
-        assert index.dtype == torch.long
-        return {"y": super().forward(x) + others[0], "index": index, "plain": 3}
-
-
-class UsesPair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair, self.linear = Pair(4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out = self.pair(self.linear(x), others=[x], index=index)
-        y = self.linear(out["y"])
-        again = checkpoint(self.pair, y, others=[out["y"]], index=index, use_reentrant=False)
-        for each in (out, again):
-            assert (each["y"].dtype, each["index"].dtype, each["plain"]) == (BF16, torch.long, 3)
-        return again["y"]
-
-
-@ranks(2)
-def test_full_precision_class_used_twice_with_keywords(rank, world_size):
-    model = FSDP(
-        UsesPair(),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        mixed_precision=MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair,)),
-        use_orig_params=True,
-    )
-    model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()
-    assert all(value.any() for name, value in full_grads(model).items())
 
 
 @ranks(1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -168,21 +166,3 @@ def test_what_waits_for_a_backward_is_not_lost(rank, world_size):
         model.eval()(BATCH)
     model.train()(BATCH).sum().backward()
     assert all(param.grad is not None for param in model.parameters() if param.numel())
-
-
-@ranks(2)
-def test_nothing_stays_of_the_other_mode(rank, world_size):
-    with _variable():
-        model = _wrapped(_net())
-    leaves = []
-    for block in (model.module[1].module, model.module[2].module):
-        block.fc.register_forward_hook(lambda fc, *_: leaves.append(weakref.ref(fc.weight)))
-    for training in (True, False, True):
-        model.train(training)
-        model(BATCH).sum().backward()
-    gc.collect()
-    assert [leaf() is None for leaf in leaves] == [True] * 4 + [False] * 2
-    copied = copy.deepcopy(model.eval()).eval()
-    with torch.no_grad():
-        expected = _plain(model)(BATCH)
-        assert torch.equal(model(BATCH), expected) and torch.equal(copied(BATCH), expected)
