@@ -252,35 +252,3 @@ def test_what_cannot_be_kept_is_refused_by_name(rank, world_size):
             FSDP(model)
         assert type(model) is nn.Sequential and type(model[1].up.weight) is Mute
         FSDP(model, ignored_states=[model[1].up.weight])  # type: ignore[arg-type]
-
-
-def values_of(weight: torch.Tensor) -> torch.Tensor:
-    return weight.values() if isinstance(weight, Mute) else weight.detach().clone()
-
-
-@pytest.mark.parametrize("kind", ["subclass", "plain"])
-@pytest.mark.parametrize("how", ["wrapper", "fully_shard"])
-@ranks(2)
-def test_a_frozen_leaf_that_somebody_keeps_stays_readable(rank, world_size, how, kind):
-    plain = net()
-    for block in plain if kind == "plain" else ():
-        block.up.weight = nn.Parameter(values_of(block.up.weight), requires_grad=False)
-    model, wanted = copy.deepcopy(plain), values_of(plain[1].up.weight)
-    if how == "wrapper":
-        model = wrapped(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    else:
-        sharded(model, reshard_after_forward=False)
-    x = inputs(1)[0]
-    output = model(x)
-    held: Any = model[1].up.weight
-    assert torch.equal(values_of(held), wanted)
-    output.sum().backward()
-    if how == "fully_shard":
-        model[1].reshard()
-    assert model[1].up.weight is not held
-    assert torch.equal(values_of(held), wanted), "the graph that held it as well has gone"
-    output = model(x)
-    assert torch.equal(output, plain(x)) and torch.equal(values_of(held), wanted)
-    del held, output
-    model(x).sum().backward()
-    assert torch.equal(model(x), plain(x))

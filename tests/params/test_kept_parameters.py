@@ -6,31 +6,23 @@
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fronts
 from bed import ranks
-from fronts import FULL, KEPT, each_front, full_state, inner
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fronts import FULL, KEPT, each_front, inner
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import Around, Middle
 from params.beside_plain import assert_mean_gradients, batch_of, losses, step_beside, zero
 
 orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 STRATEGIES = {"resharded": FULL, "kept": KEPT}
-
-
-class Hidden(Around):
-    def forward(self, x):
-        return self.middle(self.first(x))
 
 
 def models(front: str, make: Callable[[], nn.Module] = Around, **options: Any) -> tuple[Any, nn.Module]:
@@ -85,56 +77,6 @@ def test_attributes_show_the_full_values_until_the_backward(rank, world_size, fr
         inner(model).middle.reshard()
         assert not any(shown())
     step_beside(plain, model, rank)
-
-
-@orig_and_composable
-@ranks(2)
-def test_optimizers_hold_the_same_objects_all_the_time(rank, world_size, front):
-    plain, model = models(front)
-    before = [*model.parameters()]
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, model)]
-    model(batch_of(rank)).sum().backward()
-    expected, loss = losses(plain, model, batch_of(rank))
-    assert all(map(operator.is_, model.parameters(), before))
-    model.zero_grad()  # forgets what the backward before has left
-    expected.backward()
-    loss.backward()
-    assert all(map(operator.is_, model.parameters(), before))
-    assert_mean_gradients(plain, model)
-    for param in plain.parameters():
-        torch.distributed.all_reduce(param.grad)
-        param.grad /= world_size
-    for optimizer in optimizers:
-        optimizer.step()
-    for name, value in full_state(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
-    model(batch_of(rank))
-    for param in model.parameters():
-        param.requires_grad_(False)
-        param.grad = None
-    assert not model(batch_of(rank)).requires_grad
-    model.requires_grad_(True)
-    step_beside(plain, model, rank)
-
-
-@orig_and_composable
-@ranks(2)
-def test_a_loss_that_computes_with_a_layer_of_the_root(rank, world_size, front):
-    for strategy in STRATEGIES.values():
-        plain, model = models(front, Hidden, **root_kept(front, strategy))
-        for step in range(2):
-            batch = batch_of(rank, step)
-            for module in (plain, model):
-                module.zero_grad()
-                hidden, last = module(batch), inner(module).last
-                out = F.linear(hidden, last.weight, last.bias)
-                (out.square().sum() + last.weight.pow(2).sum()).backward()
-            assert_mean_gradients(plain, model, strategy)
-            zero(plain, model)
-            for module, loss in zip((plain, model), losses(plain, model, batch)):
-                inner(module).last.weight.pow(2).sum().backward()  # which reaches no output of the unit
-                loss.backward()
-            assert_mean_gradients(plain, model, strategy)
 
 
 def write(layer: nn.Linear) -> None:
@@ -213,19 +155,3 @@ def test_gradients_of_what_the_forward_computed_with(rank, world_size, front):
     with pytest.raises(RuntimeError, match="not have been used in the graph|does not require grad"):
         torch.autograd.grad(loss, layers_of(model)["middle.linear"].weight)
     assert_backward_still_right(plain, model, expected, loss)
-
-
-@ranks(2)
-def test_gradients_of_parameters_shown_by_unshard(rank, world_size):
-    for reshard in (None, True, False):
-        torch.manual_seed(0)
-        plain = Around().double()
-        model: Any = copy.deepcopy(plain)
-        for module in (model.middle, model):
-            fully_shard(module, reshard_after_forward=reshard)
-        for part, unit in (("last", model), ("middle.linear", model.middle)):
-            expected, loss = losses(plain, model, batch_of(rank))
-            unit.unshard()
-            assert_own_gradient(plain, expected, loss, part, layers_of(model)[part].weight)
-            unit.reshard()
-            assert_backward_still_right(plain, model, expected, loss)

@@ -325,23 +325,9 @@ def run_misuses(rank: int, world_size: int, use_orig_params: bool) -> None:
             attempt(lambda model=model: loss_of(model, tokens()[0]).backward())
 
 
-def read_numbers_in_forward(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """As a hook does that logs a histogram: NumPy shares the memory, which then cannot be resized."""
-    situation = Situations("nested", use_orig_params)
-    seen = []
-    hook = situation.model.module.mixers[0].module.norm.register_forward_hook(
-        lambda module, args, out: seen.append(module.weight.detach().numpy())
-    )
-    situation.step()
-    hook.remove()
-    situation.check()
-    assert (seen[0] == 1).all()
-
-
-@pytest.mark.parametrize("body", [run_misuses, read_numbers_in_forward])
 @each_form
-def test_misuse_does_not_crash(body, use_orig_params):
-    run(body, use_orig_params)
+def test_misuse_does_not_crash(use_orig_params):
+    run(run_misuses, use_orig_params)
 
 
 # The walk itself.

@@ -227,23 +227,6 @@ def test_what_a_subclass_computes_with_is_freed_unless_somebody_keeps_it(rank, w
 
 
 @ranks(2)
-def test_what_is_on_the_meta_device_gets_values_later(rank, world_size):
-    with torch.device("meta"):
-        model = sharded(converted(plain_net(7)))
-    model.to_empty(device="cpu")
-    reference = plain_net(7)
-    for (_, param), source in zip(model.named_parameters(), reference.parameters()):
-        with torch.no_grad():
-            values = source.detach()[slice(*_rows(param))]
-            local = param.to_local()
-            (local.values_ if isinstance(local, Rounded) else local).copy_(values)
-    assert type(model[0].up.weight.to_local()) is Rounded
-    wanted, found = steps(reference, world_size=world_size), steps(model, world_size=world_size, part=rank)
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other[rank], rtol=0, atol=1e-12)
-
-
-@ranks(2)
 def test_states_checkpoints_and_copies_have_tensors_of_the_subclass(rank, world_size, tmp_path):
     torch.serialization.add_safe_globals([Rounded, Packed])
     for kind in (Rounded, Packed):

@@ -106,27 +106,6 @@ def test_tied_modules_without_a_common_root(rank, world_size, front):
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
 
 
-class _Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.embed, self.again = nn.Embedding(11, 8), self.layers[0][0]
-
-    def forward(self, x):
-        x = self.again(self.embed(x))
-        for layer in self.layers:
-            x = layer(x)
-        return self.again(x)
-
-
-@orig_and_composable
-@ranks(2)
-def test_a_module_of_two_units(rank, world_size, front):
-    plain, model = twins(front, _Shared, torch.float64, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    _train(2, plain, model)
-    _assert_same(plain, model)
-
-
 @ranks(2)
 def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -134,16 +113,3 @@ def test_what_is_tied_to_a_dtensor_is_refused(rank, world_size):
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"'1\.weight' is the sharded parameter of another unit: tie"):
         shard("composable", model)
-
-
-@ranks(2)
-def test_nothing_is_borrowed_of_a_unit_whose_module_has_gone(rank, world_size):
-    shared = nn.Linear(6, 6)
-    net = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), shared)
-    whole = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    whole(torch.ones(2, 6))
-    part = net[0]  # which keeps what schedules it, and so the unit
-    del whole, net
-    other = FSDP(nn.Sequential(shared, nn.Linear(6, 6)))
-    assert not other._unit.lenders
-    part(torch.ones(2, 6)).sum().backward()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import each_front, full_state, no_sync, shard, twins
-from fsdp_wrap import MixedPrecision, ShardingStrategy, set_gradients_in_place
+from fronts import each_front, full_state, shard, twins
+from fsdp_wrap import MixedPrecision, ShardingStrategy
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
 from partly_used import Partly, Wide, assert_small_gradients_count
 
@@ -67,22 +67,6 @@ def test_replicas_step_alike(rank, world_size):
         check(front, rank, world_size, sharding_strategy=hybrid, device_mesh=mesh)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
-@ranks(2)
-def test_accumulated_and_in_place(rank, world_size, front):
-    plain, model = twins(front, Partly)
-    optimizer = adamw(model)
-    with no_sync(model):
-        (model(rank) / 2).backward()
-    (model(1 - rank) / 2).backward()  # now every rank has used what one did
-    optimizer.step()
-    optimizer.zero_grad()
-    set_gradients_in_place(model)
-    model(rank).backward()
-    optimizer.step()
-    assert_trained(front, model, plain, world_size)
-
-
 @pytest.mark.parametrize("front", ["flat", "orig"])
 @ranks(2)
 def test_reductions_that_round(rank, world_size, front):
@@ -116,28 +100,3 @@ def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
             doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
             used = doubtful.get(name, True) and param.numel() > 0
             assert (param.grad is not None) == used, (name, user)
-
-
-class Heads(nn.ModuleList):
-    """Ten equal heads of which a forward uses one: less than a quarter of its unit."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4) for _ in range(10))
-
-    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        return self[head](x).square().mean()
-
-
-@each_front
-@ranks(2)
-def test_few_gradients_of_a_unit_count(rank, world_size, front):
-    plain, model = twins(front, Heads)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    batch = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(0))
-    for head in (0, 7, 7):
-        torch.stack([plain(each, head) for each in batch]).mean().backward()
-        model(batch[rank], head).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(full_state(model), {**plain.state_dict()})
