@@ -17,13 +17,11 @@ from torch.amp import GradScaler
 import fronts
 from bed import ranks
 from bed.references import count_collectives
-from beside import large_batch_backward
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks
+from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import WRAPPINGS, Transformer, full_grads, gather_objects, loss_of, tokens, twins
-from state_nets import Casting
+from models import WRAPPINGS, Transformer, gather_objects, loss_of, tokens, twins
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCALING: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -129,31 +127,6 @@ def test_ranks_without_elements_or_parameters_take_part(rank, world_size):
     assert torch.equal(param.detach(), torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("policy", "use_orig_params"),
-    [(None, False), (ModuleWrapPolicy({nn.Linear}), True)],
-    ids=["whole", "layer"],
-)
-@ranks(2)
-def test_gradients_of_mixed_dtypes(rank, world_size, use_orig_params, policy):
-    torch.manual_seed(0)
-    plain = Casting(torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params, auto_wrap_policy=policy)
-    scaler = ShardedGradScaler("cpu", init_scale=64.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    plain(x).square().mean().backward()
-    scaler.scale(model(x).square().mean()).backward()
-    scaler.unscale_(optimizer)
-    for name, grad in full_grads(model).items():
-        expected = plain.get_parameter(name).grad
-        assert grad.dtype == expected.dtype
-        torch.testing.assert_close(grad, expected, rtol=0.02, atol=1e-4, msg=name)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 64.0
-
-
 @ranks(2)
 def test_each_optimizer_skips_for_itself(rank, world_size):
     _, model = twins(
@@ -227,77 +200,3 @@ def test_scaling_keeps_dtypes_and_structures_and_state_travels(rank, world_size)
         assert other.state_dict() == scaler.state_dict()
         scaled_step(other, torch.optim.SGD([param], lr=1.0), param.sum() * math.inf)
         assert other.get_scale() == 1.0
-
-
-each_strategy = pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [("FULL_SHARD", False), ("NO_SHARD", True)]
-)
-
-
-def mixed_twins(
-    policy: MixedPrecision, use_orig_params: bool, strategy: str = "FULL_SHARD", **options: Any
-) -> Any:
-    return twins(
-        Transformer,
-        auto_wrap_policy=WRAPPINGS["block"](),
-        mixed_precision=policy,
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        **options,
-    )
-
-
-@pytest.mark.parametrize(("use_orig_params", "offload"), [(False, True), (True, False)])
-@ranks(2)
-def test_the_scaler_keeps_small_gradients_of_fp16(rank, world_size, use_orig_params, offload):
-    """Of a loss so small that without it they vanish; the scale is found by backing off."""
-    plain, model = mixed_twins(MixedPrecision(HALF), use_orig_params, cpu_offload=CPUOffload(offload))
-    tiny = 2.0**-24
-    (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) * tiny / world_size).backward()
-    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
-
-    def error() -> float:
-        grads = full_grads(model)
-        found = torch.cat([grads[name].flatten() for name, _ in plain.named_parameters()])
-        return ((found - expected).norm() / expected.norm()).item()
-
-    (loss_of(model, tokens(rank, 0)).float() * tiny).backward()
-    assert error() > 0.5
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**50)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    skipped = 0
-    while True:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, tokens(rank, 0)).float() * tiny).backward()
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() == before:
-            break
-        skipped += 1
-    assert 5 < skipped < 30
-    assert error() < 0.02
-
-
-@pytest.mark.parametrize("name", ["default", "fp16_compress_hook", "bf16_compress_hook"])
-@each_strategy
-@ranks(2)
-def test_hooks_get_the_reduce_dtype(rank, world_size, use_orig_params, name, strategy):
-    plain, model = mixed_twins(MixedPrecision(BRAIN, reduce_dtype=SINGLE), use_orig_params, strategy)
-    if name == "default":
-        name = "allreduce_hook" if strategy == "NO_SHARD" else "reduce_scatter_hook"
-    hook = getattr(comm_hooks, name)
-    seen: list[Any] = []
-
-    def spying(state, grad, *output):
-        seen.extend(tensor.dtype for tensor in (grad, *output))
-        hook(state, grad, *output)
-
-    model.register_comm_hook(comm_hooks.LowPrecisionState(dist.group.WORLD), spying)
-    loss_of(model, tokens(rank, 0)).backward()
-    assert set(seen) == {SINGLE}
-    large_batch_backward(plain, [0])
-    found = full_grads(model)
-    for key, param in plain.named_parameters():
-        assert found[key].dtype == SINGLE
-        assert (found[key] - param.grad).norm() <= 0.05 * param.grad.norm() + 1e-3, key

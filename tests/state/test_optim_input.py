@@ -13,7 +13,7 @@ from torch import nn
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import OptimStateKeyType
-from optim_states import assert_same, by_name, grouped, resume
+from optim_states import assert_same, grouped
 from state_nets import Net, Tied, adamw, by_hand, per_block, train_side_by_side, whole, wrapped_and_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
@@ -92,32 +92,6 @@ def test_states_reach_their_parameters(rank, world_size, net, wrap, use_orig_par
                     assert torch.equal(fresh.state[param]["exp_avg"], entry["exp_avg"])
             for group, other in zip(fresh.param_groups, ours.param_groups):
                 assert (group["lr"], group["weight_decay"]) == (other["lr"], other["weight_decay"])
-
-
-@pytest.mark.parametrize("by", ["optim_input", "optim"])
-@ranks(2)
-def test_rekeyed_states_reach_the_parameters_of_a_plain_optimizer(rank, world_size, by):
-    """Also where its groups come in another order than those that were saved."""
-    for number, make_input in enumerate(INPUTS):
-        model, plain = wrapped_and_plain(Net, per_block, True)
-        ours = made_from(groups(model) if number > 3 else None, model)
-        train_side_by_side(2, model, ours, plain, adamw(plain))
-        state = FSDP.optim_state_dict(model, ours)
-        theirs = made_from(make_input(plain), plain)
-
-        def rekeyed(given: Any, to: OptimStateKeyType, theirs: Any = theirs, plain: Any = plain) -> Any:
-            chosen = {"optim": theirs} if by == "optim" else {"optim_input": make_input(plain)}  # noqa: B023
-            return FSDP.rekey_optim_state_dict(given, to, plain, **chosen)
-
-        theirs.load_state_dict(rekeyed(state, OptimStateKeyType.PARAM_ID))
-        found = by_name(theirs, plain)
-        wanted = {tuple(sorted(group["params"])): group["lr"] for group in state["param_groups"]}
-        assert {tuple(sorted(group["params"])): group["lr"] for group in found["param_groups"]} == wanted
-        back = rekeyed(theirs.state_dict(), OptimStateKeyType.PARAM_NAME)
-        for name, entry in state["state"].items():
-            for each in (found, back):
-                assert torch.equal(each["state"][name]["exp_avg"], entry["exp_avg"]), (number, name)
-        resume(model, ours, back)
 
 
 @ranks(2)

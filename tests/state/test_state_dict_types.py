@@ -386,20 +386,6 @@ def test_placements_and_operations_of_pieces(rank, world_size):
         value.add_(IntervalTensor(torch.Size((2, 5)), 1, torch.arange(5.0)))
 
 
-@ranks(4)
-def test_full_tensors_come_from_the_ranks_that_hold_them(rank, world_size):
-    """Each half of the ranks has a model of its own; nobody else takes part."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(rank // 2)
-    plain = Net().double()
-    state = take(per_block(copy.deepcopy(plain), process_group=halves[rank // 2]), SHARDED)
-    if rank < 2:
-        for name, expected in plain.state_dict().items():
-            assert torch.equal(state[name].full_tensor(), expected), name
-            assert state[name].device_mesh.mesh.tolist() == [0, 1]
-    dist.barrier()
-
-
 @pytest.mark.parametrize(("kind", "use_orig_params"), [(SHARDED, False), (SHARDED, True), (LOCAL, True)])
 @ranks(3)
 def test_as_sharded_tensors(rank, world_size, kind, use_orig_params):
