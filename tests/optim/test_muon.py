@@ -304,19 +304,6 @@ def test_bytes_and_flops_are_shared(rank, world_size, front):
     assert total > 0 and max(each[1] for each in everyone) <= 1.1 * total / world_size
 
 
-@ranks(2)
-def test_what_lies_on_one_rank_does_not_travel(rank, world_size):
-    torch.manual_seed(0)
-    plain = Experts().double()
-    model = fully_shard(copy.deepcopy(plain))
-    optimizer = muon(model, select="experts", view={"experts": batch()})
-    model(torch.rand(3, 6).double()).sum().backward()
-    with count_collectives(objects=False) as found:
-        optimizer.step()
-    assert "all_to_all_single" not in found
-    assert [matrix.owner for matrix in optimizer.matrices.matrices] == [0, 0, 1, 1]
-
-
 def _trained(rank: int, world_size: int, front: str, steps: range, path: Any) -> None:
     """Saves a run after its first steps, or ends what was saved there as a plain model would."""
     plain = tp_nets.net()

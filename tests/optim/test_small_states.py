@@ -15,7 +15,7 @@ from bed import ranks
 from fronts import FRONTS, full, full_state
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
-from fsdp_wrap.optim import on_shards, stochastic_rounding
+from fsdp_wrap.optim import stochastic_rounding
 from fsdp_wrap.optim._stochastic_rounding import draws_of, rounded
 
 # stochastic rounding
@@ -127,23 +127,3 @@ def test_what_cannot_round_is_refused():
     for optimizer, error, rule in cases:
         with pytest.raises(error, match=rule):
             stochastic_rounding(optimizer, model)
-
-
-@ranks(2)
-def test_parameters_of_float32_step_as_before_and_closures_compute_gradients_first(rank, world_size):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    model = fully_shard(copy.deepcopy(plain))
-    one = torch.optim.AdamW(plain.parameters())
-    two = stochastic_rounding(on_shards(torch.optim.AdamW(model.parameters())), model)
-    for each, optimizer in ((plain, one), (model, two)):
-        expected = each(torch.ones(2, 6)).sum()
-
-        def closure(each: nn.Module = each) -> torch.Tensor:
-            with torch.enable_grad():
-                loss = each(torch.ones(2, 6)).sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure) == expected
-    assert_same(model, plain)
