@@ -15,7 +15,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 import tp_nets
@@ -42,58 +42,6 @@ def sharded(
     _, data, tensor = tp_nets.mesh_of(mesh)
     model = tp_nets.parallelize(net or tp_nets.net(seed=seed), tensor, plan)
     return tp_nets.net(seed=seed), tp_nets.shard_blocks(model, fully_shard, mesh=data)
-
-
-class Editing(nn.Module):
-    """Writes to its weight, in one of two ways, or returns it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.inner, self.how = nn.Linear(4, 6).double(), how
-
-    def forward(self, x: torch.Tensor) -> Any:
-        weight = self.inner.weight
-        if self.how == "returned":
-            return self.inner(x), weight
-        if self.how == "to_local":
-            return torch.tanh(x @ weight.to_local().t()).square()
-        with torch.no_grad():
-            (weight if self.how == "whole" else weight.to_local()).mul_(2)
-        return self.inner(x)
-
-
-def editing(how: str) -> nn.Module:
-    _, data, tensor = tp_nets.mesh_of("flat")
-    torch.manual_seed(0)
-    model = parallelize_module(Editing(how), tensor, {"inner": ColwiseParallel()})
-    return fully_shard(model, mesh=data, reshard_after_forward=True)
-
-
-@ranks(4)
-def test_a_forward_may_compute_with_local_parts_and_return_a_copy_but_not_edit(rank, world_size):
-    x, kept = torch.ones(2, 4, dtype=torch.float64), []
-    model = editing("to_local")
-    whole = full(model.inner.weight.detach()).requires_grad_()
-    model(x).sum().backward()
-    torch.tanh(x @ whole.t()).square().sum().backward()
-    torch.testing.assert_close(full(model.inner.weight.grad), whole.grad, rtol=0, atol=1e-12)
-    model = editing("returned")
-    _, weight = model(x)
-    assert torch.equal(full(weight.detach()), whole)
-    full(weight).sum().backward()
-    assert torch.equal(full(model.inner.weight.grad), torch.ones_like(whole))
-
-    for how in ("whole", "local"):
-        with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
-            editing(how)(x)
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept.append(module.weight.to_local().square().sum())  # no output: nothing unshards it for a backward
-
-    model.inner.register_forward_hook(keep)
-    model(x)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
-        kept[0].backward()
 
 
 @ranks(4)
@@ -130,22 +78,6 @@ def test_copies_and_meta_models_train_alike(rank, world_size):
         train_beside(
             each, copy.deepcopy(plain), tp_nets.loss_of, lambda step: [*tp_nets.batches(1, step)] * 4, rank
         )
-
-
-@ranks(4)
-def test_tied_parameters(rank, world_size):
-    _, data, tensor = tp_nets.mesh_of("flat")
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)).double()
-    plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
-    model = parallelize_module(copy.deepcopy(plain), tensor, plan)
-    for each in (plain, model):
-        each[1].weight = each[0].weight
-    fully_shard(model, mesh=data)
-    for each in (plain, model):
-        each(torch.arange(4).view(1, 4)).square().sum().backward()
-    assert model[1].weight is model[0].weight
-    torch.testing.assert_close(full(model[0].weight.grad), plain[0].weight.grad, rtol=0, atol=1e-12)
 
 
 @ranks(4)
