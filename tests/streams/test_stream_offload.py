@@ -74,20 +74,6 @@ def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
         assert len(backward) == len(gathers), (backward, gathers)
 
 
-def test_one_rank_and_forward_prefetch_send_nothing_ahead():
-    def program(rank, device, options):
-        model = wrapped("orig", cpu_offload=OFFLOAD, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            one_step(model, optimizer, rank, step)
-
-    for ranks, given in ((1, {}), (2, {"sharding_strategy": ShardingStrategy.NO_SHARD})):
-        (device, *_) = run_simulated(ranks, partial(program, options=given))
-        assert not any(each.queue == "to device" for each in device.actions)
-    (device, *_) = run_simulated(2, partial(program, options={"forward_prefetch": True}))
-    assert not any(each.queue == "to device" and "forward" in each.where for each in device.actions)
-
-
 def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead():
     """One unit's shard, and one reduced gradient that is on its way."""
     peaks = []
@@ -309,36 +295,6 @@ def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
 
     found = told(STATE)
     assert found == told(CPUOffload()) and len(found[0]) > 2 * _UNITS
-
-
-def test_a_step_without_memory_for_its_state_leaves_the_state_as_it_was():
-    """A program may free memory and step again."""
-    told: dict[bool, Any] = {}
-
-    def program(rank, device, fails):
-        model = wrapped("orig", cpu_offload=STATE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        one_step(model, optimizer, rank, 0)
-        model(batch(rank, 1)).square().sum().backward()
-        if fails:
-            allocate, left = torch.empty, iter(range(3))
-
-            def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
-                if next(left, None) is None:
-                    raise torch.OutOfMemoryError
-                return allocate(*args, **kwargs)
-
-            with mock.patch.object(torch, "empty", scarce), pytest.raises(torch.OutOfMemoryError):
-                optimizer.step()
-        optimizer.step()
-        with device.aside():
-            tensors = [each for state in optimizer.state.values() for each in state.values()]
-            assert all(device.is_on_host(each) for each in tensors if each.dim())
-            told[fails] = [each.clone() for each in tensors]
-
-    for fails in (False, True):
-        run_simulated(1, partial(program, fails=fails))
-    assert told[True] and all(map(torch.equal, told[True], told[False]))
 
 
 @pytest.mark.parametrize(
