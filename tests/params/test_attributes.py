@@ -13,12 +13,7 @@ from torch import nn
 
 from bed import ranks
 from fronts import each_form
-from fsdp_wrap import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block

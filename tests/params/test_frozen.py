@@ -12,14 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import (
-    FULL,
-    KEPT,
-    accumulating,
-    each_front,
-    full_grads,
-    twins,
-)
+from fronts import FULL, KEPT, accumulating, each_front, full_grads, twins
 from fsdp_wrap import EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy

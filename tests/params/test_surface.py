@@ -288,8 +288,7 @@ def run(body: Callable[..., None], *args: Any, world_size: int = 1) -> None:
         raise RankFailure(outcomes)
 
 
-@pytest.mark.parametrize("wrap", ["nested", "whole"])
-@each_form
+@pytest.mark.parametrize(("wrap", "use_orig_params"), [("nested", False), ("nested", True), ("whole", False)])
 def test_nothing_public_reaches_freed_memory(wrap, use_orig_params):
     run(run_situations, wrap, use_orig_params, world_size=2)
 

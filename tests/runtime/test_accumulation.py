@@ -21,15 +21,7 @@ from bed.memory import live_bytes
 from bed.references import count_collectives
 from bed.sampling import few_fast
 from beside import large_batch_backward, mean_backward
-from fronts import (
-    accumulating,
-    assert_same_grads,
-    assert_same_values,
-    no_sync,
-    shard,
-    twins,
-    within_copy,
-)
+from fronts import accumulating, assert_same_grads, assert_same_values, no_sync, shard, twins, within_copy
 from fsdp_wrap import (
     EventKind,
     MixedPrecision,

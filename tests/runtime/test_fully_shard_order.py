@@ -25,7 +25,7 @@ from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from bed.threads import threads_as_ranks
 from composable import assert_same, shard_blocks, trace
-from fsdp_wrap import CPUOffloadPolicy, FSDPModule, fully_shard, record_events
+from fsdp_wrap import FSDPModule, fully_shard, record_events
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
 from models import Transformer, loss_of, tokens
@@ -311,22 +311,6 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
             assert torch.equal(one.to_local(), other.to_local())
             assert torch.equal(one.grad.to_local(), other.grad.to_local())
         assert not any(handle.reduction for handle in handles)
-
-
-@pytest.mark.parametrize("options", ["nothing", "hybrid", "offload"])
-def test_on_an_accelerator_every_order_has_the_same_outcome(options):
-    size = 4 if options == "hybrid" else 2
-
-    def program(rank: int, device: Simulation) -> None:
-        chosen: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if options == "offload" else {}
-        if options == "hybrid":
-            chosen["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-        model = sharded(3, **chosen)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            one_step(model, optimizer, rank, step, accumulates=step == 1)
-
-    run_simulated(size, program, records=True, seeds=1)
 
 
 def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():

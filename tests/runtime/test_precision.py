@@ -23,12 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import (
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import full_grads

@@ -20,14 +20,7 @@ from bed import ranks
 from bed.references import count_collectives
 from beside import assert_close_grads
 from fronts import FULL, KEPT, assert_same_grads
-from fsdp_wrap import (
-    BackwardPrefetch,
-    EventKind,
-    MixedPrecision,
-    Phase,
-    ShardingStrategy,
-    record_events,
-)
+from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import events as core_events
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
