@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,12 +11,9 @@ from torch import nn
 import fronts
 from bed import ranks
 from fronts import full
-from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap.optim import Block, _owned_matrices, batch, owned_matrices, per_head, split
 from fsdp_wrap.optim._owners import Load, owners_of, rounds_of
-from models import gather_objects
 
 
 class Net(nn.Module):
@@ -135,26 +130,6 @@ def test_functions_that_fail_are_named_on_all_ranks(rank, world_size):
     again = matrices.update(grads, lambda value, matrix: value)
     for grad, same in zip(grads, again):
         assert grad is same is None or torch.equal(full(grad), full(same))  # type: ignore[arg-type]
-
-
-@ranks(2)
-def test_parts_that_are_sharded_otherwise_or_not_at_all(rank, world_size):
-    torch.manual_seed(0)
-    plain: Any = nn.Sequential(OrderedDict(one=nn.Linear(4, 6), two=nn.Linear(6, 4), alone=nn.Linear(4, 3)))
-    model = copy.deepcopy(plain)
-    model.one = FSDP(model.one)
-    fully_shard(model.two)
-    matrices = owned_matrices(model)
-    assert matrices.names == ["one.weight", "two.weight", "alone.weight"]
-    assert matrices.matrices[2].owner == rank  # each rank its own
-    for each in (plain, model):
-        each(torch.ones(2, 4)).sum().backward()
-    found = matrices.update([param.grad for param in matrices.params], lambda value, matrix: value.cumsum(0))
-    alone = found[2]
-    torch.testing.assert_close(alone, plain.alone.weight.grad.cumsum(0))
-    torch.testing.assert_close(full(found[1]), plain.two.weight.grad.cumsum(0))  # type: ignore[arg-type]
-    joined = torch.cat([part for part in gather_objects(found[0]) if part is not None])
-    torch.testing.assert_close(joined.view(6, 4), plain.one.weight.grad.cumsum(0))
 
 
 @ranks(2)

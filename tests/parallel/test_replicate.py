@@ -304,23 +304,6 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
 
 
 @ranks(2)
-def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
-    model, ddp = net(), DDP(net())
-    first, last = model.blocks
-    replicate([model.stem, first])
-    replicate(last, ignored_params={last.up.bias})
-    replicate(model)
-    first.set_modules_to_forward_prefetch([last])
-    last.set_modules_to_backward_prefetch([first])
-    assert type(last.up.bias) is nn.Parameter
-    for step in range(2):
-        for each in (model, ddp):
-            backward(each, batches(step, world_size)[rank])
-    dist.all_reduce(last.up.bias.grad.div_(world_size))
-    assert_same(model, ddp)
-
-
-@ranks(2)
 def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     scalar = nn.Linear(2, 2)

@@ -24,8 +24,6 @@ from beside import large_batch_backward, mean_backward
 from fronts import accumulating, assert_same_grads, assert_same_values, no_sync, shard, twins, within_copy
 from fsdp_wrap import (
     EventKind,
-    MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
     record_events,
@@ -142,25 +140,15 @@ def test_every_pair_of_options_over_replicas(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-def hybrid(
-    front: str,
-    net: nn.Module,
-    strategy: str = "HYBRID_SHARD",
-    precision: tuple[torch.dtype, torch.dtype] | None = None,
-    together: int | None = 0,
-    unit: type[nn.Module] = Block,
-) -> Any:
+def hybrid(front: str, net: nn.Module, strategy: str = "HYBRID_SHARD", unit: type[nn.Module] = Block) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    param, reduce = precision or (None, None)
-    options: dict[str, Any] = {"travel_together_bytes": together}
+    options: dict[str, Any] = {"travel_together_bytes": 0}
     if front == "composable":
         options |= {"mesh": mesh, "reshard_after_forward": strategy == "HYBRID_SHARD"}
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         for part in [*(each for each in net.modules() if isinstance(each, unit)), net]:
             fully_shard(part, **options)
         return net
     options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    options["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduce)
     return shard(front, net, ModuleWrapPolicy({unit}), **options)
 
 

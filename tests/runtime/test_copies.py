@@ -96,10 +96,10 @@ def make_pair(wrap: Callable[..., Any], front: str, **options: Any) -> tuple[Any
     return wrap(front, make_plain(), **options), make_plain()
 
 
-def train(modules: Iterable[nn.Module], seed: int, lr: float = 0.1) -> None:
+def train(modules: Iterable[nn.Module], seed: int) -> None:
     for module in modules:
         wrapped = bool(units_in(module))
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             batches = batches_of(100 * seed + step)
             optimizer.zero_grad()
@@ -119,13 +119,13 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def assert_apart(model: nn.Module, plain: nn.Module, lr: float = 0.1) -> None:
+def assert_apart(model: nn.Module, plain: nn.Module) -> None:
     """A copy trains by itself, and so does the original after it."""
     second, twin = copy.deepcopy(model), copy.deepcopy(plain)
-    train((second, twin), seed=2, lr=lr)
+    train((second, twin), seed=2)
     assert_same(second, twin)
     assert_same(model, plain)
-    train((model, plain), seed=3, lr=lr)
+    train((model, plain), seed=3)
     assert_same(model, plain)
     assert_same(second, twin)
 

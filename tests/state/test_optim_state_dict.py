@@ -446,22 +446,6 @@ def test_a_rank_whose_optimizer_lacks_parameters_or_a_value_of_them(rank, world_
         FSDP.full_optim_state_dict(model, ours)
 
 
-@each_form
-@ranks(2)
-def test_state_without_groups(rank, world_size, use_orig_params):
-    model, ours, _, _ = trained(per_block, use_orig_params)
-    own = ours.state_dict()
-    groups = own.pop("param_groups")
-    for kind in (FULL, SHARDED):
-        with FSDP.state_dict_type(model, kind):
-            state = FSDP.optim_state_dict(model, ours, own)
-            given = FSDP.optim_state_dict_to_load(model, ours, state)
-        assert list(state) == list(given) == ["state"]
-        fresh = adamw(model)
-        fresh.load_state_dict({**given, "param_groups": groups})
-        assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
-
-
 class Sorting(torch.optim.AdamW):
     """Names its parameters in its state dicts, sorted within groups, as torch's `_NamedOptimizer`."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from bed.accelerator import Simulation, run_simulated
+from bed.accelerator import run_simulated
 from fronts import FRONTS, full_state, inner
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._params import Layout, to_local
@@ -192,28 +192,6 @@ def test_writes_that_no_counter_tells_count_from_the_next_use_on():
     assert len(outputs[True]) == 2 and outputs[True] == outputs[False]
     one, two, three, *_ = outputs[True][0]
     assert one != two != three
-
-
-def test_what_travels_is_made_once_in_a_step():
-    """In the param dtype, from the shard: not again for the backward."""
-    made = []
-    allocate = Simulation.empty_on_host
-
-    def counting(self, numel, dtype, pin):
-        made.append((dtype, pin))
-        return allocate(self, numel, dtype, pin)
-
-    def program(rank, device):
-        model = wrapped("orig", cpu_offload=OFFLOAD, mixed_precision=BF16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        one_step(model, optimizer, rank, 0)
-        made.clear()
-        one_step(model, optimizer, rank, 1)
-
-    with mock.patch.object(Simulation, "empty_on_host", counting):
-        run_simulated(1, program)
-    assert made.count((torch.bfloat16, True)) == _UNITS
-    assert made.count((torch.float32, True)) == _UNITS  # gradients
 
 
 # optimizer state alone
