@@ -12,6 +12,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -410,3 +411,39 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     if ends_at > warns_at:
         (text,) = texts
         assert abs(float(text.split()[3]) - warns_at) <= 1
+
+
+class Late:
+    """A work that ends between the end of a limited wait for it and the question whether it has."""
+
+    def __init__(self, fails: bool = True) -> None:
+        self.fails = fails
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        if limit is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.fails:
+            raise RuntimeError("connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def works(*pending: Any) -> _watch.Works:
+    positions = _positions.positions_of(dist.group.WORLD)
+    return _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
+
+
+@ranks(1)
+def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
+    """Has arrived, or has failed, which is not waited for again whatever peers did."""
+    works(Late(fails=False)).wait()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        works(Late()).wait()
+    pending = works(Late())
+    with mock.patch.object(pending._watch.positions, "compare_all", side_effect=RuntimeError("other units")):
+        with pytest.raises(RuntimeError, match="other units"):
+            pending.wait()
+    with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            pending.wait()
