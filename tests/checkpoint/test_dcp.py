@@ -1,7 +1,5 @@
 """Sharded state dicts through torch.distributed.checkpoint: resuming elsewhere, and to and from others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise as pairwise_of
 from pathlib import Path

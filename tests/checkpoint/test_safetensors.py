@@ -1,7 +1,5 @@
 """Export and import of full weights as safetensors files, checked with the safetensors library."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Communication hooks, against a plain model and the reduction without hooks."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Ranks that run different units, die or stop: what every rank is told, and that right runs are silent."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import multiprocessing.util

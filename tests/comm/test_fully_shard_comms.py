@@ -1,7 +1,5 @@
 """How `fully_shard`'s units communicate, where users have a say in it; what programs read of its modules."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator

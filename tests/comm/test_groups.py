@@ -1,7 +1,5 @@
 """Process groups that come and go, and ranks that end before they have used them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing.util

@@ -3,8 +3,6 @@
 Ranks are threads with simulated accelerators, whose hosts run ahead of the other ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Messages between every two ranks in place of gloo's own collectives: the same numbers, whatever the way."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -13,14 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
 from collectives import FLOATS, check_gathers_and_sums, check_others
-from fronts import assert_same_values, full_state, no_sync, shard
+from fronts import assert_same_values, full_grads, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import MixedPrecision, ShardingStrategy
 from fsdp_wrap._comm import messages as _exchange
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
@@ -283,3 +282,47 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
     assert messages.is_completed()
     with pytest.raises(RuntimeError, match="a rank died"):
         messages.wait()
+
+
+class Branches(nn.ModuleList):
+    """Units which run on all ranks, and of which the loss takes what it is told."""
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        outputs = [branch(x).square().sum() for branch in self]
+        return sum(outputs[index] for index in used)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(("way", "failing"), [("plain", True), ("exchange", False)])
+@ranks(2)
+def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_size, way, failing):
+    """Gradients travel narrow if nothing is accumulated: not what a rank, but what all ranks did decides."""
+    torch.manual_seed(0)
+    plain = Branches(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        choose(patch, way)
+        model = FSDP(
+            copy.deepcopy(plain),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,  # else backward would gather what it uses
+            use_orig_params=True,
+        )
+    x = torch.ones(4, 16)
+    with no_sync(model):
+        model(x, [rank]).backward()
+    if failing:
+        with pytest.raises(ValueError, match="on purpose"):
+            output = model(x, [0, 1])
+            output.register_hook(fail)
+            output.backward()
+    model(x, [0, 1]).backward()
+    expected = copy.deepcopy(plain).bfloat16()
+    for used in ([0], [1], [0, 1], [0, 1]):  # by all ranks
+        expected(x.bfloat16(), used).backward()
+    found = full_grads(model)
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)

@@ -1,7 +1,5 @@
 """`Muon` of sharded models beside torch's own on a plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`owned_matrices`: any function of whole matrices, and who computes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

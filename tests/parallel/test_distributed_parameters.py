@@ -1,7 +1,5 @@
 """What modules and users see of parameters that are `DTensor`s before they are sharded."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -15,7 +13,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 import tp_nets
@@ -78,6 +76,22 @@ def test_copies_and_meta_models_train_alike(rank, world_size):
         train_beside(
             each, copy.deepcopy(plain), tp_nets.loss_of, lambda step: [*tp_nets.batches(1, step)] * 4, rank
         )
+
+
+@ranks(4)
+def test_tied_parameters(rank, world_size):
+    _, data, tensor = tp_nets.mesh_of("flat")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)).double()
+    plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(copy.deepcopy(plain), tensor, plan)
+    for each in (plain, model):
+        each[1].weight = each[0].weight
+    fully_shard(model, mesh=data)
+    for each in (plain, model):
+        each(torch.arange(4).view(1, 4)).square().sum().backward()
+    assert model[1].weight is model[0].weight
+    torch.testing.assert_close(full(model[0].weight.grad), plain[0].weight.grad, rtol=0, atol=1e-12)
 
 
 @ranks(4)

@@ -1,7 +1,5 @@
 """Parameters of one unit on several meshes: a mixture of experts, as a plain model in float64."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence

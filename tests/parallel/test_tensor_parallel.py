@@ -4,8 +4,6 @@ Training, what a wrapper shows and tells of parts, norms of gradients on several
 their bytes at 8 ranks beside torch's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

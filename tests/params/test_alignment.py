@@ -1,7 +1,5 @@
 """`shard_alignment`: where in a parameter the part of a rank begins, and what that takes."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial

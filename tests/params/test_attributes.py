@@ -1,7 +1,5 @@
 """What users and clients read from a wrapped model, write to it and call on it, beside training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

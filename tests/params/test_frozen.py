@@ -1,7 +1,5 @@
 """Frozen parameters: resharded as soon as their backward is over, and never paid for in communication."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ No process is needed: the layouts of all ranks are made here one after the other
 between them is put together by hand. All else is tested in one form of a model.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

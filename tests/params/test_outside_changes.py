@@ -1,7 +1,5 @@
 """Parameters that users or modules change behind training's back: refused by name, never ignored."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ignored parameters stay as they are, tied ones have one gradient, ranks agree about partly used ones."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """`keep_unsharded_bytes`: full parameters that stay after their use are not gathered until they change."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator

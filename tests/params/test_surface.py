@@ -4,8 +4,6 @@ On the CPU an operation on freed memory kills the process, so each walk has proc
 the public names, and the private ones that clients of torch's wrapper use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Parameters of tensor subclasses that say, by `fsdp_pre_all_gather`, what is gathered of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

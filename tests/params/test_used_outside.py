@@ -346,10 +346,10 @@ def test_attributes_show_the_full_values_until_the_backward(rank, world_size, fr
         ]
 
     assert not any(shown())
-    before = [layer.weight for layer in layers_of(model).values()]
+    before, params = [layer.weight for layer in layers_of(model).values()], [*model.parameters()]
     for _ in range(2):
         loss = model(batch_of(rank)).sum()
-        assert all(shown())
+        assert all(shown()) and all(map(operator.is_, model.parameters(), params))
         taken = {name: layer.weight for name, layer in layers_of(model).items()}
         loss.backward()
         assert all(layer.weight is kept for layer, kept in zip(layers_of(model).values(), before))

@@ -3,8 +3,6 @@
 Those over the replicas come with the last backward then. Against DDP and a plain model.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter
@@ -111,6 +109,12 @@ def test_what_stays_for_backward_stays_under_no_sync(rank, world_size):
             )
         large_batch_backward(plain, [0, 1, 2, 0, 0] * 2)
         assert_same_grads(wrapped, plain, **EXACT)
+        with wrapped.no_sync():  # what has changed does not stay
+            loss_of(wrapped, tokens(rank, 0)).backward()
+            with torch.no_grad():
+                torch._foreach_mul_([*plain.parameters(), *wrapped.parameters()], 0.5)
+            losses = [loss_of(each, tokens(rank, 2)) for each in (plain, wrapped)]
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
 
 
 # over replicas

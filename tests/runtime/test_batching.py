@@ -1,7 +1,5 @@
 """Small units that travel together: numbers, collectives, memory, and what goes otherwise than expected."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any
@@ -310,6 +308,33 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
             each(batch(rank, 6)).square().sum().backward()
         assert_equal_grads([model, alone])
         assert_idle(model)
+
+
+@ranks(2)
+def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_size):
+    """Until its forward it shows its shards, and what is written to these counts."""
+    for front in FRONTS:
+        outputs = []
+        for nbytes in (None, 0):
+            model = build(front, travel_together_bytes=nbytes)
+            steps(model, rank, range(2))
+            last = inner(inner(model).layers[-1]).linear
+            before, shown = last.weight, list[Any]()
+            params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
+
+            def write(*_: Any, params: Any = params, last: Any = last, shown: Any = shown) -> None:
+                shown.append(last.weight)
+                with torch.no_grad():
+                    for param in params:
+                        param.mul_(0.5)
+
+            hook = inner(inner(model).layers[0]).register_forward_hook(write)
+            outputs.append(model(batch(rank, 2)).detach())
+            hook.remove()
+            outputs.append(model(batch(rank, 2)).detach())
+            assert len(shown) == 1 and shown[0] is before, front
+        assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3]), front
+        assert not torch.equal(outputs[0], model(batch(rank, 3)).detach()), front
 
 
 @ranks(2)

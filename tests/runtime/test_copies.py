@@ -1,7 +1,5 @@
 """`copy.deepcopy` of wrapped modules: a second model that trains on its own; and shard-local averages."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

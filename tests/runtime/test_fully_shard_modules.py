@@ -1,7 +1,5 @@
 """`fully_shard` on many kinds of modules: refusals, cuts, the meta device, both front-ends."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -134,34 +132,6 @@ def test_meta_then_to_empty_then_loaded(rank, world_size):
     halved = model.to(torch.bfloat16)
     assert halved is model and model(tokens(rank, 0)).dtype == torch.bfloat16
     assert {param.to_local().dtype for param in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("at_once", [True, False], ids=["all", "part by part"])
-@ranks(2)
-def test_a_state_dict_taken_before_the_first_step_follows_what_is_trained(rank, world_size, at_once):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    parts = [model[1], model[2]]
-    fully_shard(model[0])
-    fully_shard(parts)
-    fully_shard(model)
-    for each in [model] if at_once else model:
-        each.to_empty(device="cpu").double()
-    for each in model:
-        each.reset_parameters()
-    saved = model.state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
-        optimizer.step()
-    for name, param in model.named_parameters():
-        assert param.grad.full_tensor().any() and param.dtype == torch.float64
-        assert torch.equal(saved[name].to_local(), param.to_local()), name
-    parts[0].float()
-    with pytest.raises(ValueError, match="of one dtype with the unit's others"):
-        model(torch.ones(2, 4, dtype=torch.float64))
-    parts[1].float(), model[0].float()
-    model(torch.ones(2, 4)).sum().backward()
 
 
 @ranks(2)

@@ -1,7 +1,5 @@
 """`fully_shard`: how often it communicates, in which order, and what prefetch lists and hands change."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -5,8 +5,6 @@ computes with a plain copy of the master weights in the dtypes wanted, and avera
 all-reduce: bit-equal at 2 ranks. Torch's own `fully_shard` is compared where it has all this.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Methods other than `forward`, which run with full parameters; hooks on sharded parameters."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator

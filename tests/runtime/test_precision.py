@@ -4,8 +4,6 @@ The reference computes with a plain copy of the master weights in the param dtyp
 the ranks in the reduce dtype with a plain all-reduce, and updates the master weights: bit-equal at 2 ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Which unit runs when: order of events, prefetch, checkpointing, counts of collectives, failures."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor

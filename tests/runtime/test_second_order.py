@@ -3,8 +3,6 @@
 And transforms of `torch.func` over sharded models: by inputs, and backward into the parameters after them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ References: torch's own policies run by torch's own rewriting, and for tied para
 paths through the module tree.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

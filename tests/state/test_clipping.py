@@ -1,7 +1,5 @@
 """Clipping and norms by name, of wrappers and of any model, against `torch.nn.utils` on a plain one."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -281,6 +279,27 @@ def test_norms_of_large_shards_and_sums_of_many_keep_their_digits(rank, world_si
         dist.all_reduce(power)
         expected = (power ** (1 / norm_type)).float()
         torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), expected, rtol=rtol, atol=0)
+
+
+@ranks(2)
+def test_modules_that_come_and_go_are_noticed(rank, world_size):
+    raw = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Linear(3, 3)]))
+    model = FSDP(raw, use_orig_params=True, ignored_modules=[raw[1]])
+    for change in (
+        lambda: None,
+        lambda: raw[1].append(nn.Linear(2, 2)),
+        lambda: raw[1].pop(0),
+        lambda: raw[0].register_module(
+            "child", nn.Linear(2, 2, bias=False)
+        ),  # of the unit, after it was made
+        lambda: raw[0].register_module("child", nn.Identity()),
+    ):
+        change()
+        ignored = [*raw[1].parameters(), *(each for part in raw[0].children() for each in part.parameters())]
+        for param in ignored:
+            param.grad = torch.ones_like(param)
+        count = sum(param.numel() for param in ignored)
+        assert model.clip_grad_norm_(1e9, 1.0) == count == sum(model.grad_norms(1.0).values())
 
 
 class Layer(nn.Module):

@@ -1,7 +1,5 @@
 """The functions of `torch.distributed.checkpoint.state_dict` against torch's on a plain model."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """`summon_full_params`: full parameters in the user's hands, and what becomes of edits."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """What optimizers are made from, in any order and form; those that need whole parameters."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizer state dicts against those of a plain optimizer of a plain module."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ShardedGradScaler` against torch's on a plain model of all batches; gradients in place."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

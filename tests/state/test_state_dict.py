@@ -1,7 +1,5 @@
 """State dicts of full tensors: what a plain module gives and takes, whichever way it is wrapped."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any

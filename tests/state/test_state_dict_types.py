@@ -1,7 +1,5 @@
 """Full state dicts for one rank or for the host, sharded and local ones; pieces as torch's own tensors."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Full parameters and optimizer state one by one: names, values, memory, and callers that break off."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

@@ -1,7 +1,5 @@
 """Offload on a simulated accelerator: where the host waits, what runs beside what, and what comes of it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

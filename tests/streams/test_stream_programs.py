@@ -3,8 +3,6 @@
 The faults are built into this package: the simulation objects to each, and not without it.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

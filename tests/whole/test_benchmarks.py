@@ -1,7 +1,5 @@
 """The benchmarks run, at sizes that measure nothing, and their meters and judgements are right."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Bad input: a clear error before anything changes, and a model that is as usable as before."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -3,8 +3,6 @@
 Also training that outlives its hosts, and receivers of weights that die.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """What is in memory: shards at rest, few units while running. Measured from live tensors, not estimated."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options crossed: pairwise in the fast tier, random walks in the slow one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

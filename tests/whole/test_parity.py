@@ -3,8 +3,6 @@
 Also beside torch's other ways to parallelise a model: `replicate()` and DDP, around units and inside.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
