@@ -1,7 +1,5 @@
 """Sharded models beside plain ones, which see the batches of all ranks: trained together, and compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

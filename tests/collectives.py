@@ -1,7 +1,5 @@
 """What a communicator computes, by whatever way it sends: for tests of all that there are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that are forks of one process, which has imported all: each is cheap to start, and may be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

@@ -3,8 +3,6 @@
 A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, or "composable", `fully_shard`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Small models and loops that several tests train."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A model with mixtures of experts, plain and with the experts distributed over ranks, and meshes of four."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

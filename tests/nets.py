@@ -1,7 +1,5 @@
 """Nets of a few linear layers, for tests that need no more of a model."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

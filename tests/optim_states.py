@@ -1,7 +1,5 @@
 """States of optimizers: by the names of a plain module, compared, loaded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that some ranks use and others do not."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Replica groups of two ranks in one test, and a manager that averages over them as torchft's does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

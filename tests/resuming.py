@@ -1,7 +1,5 @@
 """Training that is saved and goes on elsewhere: a model for every wrapper, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@
 and the final parameters with a plain model that sees the batches of all ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -1,7 +1,5 @@
 """A small model, its units and a step of training, for tests that send weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

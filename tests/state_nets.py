@@ -1,7 +1,5 @@
 """Models whose state is saved and loaded, ways of wrapping them, and how their states are compared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's programs on an accelerator, each about one thing: for the simulation, and to be mutated."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress

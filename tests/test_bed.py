@@ -2,12 +2,10 @@
 
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ from bed.paths import TESTS
 from bed.patience import until
 from bed.references import Traffic, count_collectives
 from bed.sampling import DRAW, draw, sample
-from bed.scripts import here, python
+from bed.scripts import here
 
 FORBIDDEN_TO_TRAVEL = "cannot be pickled, so it cannot reach the ranks"
 
@@ -281,12 +279,6 @@ def test_an_eighth_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypa
 # Processes of their own.
 
 
-def test_isolated_death_is_an_outcome():
-    killed, survivor = run_isolated(end_with, "SIGKILL", world_size=2)
-    assert (killed.kind, killed.exitcode) == ("died", -signal.SIGKILL)
-    assert survivor.kind == "failed" and "barrier" in survivor.text
-
-
 def announce_and_hang(rank: int, world_size: int, folder: str) -> None:
     (Path(folder) / f"{rank}.tmp").write_text(str(os.getpid()))
     (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pid")
@@ -314,56 +306,6 @@ def test_no_rank_survives_its_parent(tmp_path):
 
 
 # What pytest shows.
-
-SAMPLE = """
-import pytest
-import torch.distributed as dist
-from bed import ranks
-
-@ranks(2)
-@pytest.mark.parametrize("limit", [1, 2])
-def test_limit(rank, world_size, limit):
-    print("noise of a rank")
-    assert rank < limit
-
-@ranks(1)
-@pytest.mark.parametrize("hook", [lambda: 0], ids=["hook"])
-def test_hook(rank, world_size, hook):
-    pass
-
-@pytest.mark.parametrize("value", [0, pytest.param(1, marks=pytest.mark.left_over)])
-def test_value(value):
-    assert not value
-
-def test_pids():
-    import os, bed
-    print("PID", *bed.run_ranks(2, pid_of), flush=True)
-
-def pid_of(rank, world_size):
-    import os
-    return os.getpid()
-"""
-
-
-@pytest.mark.slow
-def test_report_of_pytest(tmp_path):
-    (tmp_path / "test_sample.py").write_text(SAMPLE)
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    options = "-q -rP -p no:warnings -p no:cacheprovider test_sample.py".split()
-    drawn = next(str(n) for n in itertools.count() if zlib.crc32(f"{n} test_value[1]".encode()) % 8 == 0)
-    environment = here(PYTHONPATH=f"{TESTS}{os.pathsep}{TESTS.parent}", **{DRAW: drawn})
-    shown = python("-m", "pytest", *options, folder=tmp_path, env=environment, code=1).out
-    assert "3 failed, 3 passed" in shown
-    assert "test_limit[1-2ranks]" in shown
-    assert f"The same are drawn by: {DRAW}='{drawn}' pytest -m slow" in shown
-    assert "rank 1 of 2 failed: AssertionError: assert 1 < 1" in shown
-    assert shown.count("noise of a rank") == 2  # of the failing test: each rank's
-    assert f"a parameter of test_hook {FORBIDDEN_TO_TRAVEL}" in shown
-    assert "bed/" not in shown, "frames of the bed are of no interest"
-    (pids,) = re.findall(r"PID (\d+) (\d+)", shown)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
 
 
 # Memory and traffic.

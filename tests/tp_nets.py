@@ -1,7 +1,5 @@
 """Models for tensor parallelism, the plans by which it cuts them, and meshes of four ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs as torchrun starts them, but in processes that have imported torch already."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """`fsdp_wrap.checkpoint`: what is saved, what appears, what is refused, and what a load leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

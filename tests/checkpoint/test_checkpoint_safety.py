@@ -263,23 +263,6 @@ def test_an_old_step_that_cannot_be_removed_is_told_and_the_new_one_is_there(tmp
     assert names_in(tmp_path) == ["step_00000003"]
 
 
-def test_a_claim_that_cannot_be_removed_keeps_nobody_from_saving(tmp_path, monkeypatch):
-    unlink = Path.unlink
-
-    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
-        if self.name == ".saving":
-            raise PermissionError(f"{self} stays")
-        unlink(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    for step in (1, 2):
-        assert checkpoint.save(tmp_path, layers()).name == f"step_{step:08}"
-    assert (tmp_path / ".saving").exists()
-    monkeypatch.undo()
-    checkpoint.save(tmp_path, layers())
-    assert not (tmp_path / ".saving").exists()
-
-
 def save_and_die(rank: int, world_size: int, path: Path, how: str, victim: int) -> str:
     """One rank is killed while it writes; returns what another one is told."""
     model = shard("orig", layers())
@@ -318,26 +301,6 @@ def test_a_file_that_may_not_grow_says_so(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names_in(tmp_path) == ["new", "run"] and not names_in(tmp_path / "new")
-
-
-def test_a_link_in_the_place_of_a_step_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
-    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
-    model = layers()
-    checkpoint.save(runs, model, step=1)
-    (runs / "step_00000002").symlink_to(tmp_path / "nowhere")
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckedWriter, "write_data", None)
-        with pytest.raises(ValueError, match="step_00000002 is in the way and no checkpoint of ours"):
-            checkpoint.save(runs, model)
-    assert names_in(runs) == ["step_00000001", "step_00000002"]
-    (runs / "step_00000002").unlink()
-    (runs / "step_00000001").rename(elsewhere)
-    (runs / "step_00000001").symlink_to(elsewhere)
-    assert checkpoint.load(runs, model).step == 1
-    checkpoint.save(runs, model, step=1)  # replaces the link, and leaves what it led to
-    checkpoint.save(runs, model, step=2)
-    assert names_in(runs) == ["step_00000001", "step_00000002"] and (elsewhere / "manifest.json").is_file()
-    assert not (runs / "step_00000001").is_symlink()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

@@ -1,7 +1,5 @@
 """Checkpoints of each kind made into each other kind by the command, and looked at; no model is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Sharded state dicts through torch.distributed.checkpoint: resuming elsewhere, and to and from others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise as pairwise_of
 from pathlib import Path
@@ -25,23 +23,12 @@ from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
 from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import (
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-)
+from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name
 from resuming import Block, Net, net, per_block_of, train, trained
-from state_nets import (
-    LOCAL,
-    SHARDED,
-    adamw,
-    assert_equal,
-    per_block,
-    whole,
-)
+from state_nets import LOCAL, SHARDED, adamw, assert_equal, per_block, whole
 
 
 def sharded(model: nn.Module, rows: bool = False) -> Any:
@@ -226,23 +213,6 @@ def test_saving_takes_no_memory_and_sends_no_tensors(rank, world_size, tmp_path)
     dist.all_reduce(payload)
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert payload - 100 < written < payload + 250_000, "everything is written once"
-
-
-@ranks(2)
-def test_saving_in_the_background(rank, world_size, tmp_path):
-    model = per_block_of(net(), use_orig_params=True)
-    expected = model.state_dict()
-    group = dist.new_group(backend="gloo")
-    with sharded(model):
-        state = {"model": model.state_dict()}
-    future = dcp.async_save(state, checkpoint_id=tmp_path, process_group=group)
-    train(model, adamw(model), rank, world_size, range(2))  # what is saved was copied before
-    future.result()
-    with sharded(model):
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=tmp_path)
-        model.load_state_dict(state["model"])
-    assert_equal(model.state_dict(), expected)
 
 
 @each_form

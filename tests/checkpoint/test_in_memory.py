@@ -3,8 +3,6 @@
 A host is who sees a folder: ranks play several hosts by naming several folders.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 import time

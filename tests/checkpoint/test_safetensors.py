@@ -1,7 +1,5 @@
 """Export and import of full weights as safetensors files, checked with the safetensors library."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -31,12 +29,10 @@ from fsdp_wrap.checkpoint._safetensors import (
 from state_nets import (
     WIDTH,
     Buffered,
-    Doubling,
     Mixed,
     Net,
     Shared,
     Tied,
-    WithExtraState,
     assert_equal,
     below_plain,
     by_hand,
@@ -264,26 +260,6 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
         refused(tmp_path / INDEX, RuntimeError, content, "which is not in its folder")
     assert_equal(model.state_dict(), before)
     assert import_safetensors(model, tmp_path) == ([], [])
-
-
-@ranks(2)
-def test_modules_that_load_in_ways_of_their_own(rank, world_size, tmp_path):
-    def make() -> nn.Module:
-        net = WithExtraState()
-        net.head = Doubling(WIDTH, WIDTH)
-        return net
-
-    model, plain = wrapped_and_plain(make, per_block, True)
-    export_safetensors(model, tmp_path)
-    dist.barrier()
-    same(stored(tmp_path), untied(plain))
-    expected = {**plain.state_dict(), "head.weight": plain.head.weight.detach() * 2}
-    for module in (model, plain):
-        with pytest.raises(RuntimeError, match="_extra_state"):
-            import_safetensors(module, tmp_path)
-        missing, unexpected = import_safetensors(module, tmp_path, strict=False)
-        assert (missing, unexpected) == (["blocks.1._extra_state"], [])
-        assert_equal(module.state_dict(), expected)
 
 
 def test_without_the_library_it_is_named(tmp_path):

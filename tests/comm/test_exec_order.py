@@ -1,9 +1,6 @@
 """Ranks that run different units, die or stop: what every rank is told, and that right runs are silent."""
 
-from __future__ import annotations
-
 import contextlib
-import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -11,7 +8,6 @@ import resource
 import signal
 import time
 import warnings
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,15 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.references import count_collectives
 from forks import run_forks
-from fronts import assert_same_values, shard, twins
+from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import Phase, ShardingStrategy, record_events
+from fsdp_wrap import ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
-from fsdp_wrap._comm.messages import Messages
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import gather_objects
 
 DIFFERS = "^Forward order differs across ranks"
 CHANGED = "Forward order differs from that of the first iteration"
@@ -204,41 +198,6 @@ def test_what_detail_does_not_compare(rank, world_size):
     assert traffic["all_gather_into_tensor"].calls == 2 * (3 + 3) and not compare.called
 
 
-@pytest.mark.parametrize(
-    ("strategy", "forward_prefetch"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)]
-)
-@ranks(2)
-def test_an_order_that_changes_on_all_ranks_trains_as_the_plain_model(
-    rank, world_size, strategy, forward_prefetch
-):
-    """Whatever was prefetched by the order before; units may be left out, come back and run twice."""
-    plain, model = twins(
-        "orig",
-        Ordered,
-        torch.float64,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        sharding_strategy=ShardingStrategy[strategy],
-        forward_prefetch=forward_prefetch,
-    )
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    with silence():
-        for order in ("abc", "abc", "cba", "acb", "b", "cab", "a:bc", "bacab", "abc"):
-            plain.order = model.module.order = order
-            inputs = torch.randn(world_size, 2, 8, dtype=torch.float64)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for each in range(world_size):
-                (_loss(plain(inputs[each])) / world_size).backward()
-            _loss(model(inputs[rank])).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    assert_same_values(model, plain, rtol=1e-12, atol=1e-14)
-
-
-def _loss(output):
-    return sum(each.square().sum() for each in (output if isinstance(output, tuple) else (output,)))
-
-
 @pytest.mark.parametrize("widths", [(8, 8, 8), (8, 6, 9)], ids=["equal", "unequal"])
 @ranks(2)
 def test_mix_up_in_forward(rank, world_size, widths):
@@ -334,31 +293,6 @@ def test_right_runs_are_silent(rank, world_size, strategy, kind):
     assert "not begun" not in table
 
 
-@ranks(2)
-def test_groups_made_anew_and_forks_leave_the_positions_alone(rank, world_size, tmp_path):
-    """Each group in the same store as the one before it."""
-    store = dist.FileStore(str(tmp_path / "store"), world_size)
-    for number in range(3):
-        step(wrapped())
-        dist.destroy_process_group()
-        prefixed = dist.PrefixStore(f"{number}", store)
-        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
-    model = wrapped()
-    step(model)
-    child = multiprocessing.get_context("fork").Process(target=int)
-    child.start()
-    child.join()
-    if os.fork() == 0:
-        model = None
-        os._exit(0)
-    os.wait()
-    step(model)
-    assert f"rank {1 - rank} (alive)" in _positions.positions_of(dist.group.WORLD).table()
-    dist.barrier()
-    with pytest.raises(RuntimeError, match=MIXED_UP):
-        step(model, "abc" if rank == 0 else "bac")
-
-
 @pytest.mark.parametrize("lacking", ["place", "room"])
 @ranks(2)
 def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tmp_path, lacking):
@@ -378,13 +312,6 @@ def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tm
     with silence():
         for _ in range(12):
             step(model)
-
-
-@ranks(2)
-def test_ranks_agree_on_a_word(rank, world_size):
-    """On another one each time, since a store may outlive its group."""
-    words = gather_objects([_positions._agree(f"{rank}{number}") for number in range(3)])
-    assert words[0] == words[1] and len(set(words[0])) == 3
 
 
 def hold_a_file(how: str, folder: str, store: str, link) -> None:
@@ -484,33 +411,6 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
         assert abs(float(text.split()[3]) - warns_at) <= 1
 
 
-class Words:
-    """The words of a sheet, with a copy of the entry at each write."""
-
-    def __init__(self, sheet: Any) -> None:
-        self.sheet, self.words = sheet, sheet.words
-        self.noted: list[tuple[int, Any]] = []
-
-    def __getitem__(self, where: Any) -> Any:
-        return self.words[where]
-
-    def __setitem__(self, where: int, word: int) -> None:
-        self.noted.append((word >> 32, self.sheet.read(0, where)))
-        self.words[where] = word
-
-
-@ranks(1)
-def test_a_word_is_written_once_its_entry_is_complete(rank, world_size):
-    """A rank that stops half-way, as the scheduler pleases, must not look as if it were somewhere else."""
-    positions = _positions.positions_of(dist.group.WORLD)
-    positions._words = words = Words(positions._sheet)  # type: ignore[assignment]
-    notes = [_positions.Note(text) for text in ("gathers one unit", "gathers another")]
-    for number in range(1, 2 + _positions._RING):
-        positions.issue(notes[number % 2], Phase.FORWARD, iteration=7)
-        noted, entry = words.noted[-1]
-        assert noted == entry.number == number and entry.text == notes[number % 2].text
-
-
 class Late:
     """A work that ends between the end of a limited wait for it and the question whether it has."""
 
@@ -545,44 +445,3 @@ def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
     with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
         with pytest.raises(RuntimeError, match="closed by peer"):
             pending.wait()
-
-
-@ranks(1)
-def test_what_has_failed_does_not_hold_the_frames_of_those_who_waited(rank, world_size):
-    """A unit keeps what has failed, and there may be much in the frames: activations, process groups."""
-    pending = works(Messages([(1, Late())], lambda rank: True))
-
-    def forward(activations: torch.Tensor) -> str:
-        try:
-            pending.wait()
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    told = []
-    for _ in range(2):
-        activations = torch.ones(3)
-        told.append(forward(activations))
-        reference = weakref.ref(activations)
-        del activations
-        gc.collect()
-        assert reference() is None
-    assert "closed by peer" in told[0] and told[0] == told[1]
-
-
-def test_a_peer_that_comes_between_two_looks_is_compared():
-    """A rank that waits for all must not go on with one whose collective is another."""
-    word = 7 << 32
-    looks = iter([{0: word, 1: 0}, {0: word, 1: word | 1}, {0: word, 1: word | 1}])
-    positions = object.__new__(_positions.GroupPositions)
-    positions._there = [0, 1]
-    with (
-        mock.patch.object(positions, "_noted", lambda number: next(looks)),
-        mock.patch.object(positions, "_sheet", mock.Mock(), create=True),
-        mock.patch.object(positions, "_members", [0, 1], create=True),
-        mock.patch.object(positions, "table", str),
-    ):
-        try:
-            assert not positions.reached(7)
-        except RuntimeError as error:
-            assert "different units" in str(error)

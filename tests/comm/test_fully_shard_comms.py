@@ -1,7 +1,5 @@
 """How `fully_shard`'s units communicate, where users have a say in it; what programs read of its modules."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -18,11 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
-import tp_nets
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from bed.accelerator.group import SimulatedGroup
-from bed.threads import threads_as_ranks
 from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from models import Transformer, loss_of, tokens
 from stream_programs import net, one_step
@@ -111,34 +107,6 @@ def test_collectives_of_the_users(rank, world_size):
             with pytest.raises(TypeError, match=told):
                 getattr(usual, method)(wrong)
     usual(tokens(rank, 0))
-
-
-@ranks(1)
-def test_collectives_of_the_users_on_one_rank(rank, world_size):
-    """Nothing is sent. What excludes each other does so here as well."""
-    model = fully_shard(nn.Linear(4, 4))
-    model.set_allocate_memory_from_process_group_for_comm(True)
-    gather, reduce = chosen(model)
-    with pytest.raises(AssertionError, match="set_custom_all_gather"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    model(torch.ones(2, 4)).sum().backward()
-    assert gather.calls == reduce.calls == 0 and model.bias.grad.full_tensor().eq(2).all()
-
-
-@ranks(4)
-def test_collectives_of_the_users_beside_tensor_parallelism(rank, world_size):
-    """They get the group over which is sharded, not one of ranks that share a layer."""
-    _, data, tensor = tp_nets.mesh_of("flat")
-    usual, model = (
-        tp_nets.shard_blocks(tp_nets.parallelize(tp_nets.net(), tensor, "sequence"), fully_shard, mesh=data)
-        for _ in range(2)
-    )
-    gather, reduce = chosen(model)
-    for each in (usual, model):
-        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0])
-    assert gather.calls and reduce.calls and gather.groups == reduce.groups == {data.get_group()}
-    for found, expected in zip(model.parameters(), usual.parameters()):
-        torch.testing.assert_close(found.grad.to_local(), expected.grad.to_local())
 
 
 @ranks(4)
@@ -241,55 +209,6 @@ def test_errors_are_of_torchs_types(rank, world_size):
     raises(RuntimeError, "meta device", lambda: meta(torch.ones(2, 3)))
     with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
         pickle.dumps(model)
-
-
-SHAPES = [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
-
-
-class Odd(nn.Module):
-    """Parameters of odd shapes, which get the gradients that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.all = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
-        self.expected = [param.detach().clone() for param in self.all]
-
-    def forward(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        assert all(torch.equal(param, value.to(param.dtype)) for param, value in zip(self.all, self.expected))
-        return sum((param * grad.to(param.dtype)).sum() for param, grad in zip(self.all, grads))
-
-
-@pytest.mark.slow
-def test_odd_shapes_among_64_ranks():
-    """Whole, and kept within 8 ranks after the forward; sums neither overflow nor underflow in float16."""
-    size, generator = 64, torch.Generator().manual_seed(4)
-    of_ranks = [
-        [torch.randn(s, generator=generator).bfloat16() * (rank % 3) for s in SHAPES] for rank in range(size)
-    ]
-    means = [torch.stack(grads).float().mean(0) for grads in zip(*of_ranks)]
-    extremes = [torch.full(shape, value) for shape, value in zip(SHAPES, [4096.0, 2.0**-20] * 4)]
-
-    def check(model: nn.Module, rank: int, given: list[Any], expected: list[Any], **tolerance: Any) -> None:
-        model(given).backward()
-        for param, wanted in zip(model.parameters(), expected):
-            assert param.grad.placements == (Shard(0),) and param.grad.shape == param.shape
-            chunks = wanted.chunk(size)
-            own = chunks[rank] if rank < len(chunks) else wanted[:0]
-            torch.testing.assert_close(param.grad.to_local(), own, **tolerance)
-            param.grad = None
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (size,))
-        model = fully_shard(Odd(), mesh=mesh, reshard_after_forward=8)
-        check(model, rank, of_ranks[rank], means, rtol=1e-5, atol=1e-4)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
-        model = fully_shard(Odd(), mesh=mesh, mp_policy=policy)
-        check(model, rank, of_ranks[rank], means, rtol=1e-2, atol=1e-2)
-        check(model, rank, extremes, extremes, rtol=0, atol=0)
-
-    with threads_as_ranks(size) as run:
-        run(body)
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Process groups that come and go, and ranks that end before they have used them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing.util
@@ -11,7 +9,6 @@ import signal
 import time
 import warnings
 import weakref
-from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,6 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.objects import all_gather_object, broadcast_object
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -109,14 +105,6 @@ def hybrid(front: str, module: nn.Module) -> nn.Module:
         return fully_shard(module, mesh=mesh)
     strategy = ShardingStrategy.HYBRID_SHARD
     return FSDP(module, device_mesh=mesh, sharding_strategy=strategy, use_orig_params=True)
-
-
-@ranks(2)
-def test_objects_travel_without_a_warning(rank, world_size):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert all_gather_object(rank, dist.group.WORLD) == [0, 1]
-        assert broadcast_object(rank, dist.group.WORLD) == 0
 
 
 @ranks(2)
@@ -246,20 +234,6 @@ def test_what_differs_between_ranks_is_named_on_all():
             assert end.value.startswith("ranks differ in "), case
             for other, culprit in enumerate(CULPRITS[case[2]]):
                 assert f"rank {other} has {culprit}" in end.value
-
-
-@either_front
-@ranks(2)
-def test_ranks_may_call_the_parameters_of_a_unit_otherwise(rank, world_size, front):
-    """As where each leaves out another of several modules of one shape."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    expected = torch.ones(1, 4)
-    for layer in layers:
-        expected = layer(expected)
-    names = ["first", "second"] if rank == 0 else ["one", "two"]
-    model = shard(front, nn.Sequential(OrderedDict(zip(names, layers))))
-    torch.testing.assert_close(model(torch.ones(1, 4)), expected)
 
 
 def unlike() -> nn.Module:

@@ -1,7 +1,5 @@
 """Ranks that are killed, or stop, wherever they are: the others name them, and nothing is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

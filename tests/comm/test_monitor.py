@@ -3,8 +3,6 @@
 Ranks are threads with simulated accelerators, whose hosts run ahead of the other ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -296,45 +294,6 @@ def test_a_thread_that_has_nothing_to_look_after_sleeps(one, monkeypatch):
     last = Event(done=True)
     made.note(last, "gather", group)
     until(lambda: last.asked)
-
-
-def test_what_is_noted_while_a_thread_ends_is_seen_to(one):
-    made, group, _ = one
-    last, other = Event(done=True), somewhere()
-    noting = threading.Thread(target=made.note, args=(last, "gather", other))
-
-    class Noted(monitor.deque):  # type: ignore[type-arg]
-        def __bool__(self) -> bool:
-            found = len(self) > 0
-            if made._lock.locked() and not group.lives and not noting.ident:
-                noting.start()
-                noting.join(0.2)
-            return found
-
-    made._noted = Noted()
-    event = Event()
-    made.note(event, "gather", group)
-    until(lambda: event.asked)
-    group.lives = False
-    until(lambda: last.asked)
-    other.lives = False
-
-
-def test_a_fault_of_the_monitor_does_not_end_it(one, caplog, clock):
-    made, group, _ = one
-    group.limit.side_effect = ZeroDivisionError
-    event = Event()
-    made.note(event, "gather", group)
-    until(lambda: "cannot look after collectives" in caplog.text)
-    group.limit.side_effect = None
-    event.done = True
-    until(lambda: made._rests)
-    made.note(Event(), "gather", group)
-    until(lambda: made._pending["gather"])
-    thread = made._thread
-    group.lives = False
-    until(lambda: not thread.is_alive())
-    assert group.verdict is None
 
 
 def test_a_forked_process_watches_nothing_of_its_parents(one):

@@ -1,7 +1,5 @@
 """Messages between every two ranks in place of gloo's own collectives: the same numbers, whatever the way."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """Steps in host memory: `HostAdamW`, and updates in a thread beside the backward."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

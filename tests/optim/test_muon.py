@@ -1,7 +1,5 @@
 """`Muon` of sharded models beside torch's own on a plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -302,19 +300,6 @@ def test_bytes_and_flops_are_shared(rank, world_size, front):
     assert sum(each[0] for each in everyone) <= 2 * matrices
     total = sum(each[1] for each in everyone)
     assert total > 0 and max(each[1] for each in everyone) <= 1.1 * total / world_size
-
-
-@ranks(2)
-def test_what_lies_on_one_rank_does_not_travel(rank, world_size):
-    torch.manual_seed(0)
-    plain = Experts().double()
-    model = fully_shard(copy.deepcopy(plain))
-    optimizer = muon(model, select="experts", view={"experts": batch()})
-    model(torch.rand(3, 6).double()).sum().backward()
-    with count_collectives(objects=False) as found:
-        optimizer.step()
-    assert "all_to_all_single" not in found
-    assert [matrix.owner for matrix in optimizer.matrices.matrices] == [0, 0, 1, 1]
 
 
 def _trained(rank: int, world_size: int, front: str, steps: range, path: Any) -> None:

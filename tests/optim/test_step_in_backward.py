@@ -1,7 +1,5 @@
 """Units that are updated while the backward goes on: the numbers of steps after it, with fewer gradients."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

@@ -1,7 +1,5 @@
 """What one mesh saves another loads, to the bit: every kind of mesh x front-end, torch's among them."""
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """What modules and users see of parameters that are `DTensor`s before they are sharded."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
@@ -42,58 +40,6 @@ def sharded(
     _, data, tensor = tp_nets.mesh_of(mesh)
     model = tp_nets.parallelize(net or tp_nets.net(seed=seed), tensor, plan)
     return tp_nets.net(seed=seed), tp_nets.shard_blocks(model, fully_shard, mesh=data)
-
-
-class Editing(nn.Module):
-    """Writes to its weight, in one of two ways, or returns it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.inner, self.how = nn.Linear(4, 6).double(), how
-
-    def forward(self, x: torch.Tensor) -> Any:
-        weight = self.inner.weight
-        if self.how == "returned":
-            return self.inner(x), weight
-        if self.how == "to_local":
-            return torch.tanh(x @ weight.to_local().t()).square()
-        with torch.no_grad():
-            (weight if self.how == "whole" else weight.to_local()).mul_(2)
-        return self.inner(x)
-
-
-def editing(how: str) -> nn.Module:
-    _, data, tensor = tp_nets.mesh_of("flat")
-    torch.manual_seed(0)
-    model = parallelize_module(Editing(how), tensor, {"inner": ColwiseParallel()})
-    return fully_shard(model, mesh=data, reshard_after_forward=True)
-
-
-@ranks(4)
-def test_a_forward_may_compute_with_local_parts_and_return_a_copy_but_not_edit(rank, world_size):
-    x, kept = torch.ones(2, 4, dtype=torch.float64), []
-    model = editing("to_local")
-    whole = full(model.inner.weight.detach()).requires_grad_()
-    model(x).sum().backward()
-    torch.tanh(x @ whole.t()).square().sum().backward()
-    torch.testing.assert_close(full(model.inner.weight.grad), whole.grad, rtol=0, atol=1e-12)
-    model = editing("returned")
-    _, weight = model(x)
-    assert torch.equal(full(weight.detach()), whole)
-    full(weight).sum().backward()
-    assert torch.equal(full(model.inner.weight.grad), torch.ones_like(whole))
-
-    for how in ("whole", "local"):
-        with pytest.raises(RuntimeError, match=r"wrote to the parameter 'inner\.weight' in place"):
-            editing(how)(x)
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept.append(module.weight.to_local().square().sum())  # no output: nothing unshards it for a backward
-
-    model.inner.register_forward_hook(keep)
-    model(x)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
-        kept[0].backward()
 
 
 @ranks(4)

@@ -1,11 +1,7 @@
 """Parameters of one unit on several meshes: a mixture of experts, as a plain model in float64."""
 
-from __future__ import annotations
-
 import copy
-import gc
 import re
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -264,48 +260,6 @@ def test_methods_reach_all_meshes(rank, world_size):
 
 
 @ranks(4)
-def test_a_deep_copy_trains_on_its_own_and_is_freed(rank, world_size):
-    model = sums()
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(2)
-    run(model, rank)
-    run(other, rank)
-    for one, two in zip(model.parameters(), other.parameters()):
-        assert torch.equal(2 * full(one.detach()), full(two.detach()))
-        assert torch.equal(full(one.grad), full(two.grad)) and two.device_mesh == one.device_mesh
-    own = weakref.ref(other.own)
-    gc.disable()
-    try:
-        del param, two, other
-        assert own() is None, "not freed without the garbage collector"
-    finally:
-        gc.enable()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Sums()
-        self.alias = self.inner.own
-
-    def forward(self, factor: torch.Tensor) -> torch.Tensor:
-        return self.inner(factor) + self.alias.square().sum() * factor
-
-
-@ranks(4)
-def test_a_tied_parameter_is_lent_by_the_unit_of_its_mesh(rank, world_size):
-    model = Tied()
-    sums(model.inner)
-    fully_shard(model)
-    run(model, rank)
-    factors = [member + 1.0 for member in (rank % 2, rank % 2 + 2)]
-    expected = sum(factor * (2 + 2 * 2.0) for factor in factors) / 2
-    assert torch.equal(full(model.alias.grad), torch.full((6, 2), expected).double())
-
-
-@ranks(4)
 def test_what_does_not_fit_is_refused_before_anything_changes(rank, world_size):
     mesh = mesh_of_four()
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("half",))
@@ -369,22 +323,6 @@ def test_backward_gathers_a_module_before_it_prefetches_the_next_and_messages_na
     model.layers[1].register_forward_pre_hook(edit)
     with pytest.raises(RuntimeError, match=r"unit 'layers\.1 \(mesh 2: edp\)' .*'layers\.1\.own'"):
         run(model, rank)
-
-
-@ranks(4)
-def test_a_list_of_modules_has_parameters_on_several_meshes(rank, world_size):
-    plain, model = Chain(), Chain()
-    layers, info = (
-        [*model.layers[:2]],
-        api.HSDPMeshInfo(mesh_of_four(), shard_mesh_dim=1, replicate_mesh_dim=0),
-    )
-    own = {layer.own: api.ShardPlacementResult(None, info) for layer in layers}
-    fully_shard(layers, shard_placement_fn=own.get, reshard_after_forward=True)
-    fully_shard(model)
-    near = {"rtol": 1e-12, "atol": 1e-12}
-    train_beside(
-        model, plain, run, lambda number: range(number, number + 4), rank, accumulation="FF", near=near
-    )
 
 
 @ranks(4)

@@ -1,7 +1,5 @@
 """`replicate`: parameters that are whole on each rank; beside a plain model in float64, torch's and DDP."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -323,23 +321,6 @@ def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     register_fsdp_forward_method(layer, "twice")
     x = batches(0, 1)[0]
     torch.testing.assert_close(layer.twice(x), net().blocks[0](net().blocks[0](x)))
-
-
-@ranks(2)
-def test_a_list_of_modules_and_prefetching_lists(rank, world_size):
-    model, ddp = net(), DDP(net())
-    first, last = model.blocks
-    replicate([model.stem, first])
-    replicate(last, ignored_params={last.up.bias})
-    replicate(model)
-    first.set_modules_to_forward_prefetch([last])
-    last.set_modules_to_backward_prefetch([first])
-    assert type(last.up.bias) is nn.Parameter
-    for step in range(2):
-        for each in (model, ddp):
-            backward(each, batches(step, world_size)[rank])
-    dist.all_reduce(last.up.bias.grad.div_(world_size))
-    assert_same(model, ddp)
 
 
 @ranks(2)

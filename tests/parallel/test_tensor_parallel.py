@@ -4,8 +4,6 @@ Training, what a wrapper shows and tells of parts, norms of gradients on several
 their bytes at 8 ranks beside torch's.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -302,26 +300,6 @@ def test_edits_that_do_not_fit_are_refused_and_none_is_kept(rank, world_size, us
                 model.module.blocks[1].module.down.weight.mul_(2)
                 model.module.blocks[0].module.up.weight = nn.Parameter(other)
     fronts.assert_same_values(model, plain)
-
-
-class _InItsOwnWay(nn.Linear):
-    """Stores twice what it computes with."""
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] / 2
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-@ranks(4)
-def test_modules_that_load_in_ways_of_their_own(rank, world_size):
-    net: Any = tp_nets.net()
-    net.blocks[0].up = _InItsOwnWay(tp_nets.WIDTH, tp_nets.HIDDEN).double()
-    _, model = wrapped(False, model=net)
-    other = tp_nets.net(seed=1)
-    model.load_state_dict(other.state_dict())
-    with torch.no_grad():
-        other.blocks[0].up.weight /= 2
-    fronts.assert_same_values(model, other)
 
 
 @ranks(4)

@@ -1,7 +1,5 @@
 """A sharded model beside a plain one, of which each rank trains its own on a batch of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

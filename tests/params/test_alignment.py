@@ -1,7 +1,5 @@
 """`shard_alignment`: where in a parameter the part of a rank begins, and what that takes."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial
@@ -142,16 +140,6 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
         again = FSDP.optim_state_dict(other, resumed)
         for name, entry in saved["state"].items():
             assert all(torch.equal(value, again["state"][name][key]) for key, value in entry.items())
-
-
-@ranks(2)
-def test_gradients_of_parameters_that_stay_whole(rank, world_size):
-    plain, model = net(), _aligned("composable", net(), 24)
-    whole = [name for name, param in model.named_parameters() if param.placements == (Replicate(),)]
-    assert whole == ["0.bias", "2.bias", "3.weight"]
-    loss_of_all(plain, world_size).backward()
-    model(batch(rank)).square().mean().backward()
-    assert_same_grads(model, plain, rtol=0, atol=1e-12)
 
 
 def _aligned(front: str, module: nn.Module, alignment: Any) -> Any:

@@ -1,9 +1,6 @@
 """What users and clients read from a wrapped model, write to it and call on it, beside training."""
 
-from __future__ import annotations
-
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import assert_same_grads, each_form, twins
-from fsdp_wrap import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    register_fsdp_forward_method,
-)
+from fronts import each_form
+from fsdp_wrap import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
@@ -133,59 +124,6 @@ def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, strate
 # Precision: users get the master dtype.
 
 
-@each_form
-@ranks(2)
-def test_upcast_and_copies_keep_the_dtype_of_computation(rank, world_size, use_orig_params):
-    """As accelerate upcasts a model that was loaded in low precision."""
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
-        low = Net().bfloat16()
-        expected = per_block(copy.deepcopy(low).float(), mixed_precision=LOW, **options)
-        model = per_block(low, mixed_precision=LOW, **options)
-        upcast_as_accelerate_does(model)
-        models = [model, expected]
-        for _ in range(2):
-            for net in models:
-                steps(net, torch.optim.SGD(net.parameters(), lr=0.1), [rank])
-                assert_equal_state(net, model, 0)
-                assert net is expected or repr(net) == repr(model), "a copy"
-            models.append(copy.deepcopy(model))
-        segments = [seg for unit in FSDP.fsdp_modules(model) for seg in unit._unit.handle.segments]
-        assert torch.bfloat16 in {leaf.dtype for segment in segments for leaf in segment.leaves}
-        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
-
-
-@each_form
-@ranks(2)
-def test_summoned_gradients_in_low_precision(rank, world_size, use_orig_params):
-    for keep, rank0_only in itertools.product((False, True), (False, True)):
-        policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keep)
-        model = per_block(Net(), use_orig_params=use_orig_params, mixed_precision=policy)
-        model(torch.arange(4.0 * WIDTH).view(4, WIDTH)).float().square().sum().backward()
-        grads = [param.grad for param in model.parameters()]
-        before = [None if grad is None else grad.clone() for grad in grads]
-        for factor in (1, 2):
-            with FSDP.summon_full_params(model, with_grads=True, rank0_only=rank0_only):
-                for param in model.parameters() if rank == 0 or not rank0_only else ():
-                    assert param.dtype == param.grad.dtype == torch.float32
-                    if factor != 1:
-                        param.grad.mul_(factor)
-            for grad, values, param in zip(grads, before, model.parameters()):
-                assert param.grad is grad
-                assert grad is None or torch.equal(grad, values * factor)  # type: ignore[arg-type, operator]
-
-
-@ranks(2)
-def test_forward_methods_compute_in_low_precision(rank, world_size):
-    model = FSDP(Net(), use_orig_params=True, mixed_precision=LOW)
-    register_fsdp_forward_method(model, "encode")
-    code = model.encode(torch.randn(4, WIDTH).bfloat16())
-    assert code.dtype == torch.bfloat16
-    code.float().sum().backward()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    assert {grad.dtype for grad in grads} == ({torch.float32} if rank == 0 else set())
-
-
 # What clients read.
 
 
@@ -263,27 +201,6 @@ def test_repr_is_one_line_per_unit(rank, world_size):
     whole = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD, shared_memory=False)
     assert "NO_SHARD, rank 0 of 1 x 2 copies, holds 205 of 205 float32\n" in repr(whole)
     assert "FULL_SHARD, no parameters of its own" in repr(FSDP(nn.Tanh()))
-
-
-class _Swaps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        swapped = torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
-        return swapped + self.linear(x)
-
-
-@pytest.mark.parametrize("front", ["orig", "composable"])
-@ranks(2)
-def test_functional_call_in_a_forward(rank, world_size, front):
-    plain, model = twins(front, _Swaps, torch.float64)
-    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(2, 8)
-    for module in (plain, model):
-        module(x).square().sum().backward()
-    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
-    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)

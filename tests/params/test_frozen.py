@@ -1,8 +1,5 @@
 """Frozen parameters: resharded as soon as their backward is over, and never paid for in communication."""
 
-from __future__ import annotations
-
-import copy
 import itertools
 
 import pytest
@@ -13,18 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import (
-    FULL,
-    KEPT,
-    accumulating,
-    assert_same_values,
-    each_front,
-    full_grads,
-    prefetching,
-    shard,
-    twins,
-)
-from fsdp_wrap import CPUOffload, EventKind, Phase, ShardingStrategy, record_events
+from fronts import FULL, KEPT, accumulating, each_front, full_grads, twins
+from fsdp_wrap import EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import named_state
@@ -80,44 +67,6 @@ def test_every_second_linear_frozen(rank, world_size, front, strategy):
         _assert_same_gradients(model, ddp)
         plain.zero_grad()
         model.zero_grad()
-
-
-class _Ignores(nn.Linear):
-    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x)
-
-
-class _WithUnusedInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.frozen, self.after = nn.Linear(8, 8), _Ignores(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.before(x)
-        return self.after(self.frozen(y, y * 2)).tanh() + y
-
-
-@orig_and_composable
-@ranks(2)
-def test_frozen_unit_with_an_unused_input(rank, world_size, front):
-    """Equals the same model with the parameters trainable but left out of the optimizer."""
-    prefetches = ("default",) if front == "composable" else ("BACKWARD_PRE", "BACKWARD_POST")
-    for strategy, offload, prefetch in itertools.product((FULL, KEPT), (False, True), prefetches):
-        torch.manual_seed(0)
-        left_out = _WithUnusedInput()
-        module = copy.deepcopy(left_out)
-        module.frozen.requires_grad_(False)
-        options = {"sharding_strategy": strategy, "cpu_offload": CPUOffload(offload), **prefetching(prefetch)}
-        model = shard(front, module, ModuleWrapPolicy({nn.Linear, _Ignores}), **options)
-        ddp = DDP(left_out)
-        trained = [p for name, p in ddp.named_parameters() if "frozen" not in name]
-        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (trained, model.parameters())]
-        for step in range(3):
-            for each, optimizer in zip((ddp, model), optimizers):
-                optimizer.zero_grad()
-                each(_batch(rank, step)).square().mean().backward()
-                optimizer.step()
-        assert_same_values(model, ddp)
 
 
 class _AdapterLast(nn.Module):

@@ -4,8 +4,6 @@ No process is needed: the layouts of all ranks are made here one after the other
 between them is put together by hand. All else is tested in one form of a model.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator
@@ -28,10 +26,8 @@ from fsdp_wrap._params import (
     FlatParameterLayout,
     Layout,
     SliceLayout,
-    memory_around,
     to_local,
 )
-from fsdp_wrap._params.layout import Extent, stretches
 from params.fake_ranks import fake_ranks
 
 SHAPES = {
@@ -218,20 +214,6 @@ def test_columns_are_no_intervals():
     for ask in (layout.intervals, layout.held_by_rank):
         with pytest.raises(ValueError, match="'matrix' is cut along dimension 1.*save it as the DTensor"):
             ask()
-
-
-def test_cutting_with_gaps():
-    values = torch.arange(9)
-    sizes, indices = stretches([(0, 2), (5, 5), (3, 6)], 9)
-    parts = torch.split_with_sizes(values, sizes)
-    assert [parts[index].tolist() for index in indices] == [[0, 1], [], [3, 4, 5]]
-    assert Extent("a", torch.Size([2, 3]), 4).within(6, 3) == (0, 3)
-    assert Extent("a", torch.Size([2, 3]), 4).within(0, 6) == (4, 6)
-    assert operator.eq(*Extent("a", torch.Size([2, 3]), 4).within(20, 6))
-    assert torch.equal(memory_around([values[:2], values[3:5]], [0, 3], 6), values[:6])  # type: ignore[arg-type]
-    assert memory_around([values[:2], values[3:5]], [0, 2], 6) is None
-    assert memory_around([values[4:5], values[6:7]], [0, 2], 6) is None, "the memory ends before"
-    assert memory_around([values[:4:2]], [0], 4) is None, "not contiguous"
 
 
 # what modules show

@@ -1,7 +1,5 @@
 """Parameters that users or modules change behind training's back: refused by name, never ignored."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
 from fronts import each_front, full_grads, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, StateDictType, fully_shard, iter_full_optim_state, iter_full_params
+from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_optim_state, iter_full_params
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 
 WIDTH = 4
@@ -160,25 +157,6 @@ def test_weights_edited_in_forward(rank, world_size, front):
         assert full_state(whole)["weight"].abs().max() <= 0.1, "what every rank holds is edited"
 
 
-@ranks(2)
-def test_what_is_assigned_is_taken_over(rank, world_size):
-    """Of tied parameters both places get one of their own; what the first shows holds."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-    model[1].weight = model[0].weight
-    shard("composable", model)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert model[0].weight is model[1].weight and model[0].weight.grad is not None
-    for kept in (False, True):
-        nested: Any = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-        nested.set_reshard_after_backward(not kept)
-        before = nested(torch.ones(2, WIDTH))
-        before.sum().backward()
-        doubled = {name: 2 * value for name, value in nested[0].state_dict().items()}
-        nested[0].load_state_dict(doubled, assign=True)
-        torch.testing.assert_close(nested(torch.ones(2, WIDTH)), 2 * before)
-
-
 NEW: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "blocks.1.mlp.0.weight": ("blocks.1.mlp", "0", lambda: nn.Linear(32, 96)),
     "blocks.1.norm1.weight": ("blocks", "1", Block),
@@ -206,18 +184,6 @@ def test_parameters_added_to_a_sharded_model(rank, world_size, front):
             if "blocks.1." in fqn.replace("_fsdp_wrapped_module.", ""):
                 param.requires_grad_(False)
         training.loss().backward()
-
-
-@orig_and_composable
-@ranks(2)
-def test_modules_that_are_put_around_others_after_sharding(rank, world_size, front):
-    plain, model = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    blocks, second = inner(model).blocks, inner(inner(model).blocks[1])
-    blocks[0], second.mlp = checkpoint_wrapper(blocks[0]), nn.Sequential(second.mlp)
-    second.extra = nn.Identity()
-    loss = loss_of(model, tokens(rank, 0))
-    loss.backward()
-    torch.testing.assert_close(loss, loss_of(plain, tokens(rank, 0)))
 
 
 @orig_and_composable

@@ -1,10 +1,6 @@
 """`keep_unsharded_bytes`: full parameters that stay after their use are not gathered until they change."""
 
-from __future__ import annotations
-
 import copy
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -320,70 +316,6 @@ def test_frozen_and_small_units_stay_before_others(rank, world_size):
     assert stays(large + 100) == {"1"}
     assert stays(large + small + 100) == {"1", "3"}
     assert stays(ALL) == {"0", "1", "2", "3"}
-
-
-@ranks(4)
-def test_beside_parameters_that_neighbours_keep(rank, world_size):
-    """What they keep is that of the segments that did not stay: it cannot serve the others."""
-    torch.manual_seed(0)
-    plain = Net().double()
-    model: Any = copy.deepcopy(plain)
-    for part in (*[*model][:3], model):
-        fully_shard(part, reshard_after_forward=2, keep_unsharded_bytes=800)
-    optimizers = [sgd(each) for each in (plain, model)]
-    for step in range(3):
-        with record_events() as events:
-            losses = [train(each, optimizer, step) for each, optimizer in zip((plain, model), optimizers)]
-        torch.testing.assert_close(*losses)
-    assert stayed(events) == {"0", "1"}  # of 336 bytes each
-    for before, after in ((1200, 0), (1200, ALL), (0, ALL)):  # another budget in between
-        model.set_keep_unsharded_bytes(before)
-        losses = [each(batch_of()).square().sum() for each in (plain, model)]
-        model.set_keep_unsharded_bytes(after)
-        for each, loss in zip((plain, model), losses):
-            each.zero_grad()
-            loss.backward()
-        for expected, param in zip(plain.parameters(), model.parameters()):
-            assert (param.grad is None) == (expected.grad is None)
-            if expected.grad is not None:
-                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
-
-
-@ranks(2)
-def test_a_part_that_is_kept_does_not_keep_what_stays_of_others(rank, world_size):
-    _, model = models("orig")
-    train(model, sgd(model), 0)
-    part = inner(model)[0]
-    expected = {*map(id, part.parameters())}
-    others = [weakref.ref(param) for param in model.parameters() if id(param) not in expected]
-    del model
-    gc.collect()
-    assert others and all(reference() is None for reference in others)
-    with torch.no_grad():
-        part(batch_of())
-        with gathers() as gathered:
-            part(batch_of())
-    assert not gathered
-
-
-@orig_and_composable
-@ranks(2)
-def test_what_a_module_has_written_to_its_parameters_does_not_stay(rank, world_size, front):
-    plain, model = models(front)
-
-    def double(gradient: torch.Tensor) -> None:
-        with torch.no_grad():
-            inner(inner(model)[0]).base.weight.mul_(2)  # for which no gradient is computed after this
-
-    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(double)
-
-    evaluate(model)
-    hook = inner(inner(model)[0]).adapter.register_forward_hook(watch)
-    model(batch_of()).sum().backward()
-    hook.remove()
-    model.zero_grad()
-    torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
 @ranks(1)

@@ -4,8 +4,6 @@ On the CPU an operation on freed memory kills the process, so each walk has proc
 the public names, and the private ones that clients of torch's wrapper use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -288,8 +286,7 @@ def run(body: Callable[..., None], *args: Any, world_size: int = 1) -> None:
         raise RankFailure(outcomes)
 
 
-@pytest.mark.parametrize("wrap", ["nested", "whole"])
-@each_form
+@pytest.mark.parametrize(("wrap", "use_orig_params"), [("nested", False), ("nested", True), ("whole", False)])
 def test_nothing_public_reaches_freed_memory(wrap, use_orig_params):
     run(run_situations, wrap, use_orig_params, world_size=2)
 
@@ -325,23 +322,9 @@ def run_misuses(rank: int, world_size: int, use_orig_params: bool) -> None:
             attempt(lambda model=model: loss_of(model, tokens()[0]).backward())
 
 
-def read_numbers_in_forward(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """As a hook does that logs a histogram: NumPy shares the memory, which then cannot be resized."""
-    situation = Situations("nested", use_orig_params)
-    seen = []
-    hook = situation.model.module.mixers[0].module.norm.register_forward_hook(
-        lambda module, args, out: seen.append(module.weight.detach().numpy())
-    )
-    situation.step()
-    hook.remove()
-    situation.check()
-    assert (seen[0] == 1).all()
-
-
-@pytest.mark.parametrize("body", [run_misuses, read_numbers_in_forward])
 @each_form
-def test_misuse_does_not_crash(body, use_orig_params):
-    run(body, use_orig_params)
+def test_misuse_does_not_crash(use_orig_params):
+    run(run_misuses, use_orig_params)
 
 
 # The walk itself.

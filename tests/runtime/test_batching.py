@@ -1,12 +1,8 @@
 """Small units that travel together: numbers, collectives, memory, and what goes otherwise than expected."""
 
-from __future__ import annotations
-
 import copy
-import gc
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.references import Traffic, count_collectives
-from beside import assert_close_grads, mean_backward
 from fronts import (
     FRONTS,
     ONE,
@@ -45,7 +40,6 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import UNIT_ATTR
-from fsdp_wrap._params import BatchedGradients
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -170,22 +164,6 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
     for step in range(3):
         steps(ddp, rank, range(step, step + 1))
     assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
-
-
-@ranks(2)
-def test_the_budget_cuts_what_travels_together(rank, world_size):
-    # Each unit has fewer than WEIGHT bytes in float32, and half of the budget holds two of them.
-    model, half = build("orig", torch.float32, travel_together_bytes=2 * 2 * WEIGHT), 2
-    for step, nbytes in enumerate((half, half, 0, None)):
-        if nbytes != half:
-            set_travel_together_bytes(model, nbytes)
-        with record_events() as events:
-            model(batch(rank, step, torch.float32)).sum().backward()
-        for kind in (EventKind.UNSHARD, EventKind.REDUCE) if step == 1 else ():
-            sizes = [len(units) for units in shared(events, kind)]
-            assert max(sizes) == 2 and len(sizes) < sum(sizes), sizes
-        assert nbytes != 0 or not any(event.together for event in events)
-    assert len(shared(events, EventKind.UNSHARD)) == 2
 
 
 OPTIONS: dict[str, list[Any]] = {
@@ -398,82 +376,6 @@ def test_units_that_have_ways_of_their_own_travel_alone(rank, world_size):
         alone = [units for units in shared(events, kind) if "layers.2" in units]
         assert set(alone) == {("layers.2",)} and max(map(len, shared(events, kind))) == UNITS
     assert not any(event.together for event in of_hooked if event.kind is EventKind.REDUCE)
-
-
-@ranks(2)
-def test_gradients_that_come_again_while_the_first_wait(rank, world_size):
-    """A unit that runs twice in reentrant checkpoints: each ends a backward of its own."""
-    model, plain = pair("orig", kind="reentrant")
-    order = [1, 1, 4]
-    for step in range(3):
-        model.zero_grad()
-        plain.zero_grad()
-        with record_events() as events:
-            model(batch(rank, step).requires_grad_(), order).square().sum().backward()
-        mean_backward(lambda rank: plain(batch(rank, step).requires_grad_(), order).square().sum())  # noqa: B023
-    assert shared(events, EventKind.REDUCE) == [("layers.4", "layers.1"), ("layers.1", "")]
-    assert_close_grads(model, plain)
-    assert_idle(model)
-
-
-@ranks(2)
-def test_units_that_no_gradient_reaches_travel_as_zeros(rank, world_size):
-    """Memory that nobody has written may hold NaN, at which checks of what is sent stop a training."""
-    model, _ = pair("orig")
-    steps(model, rank, range(2))
-    take, communicator = BatchedGradients.take, units_of(model)[0].handle.communicator
-    send, finite = communicator.reduce_scatter, []
-
-    def taken(self: BatchedGradients, index: int, full: torch.Tensor) -> None:
-        if not self._begun:
-            take(self, index, full)
-            for parts in self._of_segments:
-                parts.fill_(torch.nan)
-        take(self, index, full)
-
-    def sent(shards: Any, full: Any) -> Any:
-        finite.append(all(bool(each.isfinite().all()) for each in full))
-        return send(shards, full)
-
-    with mock.patch.object(BatchedGradients, "take", taken):
-        with mock.patch.object(communicator, "reduce_scatter", sent):
-            model(batch(rank, 2), [0, 2, 4]).square().sum().backward()
-    assert finite == [True]
-
-
-@ranks(2)
-def test_gradients_are_known_as_those_of_units_alone(rank, world_size):
-    """One that is zero says nothing of another, zeroed in an accumulation."""
-    for front in FRONTS:
-        models = [build(front, travel_together_bytes=nbytes) for nbytes in (None, 0)]
-        for model in models:
-            steps(model, rank, range(2))
-            model.zero_grad()
-            layers = inner(model).layers
-            hook = layers[1].register_forward_hook(lambda _, args, output: args[0] + 0 * (output - args[0]))
-            model(batch(rank, 2)).square().sum().backward()
-            hook.remove()
-            with no_sync(model):
-                model(batch(rank, 3)).square().sum().backward()
-            for param in layers[3].parameters():
-                if param.grad is not None:
-                    param.grad.zero_()
-            model(batch(rank, 4)).square().sum().backward()
-        assert_equal_grads(models)
-
-
-@ranks(2)
-def test_a_unit_that_goes_before_its_gradients_have_come(rank, world_size):
-    model = build("composable")
-    steps(model, rank, range(2))
-    model.set_is_last_backward(False)
-    model(batch(rank, 2)).square().sum().backward()
-    model.layers[2] = nn.Identity()
-    gc.collect()
-    model.set_is_last_backward(True)
-    model(batch(rank, 3)).square().sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-    assert_idle(model)
 
 
 @pytest.mark.parametrize(

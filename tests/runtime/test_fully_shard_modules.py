@@ -1,8 +1,7 @@
 """`fully_shard` on many kinds of modules: refusals, cuts, the meta device, both front-ends."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from composable import assert_same, shard_blocks
+from fronts import full_state, shard
 from fsdp_wrap import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fsdp_wrap.clip_grad import GradientNorms
+from fsdp_wrap.wrap import always_wrap_policy
 from models import Transformer, loss_of, tokens, train
+from nets import WIDTH, Middle
 
 
 def with_scalar() -> nn.Module:
@@ -132,34 +134,6 @@ def test_meta_then_to_empty_then_loaded(rank, world_size):
     assert {param.to_local().dtype for param in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["all", "part by part"])
-@ranks(2)
-def test_a_state_dict_taken_before_the_first_step_follows_what_is_trained(rank, world_size, at_once):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    parts = [model[1], model[2]]
-    fully_shard(model[0])
-    fully_shard(parts)
-    fully_shard(model)
-    for each in [model] if at_once else model:
-        each.to_empty(device="cpu").double()
-    for each in model:
-        each.reset_parameters()
-    saved = model.state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
-        optimizer.step()
-    for name, param in model.named_parameters():
-        assert param.grad.full_tensor().any() and param.dtype == torch.float64
-        assert torch.equal(saved[name].to_local(), param.to_local()), name
-    parts[0].float()
-    with pytest.raises(ValueError, match="of one dtype with the unit's others"):
-        model(torch.ones(2, 4, dtype=torch.float64))
-    parts[1].float(), model[0].float()
-    model(torch.ones(2, 4)).sum().backward()
-
-
 @ranks(2)
 def test_both_front_ends_in_one_model(rank, world_size):
     """The wrapper around units of `fully_shard`; and the other way round, beside a compiled unit."""
@@ -240,3 +214,47 @@ def test_classes_of_what_is_sharded_and_gradients_of_what_is_not_used_or_failed(
     model.zero_grad()
     assert all(param.grad is None for param in sharded.values())
     assert all(param is sharded[name] for name, param in model.named_parameters())
+
+
+# modules made by TorchScript, which run where they are not sharded
+
+COMPILERS: tuple[Any, ...] = (torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, WIDTH)))
+
+
+def refuse(wrap: Callable[[nn.Module], Any], module: nn.Module, *words: str) -> None:
+    before = [(name, id(param)) for name, param in module.named_parameters()]
+    with pytest.raises(TypeError) as raised:
+        wrap(module)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert [(name, id(param)) for name, param in module.named_parameters()] == before, "half done"
+
+
+@pytest.mark.parametrize("front", ["orig", "composable"])
+@ranks(2)
+def test_parameters_of_compiled_modules_are_refused_and_run_where_they_are_left_out(rank, world_size, front):
+    words = ["torch.jit.script", "torch.compile", "plain module", "ignored"]
+    for make in COMPILERS:
+        nets = []  # two, since a deep copy of a compiled module has no leaves
+        for _ in range(2):
+            torch.manual_seed(0)
+            nets.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), make(Middle()), nn.Linear(WIDTH, WIDTH)))
+        plain, net = nets
+        refuse(lambda net: shard(front, net), net, "'1.linear.weight'", *words)
+        refuse(lambda root: shard(front, root), make(Middle()), "torch.jit.script", "plain module")
+        left_out = [*net[1].parameters()]
+        if front == "composable":
+            refuse(lambda net: fully_shard(net[1]), net, "changes a module's class", "torch.jit.script")
+            model: nn.Module = fully_shard(net, ignored_params={*left_out})
+        else:
+            refuse(lambda net: shard(front, net, always_wrap_policy), net, "'1.linear.weight'", *words)
+            model = shard(front, net, always_wrap_policy, ignored_states=left_out)
+        for module in (plain, model):
+            module(torch.ones(4, WIDTH)).square().mean().backward()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        torch.testing.assert_close(dict(full_state(model)), dict(plain.state_dict()))
+    first = Middle()
+    net = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), torch.jit.script(first))
+    refuse(lambda net: shard(front, net), net, "'0.linear.weight'", "torch.jit.script")
+    net[0] = shard(front, first)  # the compiled one computes with the former parameters still
+    with pytest.raises(TypeError, match=r"'2\.linear\.weight'.*torch\.jit\.script"):
+        shard(front, net)

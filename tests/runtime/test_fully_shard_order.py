@@ -1,7 +1,5 @@
 """`fully_shard`: how often it communicates, in which order, and what prefetch lists and hands change."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -15,21 +13,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from bed.threads import threads_as_ranks
-from beside import assert_close_grads, mean_backward
+from beside import mean_backward
 from composable import assert_same, shard_blocks, trace
-from fsdp_wrap import CPUOffloadPolicy, FSDPModule, fully_shard, record_events
+from fsdp_wrap import FSDPModule, GradientReductionHandle, MixedPrecisionPolicy, fully_shard, record_events
 from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._runtime import Unit
-from fsdp_wrap._runtime.batching import BatchedReduction
 from models import Transformer, loss_of, tokens
 from stream_programs import batch, net, one_step
 
@@ -315,51 +314,6 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
         assert not any(handle.reduction for handle in handles)
 
 
-@ranks(2)
-def test_so_are_those_of_units_that_travel_together(rank, world_size):
-    of_two_units = 2 * 4 * (16 * 16 + 48)  # with what aligns them
-    send = BatchedReduction.send
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    for most, expected in ((1, [1, 1, 1]), (2, [1, 2, 2]), (3, [1, 2, 3])):
-        plain.zero_grad()
-        model: Any = copy.deepcopy(plain)
-        for part in (*model, model):
-            fully_shard(part, travel_together_bytes=2 * of_two_units)
-        model.set_reduce_scatter_max_input_buffers(most)
-        sent: list[BatchedReduction] = []
-
-        def counted(joint: BatchedReduction, phase: Any) -> None:
-            send(joint, phase)
-            sent.append(joint)  # noqa: B023
-            in_flight.append(sum(bool(each.taken) for each in sent))  # noqa: B023
-
-        for _ in range(3):
-            in_flight: list[int] = []
-            model.zero_grad()
-            with mock.patch.object(BatchedReduction, "send", counted):
-                model(torch.full((2, 16), rank + 1.0)).square().sum().backward()
-        assert in_flight == expected
-        mean_backward(lambda rank: plain(torch.full((2, 16), rank + 1.0)).square().sum())
-        assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", ["nothing", "hybrid", "offload"])
-def test_on_an_accelerator_every_order_has_the_same_outcome(options):
-    size = 4 if options == "hybrid" else 2
-
-    def program(rank: int, device: Simulation) -> None:
-        chosen: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if options == "offload" else {}
-        if options == "hybrid":
-            chosen["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-        model = sharded(3, **chosen)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            one_step(model, optimizer, rank, step, accumulates=step == 1)
-
-    run_simulated(size, program, records=True, seeds=1)
-
-
 def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():
     peaks = {}
 
@@ -374,3 +328,193 @@ def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():
     for most in (1, 3):
         run_simulated(2, partial(program, most=most))
     assert peaks[3] > peaks[1]
+
+
+# backwards that the user ends
+
+HAS_TORCHS = hasattr(torch_fsdp, "GradientReductionHandle")
+
+
+class Net(nn.Module):
+    """Two units in a root, none of which uses all of its parameters each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6))
+        self.head, self.spare = nn.Linear(6, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def shard(model: Net, shard: Any = fully_shard, **options: Any) -> Any:
+    for unit in (model.first, model.second):
+        shard(unit, **options)
+    return shard(model, **options)
+
+
+def ended_by_hand(**options: Any) -> Any:
+    model = shard(make_net(), **options)
+    model.set_manual_backward_finalization(True)
+    return model
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).mean()
+
+
+def assert_grads(model: nn.Module, *steps: int) -> None:
+    """They are a plain model's, averaged over ranks and added over steps; None where that has none."""
+    plain = make_net()
+    for step in steps:
+        mean_backward(lambda rank: loss(plain, inputs(rank, step)))  # noqa: B023
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == (wanted[name].grad is None), name
+        if param.grad is not None:
+            found = param.grad.full_tensor()
+            torch.testing.assert_close(found, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
+
+
+def train(model: Any, rank: int, way: str, asynchronous: bool) -> None:
+    """Two batches, whose backwards are ended each, or at last: after both graphs, or without reductions."""
+
+    def end() -> None:
+        ended = model.finalize_backward(async_op=asynchronous)
+        assert (ended is None) is not asynchronous
+        for _ in range(2 * asynchronous):
+            ended.wait()
+
+    model.set_requires_gradient_sync(way != "accumulated")
+    graphs = [loss(model, inputs(rank, step)) for step in range(2 * (way == "together"))]
+    for step in (0, 1):
+        (graphs[step] if graphs else loss(model, inputs(rank, step))).backward()
+        if way == "again" and step == 0:
+            end()
+    model.set_requires_gradient_sync(True)
+    end()
+
+
+@pytest.mark.parametrize("keep", [None, "forward", "backward"])
+@ranks(3)
+def test_gradients_of_backwards_ended_by_hand(rank, world_size, keep):
+    model = ended_by_hand(reshard_after_forward=keep != "forward")
+    model.set_reshard_after_backward(keep != "backward")
+    model.set_is_last_backward(False)  # without effect
+    for way, asynchronous in itertools.product(("again", "accumulated", "together"), (False, True)):
+        train(model, rank, way, asynchronous)
+        assert_grads(model, 0, 1)
+        model.zero_grad()
+        if HAS_TORCHS:
+            theirs = shard(make_net(), torch_fsdp.fully_shard)
+            theirs.set_manual_backward_finalization(True)
+            train(theirs, rank, way, asynchronous)
+            assert_grads(theirs, 0, 1)
+
+
+@ranks(4)
+def test_replicas_are_summed_completely_or_refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = ended_by_hand(mesh=mesh)
+    model.set_requires_all_reduce(False)
+    loss(model, inputs(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(True\)"):
+        model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    loss(model, inputs(rank, 1)).backward()
+    model.finalize_backward()
+    assert_grads(model, 0, 1)
+
+
+@ranks(2)
+def test_what_is_to_be_waited_for(rank, world_size):
+    model = shard(make_net())
+    assert model.finalize_backward() is None  # before the first forward
+    model.finalize_backward(async_op=True).wait()
+    model.set_manual_backward_finalization(True)
+    output = loss(model, inputs(rank, 0))
+    errors = []
+
+    def end_inside(grad: torch.Tensor) -> None:
+        for act in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
+            with pytest.raises(RuntimeError) as error:
+                act()
+            errors.append(str(error.value))
+
+    output.register_hook(end_inside)
+    output.backward()
+    assert "inside a backward" in errors[0] and "had begun" in errors[1]
+    with pytest.raises(RuntimeError, match="had begun"):
+        model.set_manual_backward_finalization(False)
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, GradientReductionHandle)
+    for too_early in (lambda: model(inputs(rank, 1)), model.finalize_backward):
+        with pytest.raises(RuntimeError, match=r"before wait\(\)"):
+            too_early()
+    handle.wait()
+    assert_grads(model, 0)
+    model.set_manual_backward_finalization(False)
+    loss(model, inputs(rank, 1)).backward()
+    assert_grads(model, 0, 1)
+    with pytest.raises(RuntimeError, match="end by themselves"):
+        model.finalize_backward()
+
+
+@ranks(2)
+def test_only_the_root_ends_backwards_and_reset_drops_what_they_left(rank, world_size):
+    model = shard(make_net())
+    for act in (model.first.finalize_backward, lambda: model.first.set_manual_backward_finalization(True)):
+        with pytest.raises(RuntimeError, match="must be called on the root, and this is unit 'first'"):
+            act()
+    inner = make_net()
+    fully_shard(inner.first).set_manual_backward_finalization(True)
+    fully_shard(inner)
+    with pytest.raises(RuntimeError, match="unit 'first', which another unit encloses"):
+        inner(inputs(rank, 0))
+    model.set_manual_backward_finalization(True)
+    loss(model, inputs(rank, 0)).backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="has dropped"):
+        handle.wait()
+    model.zero_grad()
+    loss(model, inputs(rank, 1)).backward()
+    model.finalize_backward()
+    assert_grads(model, 1)
+
+
+# unsharded memory that stays where it is
+
+
+@ranks(1, 4)
+def test_unsharded_memory_stays_where_it_is(rank, world_size):
+    for precision, reshard in ((None, True), (torch.float32, 2 if world_size == 4 else True)):
+        model = shard(make_net(), mp_policy=MixedPrecisionPolicy(precision), reshard_after_forward=reshard)
+        model.set_keep_unsharded_storage(True)
+        plain = copy.deepcopy(model)
+        plain.set_keep_unsharded_storage(False)
+        both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+        seen: list[list[int]] = []
+        for layer in (model.first[0], model.second[0], model.head):
+            layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))  # noqa: B023
+        blockers = []
+        for step in range(4):
+            seen.append([])
+            for each, optimizer in both:
+                optimizer.zero_grad()
+                loss(each, inputs(rank, step)).backward()
+                optimizer.step()
+            blockers += [torch.empty(48, dtype=torch.float64) for _ in range(50)]  # takes what is freed
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert seen[0] == seen[1] == seen[2] == seen[3], precision
+        for one, two in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(one.full_tensor(), two.full_tensor())

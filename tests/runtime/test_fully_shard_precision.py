@@ -5,8 +5,6 @@ computes with a plain copy of the master weights in the dtypes wanted, and avera
 all-reduce: bit-equal at 2 ranks. Torch's own `fully_shard` is compared where it has all this.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping
@@ -253,40 +251,6 @@ def test_grad_dtype(rank, world_size, kind, reduce, backwards):
         assert_same_grads(model, theirs)
     backward(model, rank, steps)  # added to what is there
     assert {name: param.grad.dtype for name, param in model.named_parameters()} == got
-
-
-@ranks(2)
-def test_gradients_narrower_than_what_is_computed(rank, world_size):
-    """Each rank rounds its gradient; they are added in the widest dtype of the unit."""
-    asked = {name: BF16 for name in EVERY if "weight" in name} if FOLLOWS_GRAD_DTYPE else {}
-    model, plain = shard(with_grad_dtypes(net(FP32), asked)), net(FP32)
-    backward(model, rank, range(1))
-    plain(batch(rank, 0)).pow(2).mean().backward()
-    for name, param in plain.named_parameters():
-        param.grad = param.grad.to(asked.get(name, FP32)).to(FP32)
-        dist.all_reduce(param.grad)
-        param.grad /= world_size
-    assert_same_grads(model, plain, dict.fromkeys(asked, BF16))
-    if FOLLOWS_GRAD_DTYPE:
-        theirs = torch_twin(with_grad_dtypes(net(FP32), asked), MixedPrecisionPolicy())
-        backward(theirs, rank, range(1))
-        assert_same_grads(model, theirs)
-
-
-@ranks(2)
-def test_grad_dtype_outlives_conversions_and_copies(rank, world_size):
-    asked = dict.fromkeys(EVERY, FP32) if FOLLOWS_GRAD_DTYPE else {}
-    model = shard(with_grad_dtypes(net(FP64), asked))
-    wanted = FP32 if FOLLOWS_GRAD_DTYPE else BF16
-    for each in (copy.deepcopy(model.to(BF16)), model):
-        for _ in range(2):
-            each(batch(rank, 0).to(BF16)).float().pow(2).mean().backward()
-            assert {param.grad.dtype for param in each.parameters()} == {wanted}
-            assert {param.dtype for param in each.parameters()} == {BF16}
-        each.set_requires_gradient_sync(False)
-        each.zero_grad()
-        each(batch(rank, 0).to(BF16)).float().pow(2).mean().backward()
-        assert {param.grad.dtype for param in each.parameters()} == {wanted}
 
 
 class WideGradient(torch.autograd.Function):

@@ -1,7 +1,5 @@
 """How a module gets its values: initialised from the meta device, received from the first rank, or loaded."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping

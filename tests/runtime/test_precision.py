@@ -4,13 +4,13 @@ The reference computes with a plain copy of the master weights in the param dtyp
 the ranks in the reduce dtype with a plain all-reduce, and updates the master weights: bit-equal at 2 ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
-from fsdp_wrap import (
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import full_grads
@@ -231,31 +226,6 @@ def test_which_inputs_are_cast(rank, world_size):
         assert outer.seen[2] is extra, "what needs no cast stays the same"
 
 
-@ranks(2)
-def test_buffers_of_a_unit_without_parameters_keep_what_forward_adds(rank, world_size):
-    class Running(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("total", torch.zeros(3))
-            self.register_buffer("table", torch.full((3,), 1 + 2**-20))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.table.dtype == BF16
-            self.total.add_(1)
-            return x + self.table
-
-    model = FSDP(
-        nn.Sequential(nn.Linear(3, 3), Running()),
-        auto_wrap_policy=ModuleWrapPolicy({Running}),
-        mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
-    )
-    for count in range(1, 4):
-        assert model(torch.ones(2, 3)).dtype == BF16
-        state = model.state_dict()
-        assert torch.equal(state["1.total"], torch.full((3,), float(count)))
-        assert torch.equal(state["1.table"], torch.full((3,), 1 + 2**-20))
-
-
 def _with_norms() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -311,41 +281,6 @@ def test_classes_that_stay_in_full_precision(rank, world_size, style, classes):
     with FSDP.summon_full_params(model):
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
             assert torch.equal(norm.running_mean, low[0][1].running_mean.float())  # type: ignore[arg-type]
-
-
-class Pair(nn.LayerNorm):
-    """In full precision; takes a keyword and a container, and returns a dictionary."""
-
-    def forward(self, x: torch.Tensor, *, others: list[torch.Tensor], index: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-        assert x.dtype == others[0].dtype == self.weight.dtype == FP32
-        assert index.dtype == torch.long
-        return {"y": super().forward(x) + others[0], "index": index, "plain": 3}
-
-
-class UsesPair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair, self.linear = Pair(4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out = self.pair(self.linear(x), others=[x], index=index)
-        y = self.linear(out["y"])
-        again = checkpoint(self.pair, y, others=[out["y"]], index=index, use_reentrant=False)
-        for each in (out, again):
-            assert (each["y"].dtype, each["index"].dtype, each["plain"]) == (BF16, torch.long, 3)
-        return again["y"]
-
-
-@ranks(2)
-def test_full_precision_class_used_twice_with_keywords(rank, world_size):
-    model = FSDP(
-        UsesPair(),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        mixed_precision=MixedPrecision(BF16, FP32, _module_classes_to_ignore=(Pair,)),
-        use_orig_params=True,
-    )
-    model(torch.randn(2, 4), torch.arange(3)).float().square().sum().backward()
-    assert all(value.any() for name, value in full_grads(model).items())
 
 
 @ranks(1)
@@ -497,3 +432,155 @@ def test_evaluation_and_half_precision_range(rank, world_size):
     model.eval()
     with torch.no_grad():
         assert model(torch.ones(1, 4)).dtype == FP32
+
+
+# `FSDP_USE_FULL_PREC_IN_EVAL=1`: in eval mode units compute as a plain model in full precision
+
+LOW = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm.running_mean is not None
+        self.seen = [x.dtype, self.fc.weight.dtype, self.norm.running_mean.dtype]
+        return x + self.norm(self.fc(x))
+
+
+@contextmanager
+def _variable(value: str = "1") -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
+        yield
+
+
+def _normed_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Normed(), Normed(), nn.Linear(8, 3))
+    for norm in (net[1].norm, net[2].norm):
+        norm.running_mean.uniform_(), norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def _wrapped(net: nn.Module, **options: Any) -> FSDP:
+    options = {"mixed_precision": LOW, "auto_wrap_policy": ModuleWrapPolicy({Normed}), **options}
+    return FSDP(copy.deepcopy(net), **options)
+
+
+def _plain(model: FSDP) -> nn.Sequential:
+    plain = _normed_net()
+    plain.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+    return plain.eval()
+
+
+def _seen(model: FSDP) -> list[list[torch.dtype]]:
+    return [module.seen for module in model.modules() if isinstance(module, Normed)]
+
+
+def _train(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    model.train()
+    model(BATCH).float().square().mean().backward()
+    assert _seen(model) == [[torch.bfloat16] * 3] * 2
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "use_orig_params"),
+    [
+        ("FULL_SHARD", False, False),
+        ("FULL_SHARD", True, True),
+        ("SHARD_GRAD_OP", False, True),
+        ("NO_SHARD", True, False),
+    ],
+)
+@ranks(2)
+def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strategy, offload, use_orig_params):
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "cpu_offload": CPUOffload(offload),
+        "use_orig_params": use_orig_params,
+    }
+    with _variable():
+        model = _wrapped(_normed_net(), forward_prefetch=True, **options)
+    control = _wrapped(_normed_net(), forward_prefetch=True, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, control)]
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        plain = _plain(model)
+        model.eval()
+        with mode():
+            for _ in range(2):
+                assert torch.equal(model(BATCH), plain(BATCH))
+                assert _seen(model) == [[torch.float32] * 3] * 2
+        for each, optimizer in zip((model, control), optimizers):
+            _train(each, optimizer)
+    expected = control.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@ranks(2)
+def test_backward_in_eval_is_in_full_precision(rank, world_size):
+    with _variable():
+        model = _wrapped(_normed_net(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(model, optimizer)
+    plain = _plain(model)
+    model.eval()
+    for net in (model, plain):
+        net(BATCH + rank).square().mean().backward()
+    assert _seen(model) == [[torch.float32] * 3] * 2
+    with FSDP.summon_full_params(model, with_grads=True):
+        for full, param in zip(model.parameters(), plain.parameters()):
+            grad = param.grad / world_size
+            dist.all_reduce(grad)
+            assert torch.equal(full.grad, grad)
+    optimizer.zero_grad()
+    _train(model, optimizer)
+
+
+@ranks(2)
+def test_the_variable_counts_when_modules_are_wrapped_and_each_unit_follows_its_own_mode(rank, world_size):
+    low, full = [torch.bfloat16] * 3, [torch.float32] * 3
+    never = _wrapped(_normed_net()).eval()
+    with _variable():
+        model = _wrapped(_normed_net()[:3], mixed_precision=replace(LOW, cast_forward_inputs=True))
+        with torch.no_grad():
+            never(BATCH)
+        with _variable("0"):
+            off = _wrapped(_normed_net()).eval()
+    with torch.no_grad():
+        off(BATCH)
+    assert _seen(never) == _seen(off) == [low, low]
+    for training, expected in (((), [full, full]), ((2,), [full, low]), ((1, 2), [low, low])):
+        model.eval()
+        for index in training:
+            model.module[index].train()
+        with torch.no_grad():
+            model(BATCH)
+        assert _seen(model) == expected
+    model.train().module[1].eval()
+    with pytest.raises(RuntimeError, match="same dtype"):  # as in torch, a unit in eval mode casts no inputs
+        model(BATCH)
+
+
+@ranks(2)
+def test_what_waits_for_a_backward_is_not_lost(rank, world_size):
+    with _variable():
+        model = _wrapped(_normed_net(), use_orig_params=True)
+    loss = model(BATCH).sum()
+    with torch.no_grad():
+        model.eval()(BATCH)
+    with pytest.raises(RuntimeError, match=r"on rank . \(or it was evaluated in full precision"):
+        loss.backward()
+    with model.no_sync():
+        model.train()(BATCH).sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients left by no_sync wait"):
+        model.eval()(BATCH)
+    model.train()(BATCH).sum().backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())

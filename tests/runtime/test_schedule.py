@@ -1,11 +1,8 @@
 """Which unit runs when: order of events, prefetch, checkpointing, counts of collectives, failures."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,19 +18,9 @@ from bed import ranks
 from bed.references import count_collectives
 from beside import assert_close_grads
 from fronts import FULL, KEPT, assert_same_grads
-from fsdp_wrap import (
-    BackwardPrefetch,
-    Event,
-    EventKind,
-    MixedPrecision,
-    Phase,
-    ShardingStrategy,
-    observe_events,
-    record_events,
-)
+from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import events as core_events
-from fsdp_wrap._runtime.registry import Registry
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import WIDTH, WRAPPINGS, Block, Transformer, loss_of, tokens
 
@@ -326,41 +313,6 @@ def test_several_uses_heads_forwards_and_backwards(rank, world_size):
         assert_close_grads(model, plain)
 
 
-class _Telling(nn.Module):
-    def __init__(self, layers: int, told: list[str]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
-        self.told = told
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
-        x.register_hook(lambda _: self.told.append("begins"))
-        return x * 1
-
-
-@ranks(2)
-def test_prefetch_waits_for_memory_of_gradients(rank, world_size):
-    """What the running unit needs comes first where gradients still travel while its own come."""
-    for layers, frozen, expected in (
-        (4, False, "unshard 2 begins begins unshard 1 begins unshard 0 begins"),
-        (1, False, "unshard 2 begins unshard 1 begins unshard 0 begins begins"),
-        (4, True, "unshard 2 begins begins unshard 1 unshard 0 begins begins"),
-    ):
-        told: list[str] = []
-        net = nn.Sequential(*(_Telling(layers, told) for _ in range(4)))
-        net[1].requires_grad_(not frozen)
-        model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({_Telling}))
-        loss = model(torch.ones(2, 8, requires_grad=True)).square().sum()
-
-        def note(event: Event, told: list[str] = told) -> None:
-            if event.kind is EventKind.UNSHARD and event.unit != "3":
-                told.append(f"unshard {event.unit}")
-
-        with observe_events(note):
-            loss.backward()
-        assert " ".join(told) == expected, (layers, frozen)
-
-
 class _InTwoThreads(nn.Module):
     """Part of it runs in a thread whose autograd nodes count as early ones: their backward runs last."""
 
@@ -423,19 +375,3 @@ def test_the_root_keeps_its_parameters_unless_asked_otherwise_and_gives_its_unit
     seen = len(events), len(of_backward)
     _run(model, rank)
     assert (len(events), len(of_backward)) == seen and core_events.observers == [], "nobody listens"
-
-
-class _Standing:
-    def __init__(self, module: nn.Module) -> None:
-        segment = SimpleNamespace(layout=SimpleNamespace(places=[[(module, "weight")]], sources=[]))
-        self.handle: Any = SimpleNamespace(segments=[segment])
-
-
-def test_units_of_one_module_are_lenders_in_the_order_of_their_making():
-    """An order by addresses would be another on each rank, and so would be that of their collectives."""
-    module, registry = nn.Linear(2, 2), Registry()
-    units: list[Any] = [_Standing(module) for _ in range(50)]
-    for unit in units:
-        registry.note(unit, [[]])
-    contents: Any = SimpleNamespace(modules=[("", module)], borrowed=[])
-    assert registry.borrow(contents) == units

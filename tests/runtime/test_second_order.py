@@ -3,8 +3,6 @@
 And transforms of `torch.func` over sharded models: by inputs, and backward into the parameters after them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -48,33 +46,6 @@ def slope_of(out: torch.Tensor, x: torch.Tensor, create_graph: bool = True) -> t
     return slope
 
 
-def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out = model(x)
-    return out.sum() + slope_of(out, x).square().sum()
-
-
-def much_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Forwards, an evaluation, a step of another loss, and derivatives without graphs."""
-    slope = slope_of(model(x), x)
-    with torch.no_grad():
-        model(inputs(2))
-    model(inputs(2)).sum().backward()
-    slope_of(slope, x, create_graph=False)
-    slope_of(model(x), x, create_graph=False)
-    model(inputs(2))
-    return slope.square().sum()
-
-
-def third_order(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    slope = slope_of(model(x), x)
-    model(inputs(2))
-    curvature = slope_of(slope, x)
-    model(inputs(2))
-    third = slope_of(curvature, x)
-    model(inputs(2))
-    return third.square().sum()
-
-
 def product_with_the_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Two backwards, of which the second goes through the gradient that entered the first."""
     _, product = torch.autograd.functional.jvp(model, x, torch.ones_like(x), create_graph=True)
@@ -88,7 +59,7 @@ def hessian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return found.square().sum()
 
 
-LOSSES = [penalty, much_between, third_order, product_with_the_jacobian, hessian]
+LOSSES = [product_with_the_jacobian, hessian]
 
 
 class _Force(nn.Module):
@@ -169,24 +140,6 @@ def test_a_step_of_other_parameters_is_no_change(rank, world_size):
         net(inputs())
         made.sum().backward()
     assert_close_grads(model, plain)
-
-
-@ranks(2)
-def test_what_a_hook_captured_inside_of_a_unit_reaches_no_freed_leaf(rank, world_size):
-    """Outside of the contract; what autograd saved of leaves is refused, and the process lives."""
-    for front in FRONTS:
-        block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).double()
-        captured: list[torch.Tensor] = []
-        block[2].register_forward_hook(lambda module, args, output: captured.append(output))  # noqa: B023
-        outer = nn.Sequential(block, nn.Linear(6, 1).double())
-        policy = ModuleWrapPolicy({nn.Sequential})
-        model = shard(front, outer, auto_wrap_policy=policy, sharding_strategy=FULL)
-        x = inputs()
-        model(x)
-        with torch.no_grad():
-            model(x)
-        assert "modified by an inplace operation" in refusal(captured[0].sum().backward)
-        model(x).sum().backward()
 
 
 OPERATIONS = ["forward", "evaluate", "slope", "backward", "no_sync", "step", "fail"]
@@ -273,23 +226,6 @@ def test_random_walks(rank, world_size, front):
 
 
 # transforms
-
-
-class Energy(nn.Module):
-    """Uses a transform of its own in forward, as models of forces do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(), nn.Linear(WIDTH, 2)
-
-    def forward(self, x):
-        forces = func.grad(lambda x: self.block(x).square().sum())(x)
-        return self.head(forces + self.block(x))
-
-
-class Recurrent(nn.LSTM):
-    def forward(self, x):  # type: ignore[override]
-        return super().forward(x)[0]
 
 
 class Clamped(nn.Linear):
@@ -390,18 +326,6 @@ def test_backward_after_a_transform(rank, world_size, front):
 
         plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
         assert_steps_alike(model, plain, loss)
-
-
-@ranks(2)
-def test_transforms_in_the_root_s_forward_and_of_modules_with_lists_of_parameters(rank, world_size):
-    def tangent(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return sum(func.jvp(net, (x,), (x.cos(),))).square().sum()
-
-    for front in FRONTS:
-        plain, model = twins(front, Energy, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        assert_steps_alike(model, plain, lambda net, x: total(net)(x))
-        plain, model = twins(front, lambda: Recurrent(WIDTH, 3), torch.float64)
-        assert_steps_alike(model, plain, tangent)
 
 
 @ranks(2)

@@ -1,7 +1,5 @@
 """The functions of `torch.distributed.checkpoint.state_dict` against torch's on a plain model."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools
@@ -21,7 +19,6 @@ from fronts import each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard
 from fsdp_wrap import distributed_state_dict as ours
-from fsdp_wrap._state import FirstRank
 from fsdp_wrap.distributed_state_dict import StateDictOptions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, grouped
@@ -49,20 +46,6 @@ def test_arguments_are_those_of_torch():
     assert len(names) == 6
     for name in names:
         assert arguments(getattr(ours, name)) == arguments(getattr(theirs, name)), name
-
-
-@ranks(2)
-def test_what_the_first_rank_announces_reaches_all(rank, world_size):
-    """Containers and what has no dimensions at once, and tensors one by one, however deep they lie."""
-    model, _ = wrapped_and_plain(Net, per_block, True)
-    given = {"step": torch.tensor(3.0), "factors": [torch.ones(2, 3), "kept"], "empty": torch.ones(0)}
-    first = FirstRank(model)
-    announced = first.announced(given if rank == 0 else None)
-    assert announced["factors"][0].shape == (2, 3) and not isinstance(announced["factors"][0], torch.Tensor)
-    found = {name: first.fetched(value) for name, value in announced.items()}
-    assert list(found) == list(given) and found["factors"][1] == "kept"
-    for value, expected in zip(found.values(), [given["step"], *given["factors"][:1], given["empty"]]):
-        assert torch.equal(value[0] if isinstance(value, list) else value, expected)
 
 
 @each_front

@@ -1,7 +1,5 @@
 """Optimizer state dicts against those of a plain optimizer of a plain module."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -23,7 +21,6 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._state import sharded_optim_state_dict
-from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name, grouped, resume
 from state_nets import (
@@ -447,57 +444,6 @@ def test_a_rank_whose_optimizer_lacks_parameters_or_a_value_of_them(rank, world_
         FSDP.full_optim_state_dict(model, ours)
 
 
-@each_form
-@ranks(2)
-def test_state_without_groups(rank, world_size, use_orig_params):
-    model, ours, _, _ = trained(per_block, use_orig_params)
-    own = ours.state_dict()
-    groups = own.pop("param_groups")
-    for kind in (FULL, SHARDED):
-        with FSDP.state_dict_type(model, kind):
-            state = FSDP.optim_state_dict(model, ours, own)
-            given = FSDP.optim_state_dict_to_load(model, ours, state)
-        assert list(state) == list(given) == ["state"]
-        fresh = adamw(model)
-        fresh.load_state_dict({**given, "param_groups": groups})
-        assert_same(FSDP.optim_state_dict(model, fresh), FSDP.optim_state_dict(model, ours))
-
-
-class Placed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize(("given", "use_orig_params"), [("optim", False), ("optim_input", True)])
-@pytest.mark.filterwarnings("ignore:.*optim_input:FutureWarning")
-@ranks(2)
-def test_parameters_that_are_managed_elsewhere(rank, world_size, given, use_orig_params):
-    """What the state dict does not have of them is not made up: the caller adds what it has."""
-    model, ours, _, _ = trained(below_plain, use_orig_params)
-    state = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
-    placed = below_plain(Placed().double(), use_orig_params=use_orig_params)
-    fresh = adamw(placed)
-    chosen = {"optim": fresh} if given == "optim" else {"optim_input": placed.parameters()}
-    cut = FSDP.shard_full_optim_state_dict(state, placed, **chosen)
-    numbers = [
-        number for number, param in enumerate(placed.parameters()) if param in {*placed.own.parameters()}
-    ]
-    [group] = cut["param_groups"]
-    assert len(numbers) == 2 and {*group["params"], *numbers} == {*range(len(list(placed.parameters())))}
-    assert {*numbers}.isdisjoint([*group["params"], *cut["state"]])
-    for number, param in zip(numbers, placed.own.parameters()):
-        moments = {"exp_avg": torch.full_like(param, rank), "exp_avg_sq": torch.ones_like(param)}
-        cut["state"][number] = {"step": torch.tensor(2.0), **moments}
-    group["params"] = sorted([*group["params"], *numbers])
-    fresh.load_state_dict(cut)
-    found = FSDP.optim_state_dict(placed, fresh)["state"]
-    assert found["own.bias"]["exp_avg"].tolist() == [rank, rank]
-    assert torch.equal(found["head.weight"]["exp_avg"], state["state"]["head.weight"]["exp_avg"])
-    FSDP.optim_state_dict_to_load(placed, fresh, state, load_directly=True)
-    assert "own.bias" not in FSDP.optim_state_dict(placed, fresh)["state"]
-
-
 class Sorting(torch.optim.AdamW):
     """Names its parameters in its state dicts, sorted within groups, as torch's `_NamedOptimizer`."""
 
@@ -534,34 +480,3 @@ def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, use_orig_para
         assert all(isinstance(key, str) for key in numbered["state"])
     if world_size == 1 or wrap is per_block:  # nobody reduces the gradients of what no instance wraps
         assert_same(FSDP.optim_state_dict(model, ours), by_name(theirs, plain))
-
-
-@each_form
-@ranks(2)
-def test_state_of_a_parameter_without_elements(rank, world_size, use_orig_params):
-    """Plain optimizers keep some, and so it is saved, and found where nothing was stepped yet."""
-
-    class Odd(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 2)
-            self.none = nn.Parameter(torch.empty(0, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + self.none.sum()
-
-    model = FSDP(Odd(), use_orig_params=use_orig_params)
-    optimizer = torch.optim.AdamW(model.parameters())
-    names = {"weight", "bias", "none"}
-    initial = get_optimizer_state_dict(model, optimizer)["state"]
-    assert initial.keys() == names and initial["none"]["step"] == 0
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = FSDP.optim_state_dict(model, optimizer)["state"]
-    assert state.keys() == names and state["none"]["exp_avg"].shape == (0, 4)
-    assert {name: entry["step"].item() for name, entry in state.items()} == dict.fromkeys(names, 1)
-    other = FSDP(Odd(), use_orig_params=not use_orig_params)
-    for kind in (FULL, SHARDED):
-        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
-            fresh = torch.optim.AdamW(other.parameters())
-            resume(other, fresh, FSDP.optim_state_dict(model, optimizer))
-        assert all(int(entry["step"]) == 1 for entry in fresh.state.values())

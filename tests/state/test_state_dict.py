@@ -1,7 +1,5 @@
 """State dicts of full tensors: what a plain module gives and takes, whichever way it is wrapped."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any
@@ -238,33 +236,6 @@ def test_module_that_renames_what_it_loads_by_its_version(rank, world_size, wrap
     for module in (model, plain):
         assert str(module.load_state_dict(state)) == "<All keys matched successfully>"
     assert_equal(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize(("wrap", "use_orig_params"), WAYS)
-@ranks(2)
-def test_load_hooks_see_names_and_module_of_the_plain_module(rank, world_size, wrap, use_orig_params):
-    model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
-    loaded: list[tuple[str, str]] = []
-
-    def before(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        state[f"{prefix}gain"] = state.pop(f"{prefix}scale")
-        loaded.append(("before", type(module).__name__))
-
-    def after(module: nn.Module, incompatible: Any) -> None:
-        assert not incompatible.missing_keys
-        loaded.append(("after", type(module).__name__))
-
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for block in blocks:
-        block.register_load_state_dict_pre_hook(before)
-        block.register_load_state_dict_post_hook(after)
-    state = changed(plain.state_dict())
-    expected = dict(state)
-    for index in range(2):
-        state[f"blocks.{index}.scale"] = state.pop(f"blocks.{index}.gain")
-    model.load_state_dict(state)
-    assert loaded == [("before", "Block"), ("after", "Block")] * 2
-    assert_equal(model.state_dict(), {name: expected[name] for name in plain.state_dict()})
 
 
 @ranks(2)

@@ -1,7 +1,5 @@
 """Full state dicts for one rank or for the host, sharded and local ones; pieces as torch's own tensors."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -384,61 +382,3 @@ def test_placements_and_operations_of_pieces(rank, world_size):
     here, there = f"elements {5 * rank} to {5 * rank + 5}", "elements 1 to 6"
     with pytest.raises(ValueError, match=f"{there} do not match {here}"):
         value.add_(IntervalTensor(torch.Size((2, 5)), 1, torch.arange(5.0)))
-
-
-@ranks(4)
-def test_full_tensors_come_from_the_ranks_that_hold_them(rank, world_size):
-    """Each half of the ranks has a model of its own; nobody else takes part."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(rank // 2)
-    plain = Net().double()
-    state = take(per_block(copy.deepcopy(plain), process_group=halves[rank // 2]), SHARDED)
-    if rank < 2:
-        for name, expected in plain.state_dict().items():
-            assert torch.equal(state[name].full_tensor(), expected), name
-            assert state[name].device_mesh.mesh.tolist() == [0, 1]
-    dist.barrier()
-
-
-@pytest.mark.parametrize(("kind", "use_orig_params"), [(SHARDED, False), (SHARDED, True), (LOCAL, True)])
-@ranks(3)
-def test_as_sharded_tensors(rank, world_size, kind, use_orig_params):
-    model = per_block(Net().double(), use_orig_params=use_orig_params)
-    state = take(model, kind)
-    with count_collectives() as counts:
-        told = {name: value.metadata() for name, value in state.items()}
-    assert counts == {}
-    for name, value in state.items():
-        covered = torch.zeros(value.shape)
-        for each in told[name].shards_metadata:
-            where = tuple(slice(at, at + size) for at, size in zip(each.shard_offsets, each.shard_sizes))
-            covered[where] += 1
-        assert covered.min() == covered.max() == 1 and told[name].size == value.shape, name
-        mine = [each for each in told[name].shards_metadata if each.placement.rank() == rank]
-        shards = value.local_shards()
-        assert [shard.metadata for shard in shards] == mine
-        assert [shard.metadata for shard in value._local_shards] == mine
-        assert torch.equal(
-            torch.cat([shard.tensor.flatten() for shard in shards] or [value.piece]), value.piece
-        )
-
-
-@pytest.mark.parametrize(("kind", "use_orig_params"), [(SHARDED, True), (LOCAL, False)])
-@ranks(2)
-def test_pieces_from_a_file_equal_those_saved(rank, world_size, kind, use_orig_params):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if kind is SHARDED else None
-    model = whole(Net().double(), use_orig_params=use_orig_params, device_mesh=mesh)
-    state, stored = pieces_of_model(model) if mesh else take(model, kind), io.BytesIO()
-    torch.save(state, stored)
-    stored.seek(0)
-    read = torch.load(stored, weights_only=True)
-    for name in ("stem.weight", "shift") if kind is SHARDED else state:
-        value = state[name]
-        copies = (copy.deepcopy(value), value.cpu(), value.detach(), value.clone(), value + 0)
-        for other in (read[name], *copies):
-            torch.testing.assert_close(other, value, rtol=0, atol=0)
-            assert torch.equal(other, value) and torch.allclose(other, value)
-            assert bool((other == value).all())
-            assert other.device_mesh == value.device_mesh and other.placements == value.placements
-        assert torch.equal(read[name].full_tensor(), value.full_tensor())
-    load(model, kind, read)

@@ -8,8 +8,6 @@ host waits. Two ranks train four units of three matrices, each of which travels 
 otherwise: they are small enough for that.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@
 It prints the table of `docs/architecture/streams.md`. Each option trains on simulated accelerators.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

@@ -7,8 +7,6 @@ package, until the simulation objects. What nobody misses is superfluous, or no 
 fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

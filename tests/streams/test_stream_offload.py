@@ -1,7 +1,5 @@
 """Offload on a simulated accelerator: where the host waits, what runs beside what, and what comes of it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from bed.accelerator import Simulation, run_simulated
+from bed.accelerator import run_simulated
 from fronts import FRONTS, full_state, inner
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._params import Layout, to_local
@@ -72,20 +70,6 @@ def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
     assert all(backward), backward
     if front != "composable" and prefetch is not BackwardPrefetch.BACKWARD_PRE:
         assert len(backward) == len(gathers), (backward, gathers)
-
-
-def test_one_rank_and_forward_prefetch_send_nothing_ahead():
-    def program(rank, device, options):
-        model = wrapped("orig", cpu_offload=OFFLOAD, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            one_step(model, optimizer, rank, step)
-
-    for ranks, given in ((1, {}), (2, {"sharding_strategy": ShardingStrategy.NO_SHARD})):
-        (device, *_) = run_simulated(ranks, partial(program, options=given))
-        assert not any(each.queue == "to device" for each in device.actions)
-    (device, *_) = run_simulated(2, partial(program, options={"forward_prefetch": True}))
-    assert not any(each.queue == "to device" and "forward" in each.where for each in device.actions)
 
 
 def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead():
@@ -208,28 +192,6 @@ def test_writes_that_no_counter_tells_count_from_the_next_use_on():
     assert one != two != three
 
 
-def test_what_travels_is_made_once_in_a_step():
-    """In the param dtype, from the shard: not again for the backward."""
-    made = []
-    allocate = Simulation.empty_on_host
-
-    def counting(self, numel, dtype, pin):
-        made.append((dtype, pin))
-        return allocate(self, numel, dtype, pin)
-
-    def program(rank, device):
-        model = wrapped("orig", cpu_offload=OFFLOAD, mixed_precision=BF16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        one_step(model, optimizer, rank, 0)
-        made.clear()
-        one_step(model, optimizer, rank, 1)
-
-    with mock.patch.object(Simulation, "empty_on_host", counting):
-        run_simulated(1, program)
-    assert made.count((torch.bfloat16, True)) == _UNITS
-    assert made.count((torch.float32, True)) == _UNITS  # gradients
-
-
 # optimizer state alone
 
 
@@ -309,36 +271,6 @@ def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
 
     found = told(STATE)
     assert found == told(CPUOffload()) and len(found[0]) > 2 * _UNITS
-
-
-def test_a_step_without_memory_for_its_state_leaves_the_state_as_it_was():
-    """A program may free memory and step again."""
-    told: dict[bool, Any] = {}
-
-    def program(rank, device, fails):
-        model = wrapped("orig", cpu_offload=STATE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        one_step(model, optimizer, rank, 0)
-        model(batch(rank, 1)).square().sum().backward()
-        if fails:
-            allocate, left = torch.empty, iter(range(3))
-
-            def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
-                if next(left, None) is None:
-                    raise torch.OutOfMemoryError
-                return allocate(*args, **kwargs)
-
-            with mock.patch.object(torch, "empty", scarce), pytest.raises(torch.OutOfMemoryError):
-                optimizer.step()
-        optimizer.step()
-        with device.aside():
-            tensors = [each for state in optimizer.state.values() for each in state.values()]
-            assert all(device.is_on_host(each) for each in tensors if each.dim())
-            told[fails] = [each.clone() for each in tensors]
-
-    for fails in (False, True):
-        run_simulated(1, partial(program, fails=fails))
-    assert told[True] and all(map(torch.equal, told[True], told[False]))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The page on streams: its tables say what the scripts find."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,14 +1,11 @@
 """The benchmarks run, at sizes that measure nothing, and their meters and judgements are right."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
 import statistics
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,10 @@ from bed.scripts import python
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
-from benchmarks import accumulation, counts, harness, uneven
+from benchmarks import accumulation, counts, uneven
 from benchmarks.__main__ import questions, run
 from benchmarks.goals import GOALS, Goal, judged
-from benchmarks.harness import Question, Settings, as_markdown, compare
+from benchmarks.harness import Settings, as_markdown, compare
 from benchmarks.implementations import SHARED
 from benchmarks.meters import resident, tensors
 
@@ -117,27 +114,6 @@ def test_questions_know_their_names():
         assert question.cases or question.implementations
         with pytest.raises(ValueError, match="--cases: 'none' unknown"):
             question.check(Settings(cases=(*question.cases, "none")))
-
-
-def test_answers_given_before_stay_on_the_page_and_tables_measured_anew_beside_them(tmp_path, monkeypatch):
-    there = dict.fromkeys(("torch", "python", "cores", "processor", "load"), 1)
-    figures = {"gpt": {"fsdp_wrap": {"/ ddp": 7.25}}}
-    before = {"date": "then", "seconds": 1, "machine": there, "figures": figures}
-    (tmp_path / "performance").mkdir()
-    (tmp_path / "performance" / "figures.json").write_text(json.dumps({"step": before}))
-    run([], tmp_path, Settings())
-    page = (tmp_path / "performance.md").read_text()
-    assert "## Time of a step" in page and "## Host time" not in page
-    assert "| P1 | step of gpt, to DDP | 1 | **7.25** |  |  | no |" in page
-
-    monkeypatch.setattr(harness, "machine", lambda: there)
-    found: Iterator[Any] = iter([{"a": {"x": {"c": 1}}, "b": {"x": {"c": 2}}}, {"b": {"x": {"c": 3}}}])
-    question = Question("q", "Title", "About.", lambda settings: next(found), "c", cases=("a", "b"))
-    run([question], tmp_path, Settings())
-    run([question], tmp_path, Settings(cases=("b",)))
-    kept = json.loads((tmp_path / "performance" / "figures.json").read_text())["q"]
-    assert kept["figures"] == {"a": {"x": {"c": 1}}, "b": {"x": {"c": 3}}}
-    assert list(kept["later"]) == ["b"] and kept["later"]["b"]["date"].endswith("UTC")
 
 
 def test_ratios_and_goals_are_judged_by_all_that_they_name():

@@ -1,7 +1,5 @@
 """What a release gives away: complete, checked, and enough to train without the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tarfile

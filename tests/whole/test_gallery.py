@@ -1,7 +1,5 @@
 """The gallery of examples: their commands, as the docstrings have them, print what these say."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,8 +1,5 @@
 """What is in memory: shards at rest, few units while running. Measured from live tensors, not estimated."""
 
-from __future__ import annotations
-
-import copy
 import gc
 from typing import Any
 
@@ -13,7 +10,7 @@ from torch import nn
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.patience import until
-from fronts import assert_same_grads, each_front, inner, no_sync, prefetching, shard, twins
+from fronts import assert_same_grads, each_front, no_sync, prefetching, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -175,30 +172,6 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(rank, world_size
         gc.enable()
     gc.collect()
     assert live_bytes() <= before
-
-
-@each_api
-@ranks(2)
-def test_a_part_outlives_its_model_and_a_borrower_the_lender(rank, world_size, front):
-    model, _ = _squares(front, 2)
-    model(torch.ones(1, 512)).sum().backward()
-    part = inner(model)[0]
-    del model
-    for training in (True, False):
-        part.train(training)
-        part(torch.ones(1, 512)).sum().backward()
-    assert any(param.grad is not None for param in part.parameters())
-
-    for copied in (False, True):
-        net = nn.ModuleDict({"table": nn.Embedding(4, 6), "head": nn.Linear(6, 4, bias=False)})
-        net["head"].weight = net["table"].weight
-        expected = net["head"](torch.ones(1, 6)).detach()
-        for name in ("table", "head"):
-            net[name] = shard(front, net[name])
-        head = (copy.deepcopy(net) if copied else net)["head"]
-        del net
-        gc.collect()
-        torch.testing.assert_close(head(torch.ones(1, 6)), expected)
 
 
 @each_front

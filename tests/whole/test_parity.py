@@ -3,8 +3,6 @@
 Also beside torch's other ways to parallelise a model: `replicate()` and DDP, around units and inside.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -29,7 +27,6 @@ from fronts import (
     assert_same_grads,
     assert_same_values,
     each_front,
-    full,
     full_grads,
     full_state,
     prefetching,
@@ -37,18 +34,9 @@ from fronts import (
     twins,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import CustomPolicy
-from models import (
-    WRAPPINGS,
-    Block,
-    Transformer,
-    loss_of,
-    named_state,
-    tokens,
-    train,
-    transformer_twins,
-)
+from models import WRAPPINGS, Block, Transformer, loss_of, named_state, tokens, train, transformer_twins
 
 STEPS = 10
 WRAPPED = [("flat", "whole"), ("flat", "size"), ("orig", "block"), ("orig", "name"), ("composable", "size")]
@@ -260,78 +248,6 @@ def test_replicate_around_units_and_inside_of_one_and_ddp_around(rank, world_siz
     assert_trains_like_plain(layers(), model, rank, DDP(model))
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(shard("composable", layers()))
-
-
-@ranks(RANKS)
-def test_a_module_whose_unit_has_no_parameters_is_wrapped_again(rank, world_size):
-    plain = layers()
-    inner = nn.Sequential(*(FSDP(copy.deepcopy(each), use_orig_params=True) for each in plain))
-    first = FSDP(inner, use_orig_params=True)
-    assert_trains_like_plain(plain, first, rank)
-    again = FSDP(inner, use_orig_params=True)
-    assert_trains_like_plain(plain, again, rank)
-    assert_trains_like_plain(plain, first, rank)
-    with pytest.raises(ValueError, match="already wrapped"):
-        FSDP(inner[0].module)
-
-
-class Slice(nn.Parameter):
-    """A part of a table that a module shows as a parameter, but has not registered."""
-
-
-class Tables(nn.Module):
-    """Keeps all its embeddings in one tensor, as TorchRec does, and gives names to parts of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = torch.linspace(-1, 1, 48, dtype=torch.double)
-        self.parts = {name: Slice(part) for name, part in zip("ab", self.all.view(2, 6, 4))}
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        return ((f"{prefix}.{name}".lstrip("."), part) for name, part in self.parts.items())
-
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.parts["a"][numbers] * self.parts["b"][numbers]
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
-        found = {f"{prefix}{name}": part.detach() for name, part in self.parts.items()}
-        return found if destination is None else destination.update(found)
-
-
-class Ranking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.dense = Tables(), layers()
-
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.tables(numbers))
-
-
-@each_front
-@ranks(RANKS)
-def test_modules_that_keep_their_parameters_by_themselves(rank, world_size, front):
-    plain = Ranking()
-    model: Any = copy.deepcopy(plain)
-    kept = list(model.tables.parameters())
-    if front == "composable":
-        fully_shard(model.dense)
-        fully_shard(model, ignored_params=set(kept))
-    else:
-        model.dense = FSDP(model.dense, use_orig_params=front == "orig")
-        model = FSDP(model, ignored_modules=[model.tables], use_orig_params=front == "orig")
-    assert all(one is other for one, other in zip(kept, model.tables.parameters()))
-    numbers = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    model(numbers[rank]).square().sum().backward()
-    sum(plain(each).square().sum() for each in numbers).div(RANKS).backward()
-    for part, expected in zip(kept, plain.tables.parameters()):
-        dist.all_reduce(part.grad.div_(RANKS))  # what DMP would have done
-        torch.testing.assert_close(part.grad, expected.grad)
-    for one in (model, plain):
-        torch.optim.SGD([*one.tables.parameters(), *one.dense.parameters()], 0.1).step()
-    found = model.state_dict()
-    assert {"tables.a", "tables.b"} <= set(found) and torch.equal(found["tables.a"], kept[0])
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(full(found[name]), value, rtol=1e-12, atol=1e-12)
 
 
 @each_front

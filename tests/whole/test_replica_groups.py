@@ -4,8 +4,6 @@ First a manager averages over pairs of ranks, as torchft's does over groups that
 comes torchft itself, from the extra `elastic`: slow, and with kills.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

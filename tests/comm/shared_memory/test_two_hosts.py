@@ -1,7 +1,5 @@
 """Groups over two hosts of two ranks each, simulated: what they compute, and what crosses the link."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
