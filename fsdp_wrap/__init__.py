@@ -62,6 +62,8 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "Moment",
+    "NonFinite",
+    "NonFiniteError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
@@ -82,6 +84,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "explain_memory_errors",
+    "find_nonfinite",
     "fit",
     "fully_shard",
     "grad_norms",
@@ -114,6 +117,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
     from fsdp_wrap._uneven import Uneven, uneven
+    from fsdp_wrap._values import NonFinite, NonFiniteError, find_nonfinite
     from fsdp_wrap.tools import (
         Choice,
         Fit,
@@ -136,7 +140,7 @@ else:
     __getattr__, __dir__ = _found_when_asked_for(
         __name__,
         ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
-        exporting=("tools", "weights", "_uneven"),
+        exporting=("tools", "weights", "_uneven", "_values"),
     )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.

@@ -126,6 +126,7 @@ from fsdp_wrap._core.spans import (
     step_watchers,
     watching_steps,
 )
+from fsdp_wrap._core.values import ValueSeam, ValueWatcher, tell_values, value_watchers
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,
