@@ -82,6 +82,7 @@ __all__ = [
     "Uneven",
     "UnitPlan",
     "UnshardHandle",
+    "ValueRecord",
     "clip_grad_norm_",
     "explain_memory_errors",
     "find_nonfinite",
@@ -96,6 +97,7 @@ __all__ = [
     "plan",
     "preset",
     "record_events",
+    "record_values",
     "register_fsdp_forward_method",
     "replicate",
     "set_gradients_in_place",
@@ -117,7 +119,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
     from fsdp_wrap._uneven import Uneven, uneven
-    from fsdp_wrap._values import NonFinite, NonFiniteError, find_nonfinite
+    from fsdp_wrap._values import NonFinite, NonFiniteError, ValueRecord, find_nonfinite, record_values
     from fsdp_wrap.tools import (
         Choice,
         Fit,

@@ -159,11 +159,11 @@ class Finder(ValueWatcher):
             return
         place = Place("parameter", self._units[unit], self._units[unit])
         told = "It came in by the gather: this rank's shard of it is finite"
-        hit = self._looks.at(Origin(place, False, told), full_params(unit))
+        hit = self._looks.at(Origin(place, False, told), full_params(unit, place.unit))
         if hit is None:
             return
         name, tensor = hit
-        pieces = (piece for layout in _layouts(unit) for piece in shard_pieces(unit, layout))
+        pieces = (piece for layout in _layouts(unit) for piece in shard_pieces(layout, place.unit))
         made = any(piece.fqn == name and not_finite(piece.data) for piece in pieces)
         if made:
             told = "This rank's shard of it is not finite"
@@ -211,7 +211,7 @@ class Finder(ValueWatcher):
     def _look_at_gradients(self, unit: Unit) -> None:
         place = Place(ValueSeam.GRADIENTS.value, self._units[unit], self._units[unit])
         told = "Made here, in the backward: gradients of the outputs are finite"
-        hit = self._looks.at(Origin(place, True, told), own_gradients(unit))
+        hit = self._looks.at(Origin(place, True, told), own_gradients(unit, place.unit))
         if hit is not None:
             origin = Origin(_of_param(place, hit[0]), True, told)
             self._looks.report(origin, (f"the gradient of '{hit[0]}'", hit[1]))
@@ -224,7 +224,7 @@ class Finder(ValueWatcher):
             place = Place(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
             told = "Made in the reduction: all ranks' gradients of it were finite"
             self._look_at_pieces(
-                place, told, [*gradient_pieces(unit, layout, reduced)], "the reduced gradient"
+                place, told, [*gradient_pieces(layout, place.unit, reduced)], "the reduced gradient"
             )
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -235,7 +235,7 @@ class Finder(ValueWatcher):
             place = Place(UPDATE, name, name)
             for layout in _layouts(unit):
                 if any(id(param) in held for param in layout.sharded_params):
-                    self._look_at_pieces(place, told, [*shard_pieces(unit, layout)], "the updated parameter")
+                    self._look_at_pieces(place, told, [*shard_pieces(layout, name)], "the updated parameter")
 
     def _look_at_pieces(self, place: Place, told: str, pieces: Sequence[Piece], what: str) -> None:
         named = [(piece.fqn, piece.data) for piece in pieces]

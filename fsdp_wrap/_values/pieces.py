@@ -1,4 +1,7 @@
-"""Tensors of a unit by name: its full parameters, its gradients, and pieces of shards."""
+"""Tensors of a unit by name: its full parameters, its gradients, and pieces of shards.
+
+`name` is that of the unit, with which the names begin.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_wrap._core import joined
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit
 
@@ -27,31 +31,36 @@ class Piece(NamedTuple):
     data: torch.Tensor
 
 
-def full_params(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_name(unit: str, fqn: str) -> str:
+    """Returns a parameter's name; the mesh that may follow a unit's name is no part of it."""
+    return joined(unit.partition(" ")[0], fqn)
+
+
+def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and local values of the full parameters that a unit's modules show."""
     for segment in () if unit.handle is None else unit.handle.segments:
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
-            yield unit.name_of(fqn), to_local(leaf.detach())
+            yield whole_name(name, fqn), to_local(leaf.detach())
 
 
-def own_gradients(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
+def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and local values of the gradients on a unit's leaves, or in their place."""
     for segment in () if unit.handle is None else unit.handle.segments:
         gradients, layout = segment.gradients, segment.layout
         for index, (fqn, leaf) in enumerate(zip(layout.fqns, segment.leaves)):
             if leaf.grad is not None:
-                yield unit.name_of(fqn), to_local(leaf.grad)
+                yield whole_name(name, fqn), to_local(leaf.grad)
             elif gradients.used[index] and gradients.buffer is segment.full:
-                yield unit.name_of(fqn), layout.views(segment.full.data)[index]
+                yield whole_name(name, fqn), layout.views(segment.full.data)[index]
 
 
-def shard_pieces(unit: Unit, layout: Layout) -> Iterator[Piece]:
+def shard_pieces(layout: Layout, name: str) -> Iterator[Piece]:
     """Yields this rank's pieces of a layout's parameters, in master dtype."""
     for each in layout.intervals():
-        yield Piece(unit.name_of(each.fqn), each.held_shape, each.start, each.data.detach())
+        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, each.data.detach())
 
 
-def gradient_pieces(unit: Unit, layout: Layout, reduced: torch.Tensor) -> Iterator[Piece]:
+def gradient_pieces(layout: Layout, name: str, reduced: torch.Tensor) -> Iterator[Piece]:
     """Yields the pieces of a reduced gradient shard."""
     for each, data in zip(layout.intervals(), layout.pieces(reduced.detach())):
-        yield Piece(unit.name_of(each.fqn), each.held_shape, each.start, data.reshape(-1))
+        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))

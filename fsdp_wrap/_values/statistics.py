@@ -1,0 +1,197 @@
+"""`Statistics`: a few numbers about tensors, which add up over pieces, ranks and micro-batches.
+
+Checksums and sketches are sums over elements. A parameter's element counts by its place in the parameter,
+whoever holds it, so that all ways to cut a parameter give the same. An element of an activation counts by its
+bits alone in the checksum, and by its place in its row in the sketch: the order of rows does not matter.
+
+A sketch is the product with random signs. The difference of two sketches tells the size of the difference of
+the tensors (Johnson and Lindenstrauss), and their angle whether one is a multiple of the other.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from fsdp_wrap._values.finding import looked_at
+
+WIDTH = 16
+"""Numbers of a sketch."""
+
+_BLOCK = 4096
+_MIX, _STIR = -7046029254386353131, -4658895280553007687
+"""Odd numbers with bits that look random."""
+_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns a number that looks random for each: the same on all versions and devices."""
+    numbers = numbers * _MIX
+    numbers = (numbers ^ (numbers >> 29)) * _STIR
+    return numbers ^ (numbers >> 32)
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Returns an odd weight for each place in a block."""
+    return _mixed(torch.arange(1, _BLOCK + 1, device=device)) | 1
+
+
+@cache
+def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the signs of a block: places x `WIDTH`."""
+    return _signs_of(torch.arange(_BLOCK, device=device), dtype)
+
+
+def _signs_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    columns = torch.arange(WIDTH, device=numbers.device)
+    bits = _mixed((numbers.unsqueeze(1) + 1) * WIDTH + columns) >> 40 & 1
+    return (1 - 2 * bits).to(dtype)
+
+
+class Statistics:
+    """Sums over the elements of tensors.
+
+    Attributes:
+        dtype: Name of the tensors' dtype, "" before the first.
+        numel: Number of elements.
+        zeros: Number of zeros.
+        nan: Number of NaN.
+        inf: Number of infinite elements.
+        total: Sum of the finite elements.
+        squares: Sum of their squares.
+        largest: Largest absolute value of them.
+        checksum: Sum of hashes, modulo 2^64.
+        sketch: `WIDTH` sums with random signs.
+        tensors: Number of pieces.
+    """
+
+    def __init__(self) -> None:
+        self.dtype = ""
+        self.numel = self.zeros = self.nan = self.inf = self.checksum = self.tensors = 0
+        self.total = self.squares = self.largest = 0.0
+        self.sketch = [0.0] * WIDTH
+
+    @property
+    def norm(self) -> float:
+        """The norm of the finite elements."""
+        return math.sqrt(self.squares)
+
+    @torch.no_grad()
+    def add(self, tensor: torch.Tensor, name: str | None = None, start: int = 0) -> None:
+        """Adds a tensor.
+
+        Args:
+            tensor: On any device.
+            name: Name of the parameter that it is a piece of; None for an activation.
+            start: Index of the piece's first element in the flattened parameter.
+        """
+        seen = _numbers_of(tensor)
+        if seen is None:
+            return
+        self.dtype = str(seen.dtype).removeprefix("torch.")
+        self.tensors += 1
+        flat = seen.reshape(-1)
+        values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+        low, high = (each.item() for each in torch.aminmax(values))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.nan += int(values.isnan().sum())
+            self.inf += int(values.isinf().sum())
+            values = values.nan_to_num(0.0, 0.0, 0.0)
+            low, high = (each.item() for each in torch.aminmax(values))
+        self.numel += flat.numel()
+        self.zeros += flat.numel() - int(torch.count_nonzero(flat))
+        self.total += values.sum().item()
+        self.squares += torch.dot(values, values).item()
+        self.largest = max(self.largest, -low, high)
+        bits = flat if flat.dtype is torch.int64 else flat.view(_INTS[flat.element_size()]).long()
+        seed = 0 if name is None else zlib.crc32(name.encode())
+        if name is None:
+            self._wrap(int(_mixed(bits).sum()))
+            row = seen.shape[1:].numel() if seen.dim() > 1 else 1
+            values, start = values.view(-1, row).sum(0), 0
+        else:
+            self._wrap(_checksum(bits, start, seed))
+        self.sketch = [a + b for a, b in zip(self.sketch, _sketch(values, start, seed))]
+
+    def _wrap(self, checksum: int) -> None:
+        self.checksum = (self.checksum + checksum) % 2**64
+
+    def merge(self, other: Statistics) -> None:
+        """Adds the sums of another one."""
+        self.dtype = self.dtype or other.dtype
+        for name in ("numel", "zeros", "nan", "inf", "tensors", "total", "squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
+        self._wrap(other.checksum)
+        self.sketch = [a + b for a, b in zip(self.sketch, other.sketch)]
+
+    def as_list(self) -> list[Any]:
+        """Returns the numbers, for a file."""
+        counts = [self.numel, self.zeros, self.nan, self.inf, self.tensors]
+        return [
+            self.dtype,
+            *counts,
+            self.total,
+            self.squares,
+            self.largest,
+            f"{self.checksum:016x}",
+            self.sketch,
+        ]
+
+    @classmethod
+    def of_list(cls, numbers: Sequence[Any]) -> Statistics:
+        """Undoes `as_list`."""
+        made = cls()
+        made.dtype, made.numel, made.zeros, made.nan, made.inf, made.tensors = numbers[:6]
+        made.total, made.squares, made.largest = numbers[6:9]
+        made.checksum, made.sketch = int(numbers[9], 16), [*numbers[10]]
+        return made
+
+
+def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns what a record can hold of a tensor: floating-point numbers, or integers as int64."""
+    seen = looked_at(tensor)
+    if seen is None and not tensor.is_floating_point() and not tensor.is_complex():
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        if local.layout is torch.strided and local.numel() and not local.is_meta:
+            seen = local.long()
+    return seen
+
+
+class _Blocks:
+    """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last."""
+
+    def __init__(self, piece: torch.Tensor, start: int, seed: int) -> None:
+        self._piece, self._offset = piece, start % _BLOCK
+        self._head = min(piece.numel(), -start % _BLOCK)
+        self._whole = (piece.numel() - self._head) // _BLOCK
+        first = (start + self._head) // _BLOCK
+        self.numbers = torch.arange(first - 1, first + self._whole + 1, device=piece.device)
+        self.numbers[0] = start // _BLOCK
+        self.numbers += seed << 20
+
+    def by_block(self, factors: torch.Tensor, multiply: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Returns the products with the factors of each place, summed over each block."""
+        head, piece, end = self._head, self._piece, self._head + self._whole * _BLOCK
+        parts = [piece[:head].view(1, -1), piece[head:end].view(self._whole, _BLOCK), piece[end:].view(1, -1)]
+        places = [slice(self._offset, self._offset + head), slice(None), slice(piece.numel() - end)]
+        return torch.cat([multiply(part, factors[place]) for part, place in zip(parts, places)])
+
+
+def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
+    blocks = _Blocks(bits, start, seed)
+    sums = blocks.by_block(_weights(bits.device), lambda part, weights: (part * weights).sum(1))
+    return int((sums * (_mixed(blocks.numbers) | 1)).sum())
+
+
+def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
+    blocks = _Blocks(values, start, seed)
+    sums = blocks.by_block(_signs(values.device, values.dtype), torch.matmul)
+    found: list[float] = (sums.double() * _signs_of(blocks.numbers, torch.float64)).sum(0).tolist()
+    return found
