@@ -58,6 +58,7 @@ AREAS = {
     "_state": "State dicts and full parameters",
     "_state/gradients": "Gradients: norms, clipping, scaling, hooks",
     "_uneven": "Ranks with fewer batches",
+    "_values": "Values that are not finite, and records of values",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",

@@ -37,6 +37,7 @@ FOLDERS = {
     "checkpoint": ("folders on disk", ADD_ONS),
     TOP: ("the wrapper and fully_shard", FRONT_ENDS),
     "_uneven": ("ranks without a batch", STATE),
+    "_values": ("values of steps", STATE),
     "_compression": ("fewer bytes", STATE),
     "_state": ("full values, state dicts, norms", STATE),
     "_runtime": ("when each unit does what", RUNTIME),

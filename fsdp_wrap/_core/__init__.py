@@ -49,7 +49,19 @@ from fsdp_wrap._core.errors import (
     not_picklable,
     warn_caller,
 )
-from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
+from fsdp_wrap._core.events import (
+    Event,
+    EventKind,
+    Phase,
+    ValueSeam,
+    ValueWatcher,
+    emit,
+    observe_events,
+    observers,
+    record_events,
+    tell_values,
+    value_watchers,
+)
 from fsdp_wrap._core.formatting import format_bytes, format_count, format_seconds
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,
@@ -126,7 +138,6 @@ from fsdp_wrap._core.spans import (
     step_watchers,
     watching_steps,
 )
-from fsdp_wrap._core.values import ValueSeam, ValueWatcher, tell_values, value_watchers
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (
     WRAPPED_ATTR,

@@ -5,7 +5,6 @@ May import: `_core`, `_comm`, `_params`, `_runtime`, `_state`.
 Must never know: which front-end made a unit.
 """
 
-from fsdp_wrap._values.command import add_commands as add_commands
 from fsdp_wrap._values.find import find_nonfinite
 from fsdp_wrap._values.finding import NonFinite, NonFiniteError
 from fsdp_wrap._values.record import ValueRecord, record_values

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_wrap._values import files
-from fsdp_wrap._values.files import Key, RankRecord
+from fsdp_wrap._values.files import Key, RankValues
 from fsdp_wrap._values.statistics import Statistics
 
 _OF_SHARDS = (files.SHARD, files.REDUCED, files.UPDATE)
@@ -18,7 +18,7 @@ _ROUNDING = {"float64": 1e-11, "float32": 3e-4, "bfloat16": 0.03, "float16": 4e-
 
 
 @dataclass(frozen=True)
-class Totals:
+class SeamTotals:
     """Statistics of one seam of a unit over all ranks.
 
     `by_rank` has those of each rank that counts. `scale` is 1 / ranks for gradients of a rank's own loss.
@@ -38,7 +38,7 @@ class Totals:
 class Run:
     """The record of all ranks of one run."""
 
-    def __init__(self, records: Sequence[RankRecord]) -> None:
+    def __init__(self, records: Sequence[RankValues]) -> None:
         self.records = records
         self.ranks = len(records)
         self.contributors = records[0].header.contributors
@@ -52,7 +52,7 @@ class Run:
         """Returns seams and units in the order of the step."""
         return [*self.records[0].steps[step].rows]
 
-    def totals(self, step: int, key: Key) -> Totals | None:
+    def totals(self, step: int, key: Key) -> SeamTotals | None:
         """Returns the statistics of a seam of a unit over all ranks; None without any."""
         seam, unit = key
         by_rank, passes = {}, 0
@@ -71,7 +71,7 @@ class Run:
         sums = Statistics()
         for each in counted[:1] if seam in _WHOLE else counted:
             sums.merge(each)
-        return Totals(sums, by_rank, 1 / self.contributors if seam in _GRADIENTS else 1.0, passes)
+        return SeamTotals(sums, by_rank, 1 / self.contributors if seam in _GRADIENTS else 1.0, passes)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Departure:
     size: float
     rounds: float
     ranks: tuple[int, ...]
-    before: tuple[Totals, Totals]
+    before: tuple[SeamTotals, SeamTotals]
 
     @property
     def exceeds(self) -> bool:

@@ -42,7 +42,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A recorded step of one rank: statistics by seam and unit, in the order of the step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Writer:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(asdict(header)) + "\n")
 
-    def write(self, step: Step) -> None:
+    def write(self, step: RecordedStep) -> None:
         """Appends a step."""
         rows = [[*key, *each.as_list()] for key, each in step.rows.items() if each.tensors]
         with self._path.open("a") as file:
@@ -74,14 +74,14 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class RankRecord:
+class RankValues:
     """The record of one rank: its steps by number."""
 
     header: Header
-    steps: Mapping[int, Step]
+    steps: Mapping[int, RecordedStep]
 
 
-def read(folder: str | Path) -> list[RankRecord]:
+def read(folder: str | Path) -> list[RankValues]:
     """Returns the records of all ranks, by rank.
 
     Raises:
@@ -99,7 +99,7 @@ def read(folder: str | Path) -> list[RankRecord]:
     return records
 
 
-def _read_rank(path: Path) -> RankRecord:
+def _read_rank(path: Path) -> RankValues:
     lines = path.read_text().splitlines()
     try:
         header = Header(**json.loads(lines[0]))
@@ -111,5 +111,5 @@ def _read_rank(path: Path) -> RankRecord:
     for line in lines[1:]:
         entry = json.loads(line)
         rows = {(row[0], row[1]): Statistics.of_list(row[2:]) for row in entry["rows"]}
-        steps[entry["step"]] = Step(entry["step"], entry["passes"], rows)
-    return RankRecord(header, steps)
+        steps[entry["step"]] = RecordedStep(entry["step"], entry["passes"], rows)
+    return RankValues(header, steps)

@@ -16,9 +16,9 @@ from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, valu
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, schedule_of, units_in
+from fsdp_wrap._values.council import Council
 from fsdp_wrap._values.finding import quoted, raise_first
-from fsdp_wrap._values.looks import Looks, Origin, Place
-from fsdp_wrap._values.meeting import Meeting
+from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap._values.modules import ModuleLooks, Names, not_finite, numbered
 from fsdp_wrap._values.pieces import Piece, full_params, gradient_pieces, own_gradients, shard_pieces
 
@@ -72,7 +72,7 @@ class Finder(ValueWatcher):
         self._schedules = [*dict.fromkeys(schedule_of(unit) for unit in self._units)]
         for schedule in self._schedules:
             schedule.require_idle("find_nonfinite()")
-        self._meetings = {schedule: Meeting(schedule) for schedule in self._schedules}
+        self._meetings = {schedule: Council(schedule) for schedule in self._schedules}
         self._layouts: dict[Layout, Unit] = {}
         self._gradients = gradients
         self._looks = Looks(dist.get_rank(), at_once=modules)
@@ -157,7 +157,7 @@ class Finder(ValueWatcher):
     def _look_at_parameters(self, unit: Unit) -> None:
         if graph_task() != -1 and self._modules is None:
             return
-        place = Place("parameter", self._units[unit], self._units[unit])
+        place = Spot("parameter", self._units[unit], self._units[unit])
         told = "It came in by the gather: this rank's shard of it is finite"
         hit = self._looks.at(Origin(place, False, told), full_params(unit, place.unit))
         if hit is None:
@@ -183,7 +183,7 @@ class Finder(ValueWatcher):
             told, made = "It came in with the input of the model", outer is not None
         if seam is ValueSeam.INPUTS and outer is not None:
             told, module = f"Made in the forward of {quoted(outer)}, outside of the units in it", outer
-        origin = Origin(Place(seam.value, name, module), made, told)
+        origin = Origin(Spot(seam.value, name, module), made, told)
         hit = self._looks.at(origin, numbered(seam.value, tensors))
         if hit is not None:
             self._looks.report(origin, hit)
@@ -203,13 +203,13 @@ class Finder(ValueWatcher):
             told = "Made here, in the backward: gradients of the outputs are finite"
         elif made:
             told = "Made in the backward of what uses this output, outside of other units"
-        origin = Origin(Place(seam.value, name, name), made, told)
+        origin = Origin(Spot(seam.value, name, name), made, told)
         hit = self._looks.at(origin, numbered(seam.value, tensors))
         if hit is not None:
             self._looks.report(origin, hit)
 
     def _look_at_gradients(self, unit: Unit) -> None:
-        place = Place(ValueSeam.GRADIENTS.value, self._units[unit], self._units[unit])
+        place = Spot(ValueSeam.GRADIENTS.value, self._units[unit], self._units[unit])
         told = "Made here, in the backward: gradients of the outputs are finite"
         hit = self._looks.at(Origin(place, True, told), own_gradients(unit, place.unit))
         if hit is not None:
@@ -221,7 +221,7 @@ class Finder(ValueWatcher):
             self._layouts = {each: unit for unit in self._units for each in _layouts(unit)}
         unit = self._layouts.get(layout)
         if unit is not None:
-            place = Place(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
+            place = Spot(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
             told = "Made in the reduction: all ranks' gradients of it were finite"
             self._look_at_pieces(
                 place, told, [*gradient_pieces(layout, place.unit, reduced)], "the reduced gradient"
@@ -232,12 +232,12 @@ class Finder(ValueWatcher):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         told = f"Made by {type(optimizer).__name__}: gradients were finite"
         for unit, name in self._units.items():
-            place = Place(UPDATE, name, name)
+            place = Spot(UPDATE, name, name)
             for layout in _layouts(unit):
                 if any(id(param) in held for param in layout.sharded_params):
                     self._look_at_pieces(place, told, [*shard_pieces(layout, name)], "the updated parameter")
 
-    def _look_at_pieces(self, place: Place, told: str, pieces: Sequence[Piece], what: str) -> None:
+    def _look_at_pieces(self, place: Spot, told: str, pieces: Sequence[Piece], what: str) -> None:
         named = [(piece.fqn, piece.data) for piece in pieces]
         hit = self._looks.at(Origin(place, True, told), named)
         if hit is not None:
@@ -250,6 +250,6 @@ def _layouts(unit: Unit) -> Sequence[Layout]:
     return [] if unit.handle is None else unit.handle.layouts
 
 
-def _of_param(place: Place, fqn: str) -> Place:
+def _of_param(place: Spot, fqn: str) -> Spot:
     """Returns a place in the module that has a parameter."""
     return place._replace(module=fqn.rpartition(".")[0])

@@ -18,7 +18,7 @@ class NonFinite:
         iteration: Number of the outermost forward.
         look: Number of looks at tensors since that began: comparable between ranks, which run one program.
         made: Whether it was made there, not passed on.
-        phase: Place in the step, such as "output" or "gradient".
+        phase: Spot in the step, such as "output" or "gradient".
         unit: Fully qualified name of the unit, "" for the root.
         module: Fully qualified name of the module, "" for the root.
         tensor: Name of the tensor, such as "parameter 'blocks.0.up.weight'".

@@ -18,7 +18,7 @@ _BEFORE = 3
 """Looks before a finding that its message tells of."""
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """A place in a step: phase, unit, module."""
 
     phase: str
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 class Origin(NamedTuple):
     """Where a tensor that is not finite comes from: the place to name, and a sentence."""
 
-    place: Place
+    place: Spot
     made: bool
     told: str
 
@@ -64,7 +64,7 @@ class Looks:
         self.found: NonFinite | None = None
         self._iteration = self._count = 0
         self._recent: deque[tuple[str, float]] = deque(maxlen=_BEFORE)
-        self._here: dict[Place, float] = {}  # the last finite largest values, of earlier iterations too
+        self._here: dict[Spot, float] = {}  # the last finite largest values, of earlier iterations too
         self._flags: list[_Flag] = []
 
     def restart(self, iteration: int) -> None:
@@ -104,7 +104,7 @@ class Looks:
         self._note(origin.place, largest)
         return None
 
-    def _note(self, place: Place, largest: float) -> None:
+    def _note(self, place: Spot, largest: float) -> None:
         self._recent.append((str(place), largest))
         self._here[place] = largest
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsdp_wrap._core import ValueSeam, iter_tensors
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._values.finding import looked_at, quoted
-from fsdp_wrap._values.looks import Looks, Named, Origin, Place
+from fsdp_wrap._values.looks import Looks, Named, Origin, Spot
 
 OUTPUT, INPUT = ValueSeam.OUTPUTS.value, ValueSeam.INPUTS.value
 GRADIENT, INPUT_GRADIENT = ValueSeam.OUTPUT_GRADIENTS.value, ValueSeam.INPUT_GRADIENTS.value
@@ -112,7 +112,7 @@ class ModuleLooks:
             return  # a container returns what its last module has
         self._last = ref(tensors[0]) if tensors else None
         origin = Origin(
-            Place(OUTPUT, names.unit, names.module), True, "Made here: inputs and parameters are finite"
+            Spot(OUTPUT, names.unit, names.module), True, "Made here: inputs and parameters are finite"
         )
         hit = self._looks.at(origin, numbered(OUTPUT, tensors))
         if hit is not None:
@@ -127,7 +127,7 @@ class ModuleLooks:
             for name, value in held.items():
                 bad = None if value is None else first_not_finite(kind, [value])
                 if bad is not None:
-                    place = Place("parameter", names.unit, names.module)
+                    place = Spot("parameter", names.unit, names.module)
                     told = f"The {kind} itself is not finite"
                     return Origin(place, True, told), (f"{kind} '{name}'", bad[1])
         hit = first_not_finite(INPUT, iter_tensors(inputs))
@@ -136,11 +136,11 @@ class ModuleLooks:
         for call in reversed(self._calls):
             outer = first_not_finite(INPUT, iter_tensors(call.args))
             if outer is None:
-                place = Place(INPUT, names.unit, names.module)
+                place = Spot(INPUT, names.unit, names.module)
                 told = f"Made in the forward of {quoted(call.names.module)}, outside of the modules in it"
                 return Origin(place, True, told), hit
             hit, names = outer, call.names
-        place = Place(INPUT, names.unit, names.module)
+        place = Spot(INPUT, names.unit, names.module)
         return Origin(place, False, "It came in with the input of the model"), hit
 
     # backward
@@ -175,8 +175,8 @@ def _origin_of_gradient(output: _Output) -> Origin:
     if inner:
         user = inner[-1]
         told = f"Made in the backward of {quoted(user.module)}: gradients of its outputs are finite"
-        return Origin(Place(INPUT_GRADIENT, user.unit, user.module), True, told)
-    place = Place(GRADIENT, output.names.unit, output.names.module)
+        return Origin(Spot(INPUT_GRADIENT, user.unit, user.module), True, told)
+    place = Spot(GRADIENT, output.names.unit, output.names.module)
     if output.parent is None:
         return Origin(place, False, "It came in from the loss")
     outer = quoted(output.parent.module)

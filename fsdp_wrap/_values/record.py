@@ -25,7 +25,7 @@ class ValueRecord:
     """A record that is being written; a context that ends it.
 
     Args:
-        seams: What is looked at.
+        seams: The seams that are looked at.
         rows: The rows of the running step.
     """
 
@@ -72,7 +72,7 @@ def record_values(
         model: Wrapped or sharded, or a plain module.
         path: A folder that has no record yet, the same on all ranks.
         every: How many steps lie between recorded ones; the first is recorded.
-        units: Of a plain module, the names of the modules that are units in the other record, without the
+        units: Names of the modules of a plain module that are units in the other record, without the
             root.
 
     Returns:

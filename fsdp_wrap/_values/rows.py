@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_wrap._values.files import Key, Step, Writer
+from fsdp_wrap._values.files import Key, RecordedStep, Writer
 from fsdp_wrap._values.statistics import Statistics
 
 
@@ -49,6 +49,6 @@ class Rows:
         self.recording = False
         if self._rows:
             self.at_end()
-            self._writer.write(Step(self._number, self._passes, self._rows))
+            self._writer.write(RecordedStep(self._number, self._passes, self._rows))
         self._number += self.stepped
         self._rows, self._passes, self.stepped = {}, 0, False

@@ -164,7 +164,7 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return seen
 
 
-class _Blocks:
+class _HashedBlocks:
     """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last."""
 
     def __init__(self, piece: torch.Tensor, start: int, seed: int) -> None:
@@ -185,13 +185,13 @@ class _Blocks:
 
 
 def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
-    blocks = _Blocks(bits, start, seed)
+    blocks = _HashedBlocks(bits, start, seed)
     sums = blocks.by_block(_weights(bits.device), lambda part, weights: (part * weights).sum(1))
     return int((sums * (_mixed(blocks.numbers) | 1)).sum())
 
 
 def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
-    blocks = _Blocks(values, start, seed)
+    blocks = _HashedBlocks(values, start, seed)
     sums = blocks.by_block(_signs(values.device, values.dtype), torch.matmul)
     found: list[float] = (sums.double() * _signs_of(blocks.numbers, torch.float64)).sum(0).tolist()
     return found

@@ -38,6 +38,12 @@ ADD_ONS = {
         "fsdp_wrap.uneven",
         "AttributeError: module 'fsdp_wrap' has no attribute 'uneven'",
     ),
+    "recorded values": AddOn(
+        ["_values/"],
+        ["values/"],
+        "fsdp_wrap.find_nonfinite",
+        "AttributeError: module 'fsdp_wrap' has no attribute 'find_nonfinite'",
+    ),
     "optimizers": AddOn(
         ["optim/"],
         [

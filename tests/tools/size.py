@@ -20,7 +20,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOP, SHARED_MEMORY = "top level", "_comm/shared_memory"
-NOT_CORE = {"checkpoint", "optim", "compat", "tools", "weights", "_compression", "_uneven", SHARED_MEMORY}
+NOT_CORE = {
+    *("checkpoint", "optim", "compat", "tools", "weights", "_compression", "_uneven", "_values"),
+    SHARED_MEMORY,
+}
 
 _BEGINNING = re.compile(
     r"(?:\A|(?<=[.!?])\s+|\n\s*\n\s*|^\s*(?:[-*]|\w+:)\s+)"

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_values(commands: Any) -> None:
     """Adds the commands of recorded values, which are an add-on and may be left out."""
     if find_spec("fsdp_wrap._values") is not None:
-        import_module("fsdp_wrap._values").add_commands(commands, drawn)
+        import_module("fsdp_wrap._values.command").add_commands(commands, drawn)
 
 
 def _add_checkpoint(commands: Any) -> None:

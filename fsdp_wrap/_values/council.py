@@ -1,4 +1,4 @@
-"""`Meeting`: the ranks that compute with a model tell each other what they have found."""
+"""`Council`: the ranks that compute with a model tell each other what they have found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on non-finite values")
 
 
-class Meeting:
+class Council:
     """The ranks of one model's tree of units; made by all of them."""
 
     def __init__(self, schedule: Schedule) -> None:
