@@ -87,7 +87,11 @@ class ModuleLooks:
         output = self._outputs.get(tensor)
         if output is None and tensor._base is not None:
             output = self._outputs.get(tensor._base)
-        if output is not None and output.names != names:
+        if output is None and self._gradients and tensor.grad_fn is not None:
+            self._watch(tensor, names)  # made by the own code of the module around
+            output = self._outputs[tensor]
+            output.users.append(names)
+        elif output is not None and output.names != names:
             output.users.append(names)
 
     def _leave(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -147,10 +151,11 @@ class ModuleLooks:
 
     def _watch(self, tensor: torch.Tensor, names: Names) -> None:
         """Looks at the gradient of a module's output when it comes."""
-        known = self._outputs.get(tensor)
+        known, parent = self._outputs.get(tensor), self._calls[-1].names if self._calls else None
         if known is not None:
-            return  # an inner module's output, returned as it is
-        output = _Output(names, self._calls[-1].names if self._calls else None)
+            known.parent = parent  # an inner module's output, returned as it is
+            return
+        output = _Output(names, parent)
         self._outputs[tensor] = output
         node = tensor.grad_fn
         assert node is not None
