@@ -59,11 +59,9 @@ def report(verdict: Verdict, runs: Sequence[Run]) -> list[str]:
     lines = [f"A: {for_each[0]}", f"B: {for_each[1]}"]
     first = verdict.first
     if first is not None:
-        whose = (
-            f" on rank{'s' * (len(first.ranks) > 1)} {', '.join(map(str, first.ranks))}"
-            if first.ranks
-            else ""
-        )
+        whose = ""
+        if first.ranks and runs[0].ranks > 1:
+            whose = f" on rank{'s' * (len(first.ranks) > 1)} {', '.join(map(str, first.ranks))}"
         lines.append(
             f"first departure: step {first.step}, {first.seam} of unit {quoted(first.unit)}{whose}, by "
             f"{first.size:.1e} of its size"

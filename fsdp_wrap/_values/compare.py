@@ -13,8 +13,17 @@ from fsdp_wrap._values.statistics import Statistics
 _OF_SHARDS = (files.SHARD, files.REDUCED, files.UPDATE)
 _WHOLE = (files.PARAMETER, files.AGAIN)
 _GRADIENTS = (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT)
-_ROUNDING = {"float64": 1e-11, "float32": 3e-4, "bfloat16": 0.03, "float16": 4e-3, "int64": 0.0}
+_ROUNDING = {"float64": 1e-11, "float32": 3e-4, "bfloat16": 0.1, "float16": 0.02, "int64": 0.0}
 """Relative differences that rounding makes in a step, by dtype; the coarser one counts."""
+
+
+_GIVEN = (files.SHARD, files.PARAMETER, files.AGAIN, files.INPUT)
+"""Seams at which values are rounded once at most: to their own dtype."""
+
+
+def rounding_of(dtype: str) -> float:
+    """Returns the relative difference that rounding to a dtype makes in a step."""
+    return _ROUNDING.get(dtype, 3e-4)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,10 @@ class Run:
     def keys(self, step: int) -> list[Key]:
         """Returns seams and units in the order of the step."""
         return [*self.records[0].steps[step].rows]
+
+    def rounding(self, step: int) -> float:
+        """Returns the relative difference that rounding makes in a step, by its coarsest dtype."""
+        return max(rounding_of(each.dtype) for each in self.records[0].steps[step].rows.values())
 
     def totals(self, step: int, key: Key) -> SeamTotals | None:
         """Returns the statistics of a seam of a unit over all ranks; None without any."""
@@ -130,6 +143,7 @@ def difference(one: Statistics, other: Statistics, scales: tuple[float, float], 
 
 def departures(first: Run, second: Run, step: int) -> Iterator[Departure]:
     """Yields the difference at each seam of a step that both have, in the order of the first one's step."""
+    coarsest = max(run.rounding(step) for run in (first, second))
     for key in first.keys(step):
         ours, theirs = first.totals(step, key), second.totals(step, key)
         if ours is None or theirs is None:
@@ -139,7 +153,8 @@ def departures(first: Run, second: Run, step: int) -> Iterator[Departure]:
         linear = seam in (files.GRADIENT, files.REDUCED) and (not same or ours.passes != theirs.passes)
         linear = linear and (seam == files.GRADIENT or ours.passes != theirs.passes)
         scales = ours.scale, theirs.scale
-        limit = max(_ROUNDING.get(each.sums.dtype, 3e-4) for each in (ours, theirs))
+        own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
+        limit = own if seam in _GIVEN else max(own, coarsest)
         size = difference(ours.sums, theirs.sums, scales, linear)
         ranks: list[int] = []
         if same and ours.by_rank.keys() == theirs.by_rank.keys() and not linear:

@@ -12,6 +12,9 @@ from fsdp_wrap._values.statistics import Statistics
 
 _CLOSE = 0.02
 """Relative size of what may be left of a difference that is explained."""
+_LEAST_FACTOR = 2e-3
+"""Difference from which on a factor is no rounding."""
+
 _SAME = 1e-5
 """Relative size up to which two sketches are of the same values."""
 
@@ -52,9 +55,9 @@ def judge(first: Run, second: Run) -> Verdict:
                 f"the records have no unit in common in step {step}: give record_values() of the plain "
                 "module the names of the units"
             )
-        large = next((each for each in found if each.exceeds), None)
+        large = next((each for each in found if each.exceeds or _is_scaled(each)), None)
         if large is not None:
-            kind, told = _explain(first, second, large)
+            kind, told = _explain(first, second, large, found)
             return Verdict(kind, told, large, found)
         small = next((each for each in found if each.size), None)
         if small is not None and rounded is None:
@@ -62,7 +65,12 @@ def judge(first: Run, second: Run) -> Verdict:
     return rounded or Verdict("equal", "All that both have recorded is equal, bit for bit", None, found)
 
 
-def _explain(first: Run, second: Run, large: Departure) -> tuple[str, str]:
+def _is_scaled(each: Departure) -> bool:
+    """Whether a factor explains a difference that could be rounding by its size."""
+    return each.size > _LEAST_FACTOR and _factor(each) is not None
+
+
+def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departure]) -> tuple[str, str]:
     """Returns kind and sentence about a departure that is no rounding."""
     ours, theirs = large.before
     if ours.sums.nan + ours.sums.inf != theirs.sums.nan + theirs.sums.inf:
@@ -70,13 +78,13 @@ def _explain(first: Run, second: Run, large: Departure) -> tuple[str, str]:
     if large.seam in (files.PARAMETER, files.AGAIN):
         return _explain_gathered(first, second, large)
     if large.seam == files.REDUCED:
-        found = _explain_sum("the first", first, large) or _explain_sum("the second", second, large)
-        if found is not None:
-            return found
+        summed = _explain_sum("the first", first, large) or _explain_sum("the second", second, large)
+        if summed is not None:
+            return summed
     factor = _factor(large)
     if factor is not None:
         return _explain_factor(factor, max(first.ranks, second.ranks))
-    if large.seam == files.INPUT:
+    if large is next((each for each in found if each.seam == files.INPUT), None):
         return "other input", "It looks like another input: all before it is equal"
     if large.seam == files.SHARD:
         return "other parameters", "The parameters differ already: other weights, or changed between steps"
@@ -156,7 +164,7 @@ def _explain_sum(name: str, run: Run, large: Departure) -> tuple[str, str] | Non
     square = sum(each * each for each in own.sums.sketch)
     factor = sum(a * b for a, b in zip(result, own.sums.sketch)) / square if square else 0.0
     rest = length([a - factor * b for a, b in zip(result, own.sums.sketch)])
-    if rest <= _CLOSE * length(result):
+    if rest <= _CLOSE * length(result) and abs(factor - 1) > large.rounds:
         told = (
             f"In {name} record, the reduced gradient is {factor:.4g} times the mean of the ranks' gradients"
         )
