@@ -141,8 +141,11 @@ def difference(one: Statistics, other: Statistics, scales: tuple[float, float], 
     return max(*sizes, 1e-12)
 
 
-def departures(first: Run, second: Run, step: int) -> Iterator[Departure]:
-    """Yields the difference at each seam of a step that both have, in the order of the first one's step."""
+def departures(first: Run, second: Run, step: int, begins: bool) -> Iterator[Departure]:
+    """Yields the difference at each seam of a step that both have, in the order of the first one's step.
+
+    `begins` tells whether no step was rounded before.
+    """
     coarsest = max(run.rounding(step) for run in (first, second))
     for key in first.keys(step):
         ours, theirs = first.totals(step, key), second.totals(step, key)
@@ -154,7 +157,7 @@ def departures(first: Run, second: Run, step: int) -> Iterator[Departure]:
         linear = linear and (seam == files.GRADIENT or ours.passes != theirs.passes)
         scales = ours.scale, theirs.scale
         own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
-        limit = own if seam in _GIVEN else max(own, coarsest)
+        limit = own if begins and seam in _GIVEN else max(own, coarsest)
         size = difference(ours.sums, theirs.sums, scales, linear)
         ranks: list[int] = []
         if same and ours.by_rank.keys() == theirs.by_rank.keys() and not linear:

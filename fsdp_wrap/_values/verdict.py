@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_wrap._values import files
-from fsdp_wrap._values.compare import Departure, Run, departures, difference, length
+from fsdp_wrap._values.compare import Departure, Run, SeamTotals, departures, difference, length
 from fsdp_wrap._values.statistics import Statistics
 
 _CLOSE = 0.02
@@ -49,7 +49,7 @@ def judge(first: Run, second: Run) -> Verdict:
     rounded: Verdict | None = None
     found: list[Departure] = []
     for step in common:
-        found = [*departures(first, second, step)]
+        found = [*departures(first, second, step, step == common[0])]
         if not found:
             raise ValueError(
                 f"the records have no unit in common in step {step}: give record_values() of the plain "
@@ -94,9 +94,17 @@ def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departur
     return "other computation", told
 
 
+def _sketch_of(totals: SeamTotals, ranks: Sequence[int]) -> list[float]:
+    """Returns the sketch of some ranks, or of all if there are none."""
+    taken = Statistics()
+    for rank in ranks:
+        taken.merge(totals.by_rank[rank])
+    return [each * totals.scale for each in taken.sketch] if ranks else totals.sketch
+
+
 def _factor(large: Departure) -> float | None:
     """Returns the number by which the first record's values are to be multiplied, if there is one."""
-    ours, theirs = (each.sketch for each in large.before)
+    ours, theirs = (_sketch_of(each, large.ranks) for each in large.before)
     square = sum(each * each for each in ours)
     if not square:
         return None
