@@ -120,6 +120,14 @@ def length(sketch: Sequence[float]) -> float:
     return math.sqrt(sum(each * each for each in sketch))
 
 
+def _cut_alike(first: Run, second: Run, ours: SeamTotals, theirs: SeamTotals) -> bool:
+    """Whether each rank of one run has the pieces that it has in the other."""
+    if any(one.header.copy != other.header.copy for one, other in zip(first.records, second.records)):
+        return False
+    counts, others = ({rank: row.numel for rank, row in each.by_rank.items()} for each in (ours, theirs))
+    return counts == others
+
+
 def difference(one: Statistics, other: Statistics, scales: tuple[float, float], linear: bool) -> float:
     """Returns the relative size of a difference; `linear` if only sums over elements are comparable."""
     if one.nan + one.inf != other.nan + other.inf:
@@ -160,7 +168,7 @@ def departures(first: Run, second: Run, step: int, begins: bool) -> Iterator[Dep
         limit = own if begins and seam in _GIVEN else max(own, coarsest)
         size = difference(ours.sums, theirs.sums, scales, linear)
         ranks: list[int] = []
-        if same and ours.by_rank.keys() == theirs.by_rank.keys() and not linear:
+        if same and not linear and _cut_alike(first, second, ours, theirs):
             alone = {
                 rank: difference(each, theirs.by_rank[rank], scales, seam in _OF_SHARDS)
                 for rank, each in ours.by_rank.items()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ WIDTH = 16
 _BLOCK = 4096
 _MIX, _STIR = -7046029254386353131, -4658895280553007687
 """Odd numbers with bits that look random."""
+_MIX_32, _STIR_32 = -1640531527, -2048144777
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -109,14 +110,13 @@ class Statistics:
         self.total += values.sum().item()
         self.squares += torch.dot(values, values).item()
         self.largest = max(self.largest, -low, high)
-        bits = flat if flat.dtype is torch.int64 else flat.view(_INTS[flat.element_size()]).long()
         seed = 0 if name is None else zlib.crc32(name.encode())
         if name is None:
-            self._wrap(int(_mixed(bits).sum()))
+            self._wrap(_checksum_of_set(flat))
             row = seen.shape[1:].numel() if seen.dim() > 1 else 1
             values, start = values.view(-1, row).sum(0), 0
         else:
-            self._wrap(_checksum(bits, start, seed))
+            self._wrap(_checksum(flat.view(_INTS[flat.element_size()]).long(), start, seed))
         self.sketch = [a + b for a, b in zip(self.sketch, _sketch(values, start, seed))]
 
     def _wrap(self, checksum: int) -> None:
@@ -164,34 +164,51 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return seen
 
 
-class _HashedBlocks:
-    """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last."""
+class _Plan(NamedTuple):
+    """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last.
 
-    def __init__(self, piece: torch.Tensor, start: int, seed: int) -> None:
-        self._piece, self._offset = piece, start % _BLOCK
-        self._head = min(piece.numel(), -start % _BLOCK)
-        self._whole = (piece.numel() - self._head) // _BLOCK
-        first = (start + self._head) // _BLOCK
-        self.numbers = torch.arange(first - 1, first + self._whole + 1, device=piece.device)
-        self.numbers[0] = start // _BLOCK
-        self.numbers += seed << 20
+    `parts` are the elements of each of these with their rows and places, `weights` and `signs` the blocks'.
+    """
 
-    def by_block(self, factors: torch.Tensor, multiply: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Returns the products with the factors of each place, summed over each block."""
-        head, piece, end = self._head, self._piece, self._head + self._whole * _BLOCK
-        parts = [piece[:head].view(1, -1), piece[head:end].view(self._whole, _BLOCK), piece[end:].view(1, -1)]
-        places = [slice(self._offset, self._offset + head), slice(None), slice(piece.numel() - end)]
-        return torch.cat([multiply(part, factors[place]) for part, place in zip(parts, places)])
+    parts: Sequence[tuple[slice, int, slice]]
+    weights: torch.Tensor
+    signs: torch.Tensor
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan_of(numel: int, start: int, seed: int, device: torch.device) -> _Plan:
+    offset, head = start % _BLOCK, min(numel, -start % _BLOCK)
+    whole, first = (numel - head) // _BLOCK, (start + head) // _BLOCK
+    end, parts, numbers = head + whole * _BLOCK, [], [*range(first, first + whole)]
+    if head:
+        parts.append((slice(head), 1, slice(offset, offset + head)))
+        numbers.insert(0, start // _BLOCK)
+    if whole:
+        parts.append((slice(head, end), whole, slice(_BLOCK)))
+    if numel > end:
+        parts.append((slice(end, numel), 1, slice(numel - end)))
+        numbers.append(first + whole)
+    blocks = torch.tensor(numbers, device=device) + (seed << 20)
+    return _Plan(parts, _mixed(blocks) | 1, _signs_of(blocks, torch.float64))
+
+
+def _checksum_of_set(values: torch.Tensor) -> int:
+    """Returns a sum of hashes in 32 bits, which are faster than 64, of elements in any order."""
+    bits = values.view(torch.int16).int() if values.element_size() == 2 else values.view(torch.int32)
+    bits = bits * _MIX_32
+    bits ^= bits >> 15
+    bits *= _STIR_32
+    return int((bits ^ (bits >> 16)).sum(dtype=torch.int64))
 
 
 def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
-    blocks = _HashedBlocks(bits, start, seed)
-    sums = blocks.by_block(_weights(bits.device), lambda part, weights: (part * weights).sum(1))
-    return int((sums * (_mixed(blocks.numbers) | 1)).sum())
+    plan, weights = _plan_of(bits.numel(), start, seed, bits.device), _weights(bits.device)
+    sums = [(bits[part].view(rows, -1) * weights[places]).sum(1) for part, rows, places in plan.parts]
+    return int((torch.cat(sums) * plan.weights).sum())
 
 
 def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
-    blocks = _HashedBlocks(values, start, seed)
-    sums = blocks.by_block(_signs(values.device, values.dtype), torch.matmul)
-    found: list[float] = (sums.double() * _signs_of(blocks.numbers, torch.float64)).sum(0).tolist()
+    plan, signs = _plan_of(values.numel(), start, seed, values.device), _signs(values.device, values.dtype)
+    sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
+    found: list[float] = (torch.cat(sums).double() * plan.signs).sum(0).tolist()
     return found
