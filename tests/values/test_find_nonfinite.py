@@ -135,8 +135,7 @@ def spoil_gradient(model: nn.Module) -> None:
 
 
 @ranks(2)
-@each_front
-@pytest.mark.parametrize("modules", [True, False])
+@pytest.mark.parametrize("front, modules", [("flat", True), ("composable", True), ("orig", False)])
 def test_what_a_module_makes_is_named(rank, world_size, front, modules):
     error = error_of(made(front), partial(spoil_output, INF), modules=modules)
     module = "blocks.1.between" if modules else "blocks.1"
@@ -152,10 +151,9 @@ def test_what_a_module_makes_is_named(rank, world_size, front, modules):
 
 
 @ranks(2)
-@each_front
 @pytest.mark.parametrize("modules", [True, False])
-def test_what_a_backward_makes_is_named(rank, world_size, front, modules):
-    error = error_of(made(front), spoil_gradient, modules=modules)
+def test_what_a_backward_makes_is_named(rank, world_size, modules):
+    error = error_of(made(), spoil_gradient, modules=modules)
     assert error.first.rank == CULPRIT and error.first.unit == "blocks.1" and error.first.made
     phase, module = error.first.phase, error.first.module
     expected = ("gradient of input", "blocks.1.between" if modules else "blocks.1")
@@ -215,8 +213,7 @@ def test_what_comes_between_computations_is_named(rank, world_size, front):
 
 
 @ranks(2)
-@each_front
-@pytest.mark.parametrize("modules", [True, False])
+@pytest.mark.parametrize("front, modules", [("flat", True), ("composable", False)])
 def test_input_shard_and_update_are_named(rank, world_size, front, modules):
     model = made(front)
     with pytest.raises(NonFiniteError) as caught, find_nonfinite(model, modules=modules):
@@ -266,6 +263,7 @@ def test_the_own_code_of_a_module_and_a_loss_are_told_apart(rank, world_size):
         assert not caught.value.first.made and "It came in from the loss" in str(caught.value)
 
 
+SLOW = pytest.mark.slow
 CLEAN: dict[str, dict[str, Any]] = {
     "kept": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
@@ -276,7 +274,9 @@ CLEAN: dict[str, dict[str, Any]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", CLEAN)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[SLOW] * (each != "checkpointed")) for each in CLEAN]
+)
 def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
     model = made("orig", **CLEAN[case])
     error = error_of(model, partial(spoil_output, NAN))
@@ -294,6 +294,7 @@ def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
                     model(torch.ones(4, WIDTH))
 
 
+@SLOW
 @ranks(4)
 def test_all_ranks_of_a_hybrid_mesh_raise(rank, world_size):
     torch.manual_seed(0)

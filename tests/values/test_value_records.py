@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_ranks
-from bed.scripts import python
 from fronts import no_sync, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, record_values
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
@@ -21,6 +20,7 @@ from fsdp_wrap._values.command import report
 from fsdp_wrap._values.compare import Run
 from fsdp_wrap._values.statistics import Statistics
 from fsdp_wrap._values.verdict import Verdict, judge
+from fsdp_wrap.tools.command import main
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, Net
 
@@ -111,33 +111,43 @@ def test_statistics_add_up_over_pieces():
     assert rows.checksum == moved.checksum and rows.sketch == pytest.approx(moved.sketch, 1e-3, 1e-4)
 
 
-def test_all_ways_to_shard_record_the_same(tmp_path):
-    """Bit for bit at equal numbers of ranks; others round otherwise, and a plain module does."""
+def record_plain(folder: Any, **options: Any) -> None:
     torch.manual_seed(0)
-    plain = Net()
-    train(plain, tmp_path / "plain", lambda step: batches(step, 1), units=UNITS)
-    runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "orig2": (2, {"front": "orig"}),
-        "flat2": (2, {"front": "flat"}),
-        "composable2": (2, {"front": "composable"}),
-        "kept2": (2, {"front": "orig", "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
-        "offloaded2": (2, {"front": "orig", "cpu_offload": CPUOffload(offload_params=True)}),
-        "micro2": (2, {"front": "orig", "micro": 2}),
-        "composable1": (1, {"front": "composable"}),
-    }
-    for name, (count, options) in runs.items():
-        run_ranks(count, _recording, str(tmp_path / name), options)
-    for name in ("flat2", "composable2", "kept2", "offloaded2"):
-        assert compared(tmp_path / "orig2", tmp_path / name).kind == "equal", name
-    for one, other in (
-        ("orig2", "plain"),
-        ("plain", "micro2"),
-        ("composable1", "micro2"),
-        ("plain", "composable1"),
-    ):
-        verdict = compared(tmp_path / one, tmp_path / other)
-        assert verdict.kind in ("rounding", "equal"), (one, other, verdict.told, verdict.first)
-        assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20
+    train(Net(), folder, lambda step: batches(step, 1), units=UNITS, **options)
+
+
+def test_front_ends_and_a_plain_module_record_the_same(tmp_path):
+    """Bit for bit at equal numbers of ranks; a plain module rounds otherwise."""
+    record_plain(tmp_path / "plain")
+    for front in ("flat", "composable"):
+        run_ranks(2, _recording, str(tmp_path / front), {"front": front})
+    assert compared(tmp_path / "flat", tmp_path / "composable").kind == "equal"
+    verdict = compared(tmp_path / "plain", tmp_path / "composable")
+    assert verdict.kind == "rounding", (verdict.told, verdict.first)
+    assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "kept": (2, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "offloaded": (2, {"cpu_offload": CPUOffload(offload_params=True)}),
+    "micro-batches": (2, {"micro": 2}),
+    "alone": (1, {"front": "composable"}),
+    "four ranks": (4, {"front": "composable"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_to_shard_record_the_same(way, tmp_path):
+    count, options = WAYS[way]
+    record_plain(tmp_path / "plain")
+    run_ranks(2, _recording, str(tmp_path / "two"), {"front": "orig"})
+    run_ranks(count, _recording, str(tmp_path / way), {"front": "orig", **options})
+    if way in ("kept", "offloaded"):
+        assert compared(tmp_path / "two", tmp_path / way).kind == "equal"
+    for other in ("two", "plain"):
+        verdict = compared(tmp_path / other, tmp_path / way)
+        assert verdict.kind in ("rounding", "equal"), (other, verdict.told, verdict.first)
 
 
 def _recording(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
@@ -221,7 +231,7 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("front", ["flat", "composable"])
+@pytest.mark.parametrize("front", ["flat", pytest.param("composable", marks=pytest.mark.slow)])
 def test_the_first_seam_that_departs_is_named(front, tmp_path):
     run_ranks(2, _faulty, str(tmp_path / "right"), "none", front)
     for kind, (verdict, step, seam, unit, culprits, told) in VERDICTS.items():
@@ -236,15 +246,19 @@ def test_the_first_seam_that_departs_is_named(front, tmp_path):
         assert first.ranks == culprits and told in found.told, (kind, first.ranks, found.told)
 
 
-def test_the_command_draws_departure_against_depth(tmp_path):
+def test_the_command_draws_departure_against_depth(tmp_path, capsys):
     for name, factor in (("a", 1.0), ("b", 1.5)):
-        torch.manual_seed(0)
-        train(Net(), tmp_path / name, lambda step: batches(step, 1), factor=factor, units=UNITS, every=2)
+        record_plain(tmp_path / name, factor=factor, every=2)
     assert Run(files.read(tmp_path / "a")).steps == [0, 2]
-    told = python("-m", "fsdp_wrap", "values", "diff", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert "first departure: step 0, gradient of output of unit (root), by 3.3e-01" in told.out
-    assert "scale: The second has 1.5 times the first" in told.out
-    assert "'blocks.1'  3.3e-01 |#" in told.out and "'blocks.1'  0.0e+00 | " in told.out
+    assert (
+        main(["values", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--svg", str(tmp_path / "c.svg")])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "relative departure" in (tmp_path / "c.svg").read_text()
+    assert "first departure: step 0, gradient of output of unit (root), by 3.3e-01" in told
+    assert "scale: The second has 1.5 times the first" in told
+    assert "'blocks.1'  3.3e-01 |#" in told and "'blocks.1'  0.0e+00 | " in told
     same = compared(tmp_path / "a", tmp_path / "a")
     assert same.kind == "equal" and report(same, [Run(files.read(tmp_path / "a"))] * 2)[-1].startswith(
         "equal: "
