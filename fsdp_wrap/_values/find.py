@@ -75,7 +75,8 @@ class Finder(ValueWatcher):
         self._meetings = {schedule: Council(schedule) for schedule in self._schedules}
         self._layouts: dict[Layout, Unit] = {}
         self._gradients = gradients
-        self._looks = Looks(dist.get_rank(), at_once=modules)
+        on_device = any(schedule.device.type != "cpu" for schedule in self._schedules)
+        self._looks = Looks(dist.get_rank(), deferred=on_device and not modules)
         self._modules = ModuleLooks(self._looks, self._names(model), gradients) if modules else None
         self._seen: Sequence[ref[torch.Tensor]] = ()
 

@@ -53,14 +53,14 @@ class Looks:
 
     Args:
         rank: Global rank.
-        at_once: Whether to read the result of each look on the host, also where that waits for a device.
+        deferred: Whether results stay on the device until `settle`, since reading each would wait for it.
 
     Attributes:
         found: The first finding since the last `take`.
     """
 
-    def __init__(self, rank: int, at_once: bool) -> None:
-        self._rank, self._at_once = rank, at_once
+    def __init__(self, rank: int, deferred: bool) -> None:
+        self._rank, self._deferred = rank, deferred
         self.found: NonFinite | None = None
         self._iteration = self._count = 0
         self._recent: deque[tuple[str, float]] = deque(maxlen=_BEFORE)
@@ -88,7 +88,7 @@ class Looks:
         seen = [(name, each) for name, tensor in tensors if (each := looked_at(tensor)) is not None]
         if not seen:
             return None
-        if not self._at_once and seen[0][1].device.type != "cpu":
+        if self._deferred:
             pairs = [extremes(each) for _, each in seen]
             low, high = (torch.stack([each.double() for each in column]) for column in zip(*pairs))
             names, shapes = [name for name, _ in seen], [each.shape for _, each in seen]

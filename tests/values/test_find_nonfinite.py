@@ -26,6 +26,7 @@ from fsdp_wrap import (
     fully_shard,
 )
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, Net
 
@@ -317,6 +318,23 @@ def test_an_error_of_the_program_tells_what_was_found_before(rank, world_size):
     assert len(notes) == (rank == CULPRIT)
     assert all("blocks.1.between" in note for note in notes)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_results_that_stay_on_the_device_are_read_once():
+    looks = Looks(3, deferred=True)
+    looks.restart(7)
+    for step, value in enumerate((1.0, INF, NAN)):
+        values = torch.full((2, 3), 0.5)
+        values[1, 1] = value
+        spot = Spot("output", f"blocks.{step}", f"blocks.{step}")
+        named = [("the first", torch.ones(2)), ("the second", values)]
+        assert looks.at(Origin(spot, True, "Made here"), named) is None and looks.found is None
+    found = looks.take()
+    assert found is not None and looks.take() is None
+    assert (found.rank, found.iteration, found.look, found.unit) == (3, 7, 2, "blocks.1")
+    assert (found.tensor, found.shape, found.index, found.nan) == ("the second", (2, 3), None, -1)
+    assert found.before == (("output of 'blocks.0'", 1.0),)
+    assert "the second of shape (2, 3) is not finite. Made here." in found.describe()
 
 
 def test_nothing_sharded_is_refused():
