@@ -59,6 +59,7 @@ AREAS = {
     "_state/gradients": "Gradients: norms, clipping, scaling, hooks",
     "_reproducible": "The same bits at any number of ranks",
     "_uneven": "Ranks with fewer batches",
+    "_values": "Values that are not finite, and records of values",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",

@@ -38,6 +38,7 @@ FOLDERS = {
     TOP: ("the wrapper and fully_shard", FRONT_ENDS),
     "_reproducible": ("the same bits", STATE),
     "_uneven": ("ranks without a batch", STATE),
+    "_values": ("values of steps", STATE),
     "_compression": ("fewer bytes", STATE),
     "_state": ("full values, state dicts, norms", STATE),
     "_runtime": ("when each unit does what", RUNTIME),

@@ -62,6 +62,8 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "Moment",
+    "NonFinite",
+    "NonFiniteError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
@@ -82,8 +84,10 @@ __all__ = [
     "UnitPlan",
     "UnshardHandle",
     "allow_skipping",
+    "ValueRecord",
     "clip_grad_norm_",
     "explain_memory_errors",
+    "find_nonfinite",
     "fit",
     "fully_shard",
     "grad_norms",
@@ -95,6 +99,7 @@ __all__ = [
     "plan",
     "preset",
     "record_events",
+    "record_values",
     "register_fsdp_forward_method",
     "replicate",
     "reproducible",
@@ -118,6 +123,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import wrap as wrap
     from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
+    from fsdp_wrap._values import NonFinite, NonFiniteError, ValueRecord, find_nonfinite, record_values
     from fsdp_wrap.tools import (
         Choice,
         Fit,
@@ -140,7 +146,7 @@ else:
     __getattr__, __dir__ = _found_when_asked_for(
         __name__,
         ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
-        exporting=("tools", "weights", "_uneven", "_reproducible"),
+        exporting=("tools", "weights", "_uneven", "_reproducible", "_values"),
     )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.

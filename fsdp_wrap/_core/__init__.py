@@ -49,7 +49,19 @@ from fsdp_wrap._core.errors import (
     not_picklable,
     warn_caller,
 )
-from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
+from fsdp_wrap._core.events import (
+    Event,
+    EventKind,
+    Phase,
+    ValueSeam,
+    ValueWatcher,
+    emit,
+    observe_events,
+    observers,
+    record_events,
+    tell_values,
+    value_watchers,
+)
 from fsdp_wrap._core.formatting import format_bytes, format_count, format_seconds
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,

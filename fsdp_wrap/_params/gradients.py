@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core import SegmentDtypes, ValueSeam, tell_values, value_watchers
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import PartialSums
@@ -236,6 +236,8 @@ class Gradients:
             reduced.mul_(self._factor)
         if self._layout.average_hook is not None:
             self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
+        if value_watchers:
+            tell_values(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()
         if self._layout.offloaded:

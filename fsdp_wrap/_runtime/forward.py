@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 
-from fsdp_wrap._core import cast_floating, floating_dtype, iter_tensors, map_tensors
+from fsdp_wrap._core import (
+    ValueSeam,
+    cast_floating,
+    floating_dtype,
+    iter_tensors,
+    map_tensors,
+    tell_values,
+    value_watchers,
+)
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_alone, refuse_edits
@@ -63,6 +71,8 @@ def run_forward(
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))
             args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs)
+        if value_watchers:
+            tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
         output = compute(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)

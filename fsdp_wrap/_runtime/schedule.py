@@ -28,6 +28,7 @@ from fsdp_wrap._core import (
     NotIdleError,
     Phase,
     Seam,
+    ValueSeam,
     added_names,
     check_nbytes,
     follow_profiler,
@@ -35,6 +36,8 @@ from fsdp_wrap._core import (
     observers,
     step_in_backward,
     step_watchers,
+    tell_values,
+    value_watchers,
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task
@@ -179,6 +182,8 @@ class Schedule(StepState):
             handle.shown.show_leaves()
         if step_watchers:
             unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        if value_watchers:
+            tell_values(unit, ValueSeam.PARAMETERS)
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -222,6 +227,8 @@ class Schedule(StepState):
         """
         unit, handle = call.unit, call.unit.handle
         assert handle is not None
+        if value_watchers:
+            tell_values(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
@@ -349,6 +356,8 @@ class Schedule(StepState):
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
+        for watcher in tuple(value_watchers):
+            watcher.begin(self)
         self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
         checks_order = self._trains and self.root.trains and self.joining is None
@@ -446,6 +455,8 @@ class Schedule(StepState):
             call.open(task, inputs)
             if step_watchers:
                 unit.tell_entered(Computing.BACKWARD)
+            if value_watchers:
+                tell_values(unit, ValueSeam.PARAMETERS)
             unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
             if unit.tied or unit.tied_to is not None:
                 unit.arrivals.owes = handle.trainable
@@ -458,6 +469,8 @@ class Schedule(StepState):
                     self._prefetch(unit)
             if self._offloading is not None and (self._prefetching_later or not prefetches):
                 self._offloading.send_ahead(self._next_to_unshard(unit))
+        if value_watchers:
+            tell_values(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
     def _unshard_again(self, call: ForwardCall) -> None:
@@ -534,6 +547,8 @@ class Schedule(StepState):
     ) -> tuple[torch.Tensor | None] | None:
         """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
         unit = call.unit
+        if value_watchers:
+            tell_values(unit, ValueSeam.INPUT_GRADIENTS, grads)
         if call.task == graph_task() and call.input_done():
             if unit.tied:
                 self._end_tied(unit)
@@ -617,6 +632,8 @@ class Schedule(StepState):
             self.close_backward(self.ending.automatic)
         else:
             self.joining.end_backward(self)
+        for watcher in tuple(value_watchers):
+            watcher.end(self)
 
     def close_backward(self, waits: bool) -> None:
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions, and to update."""
@@ -842,6 +859,8 @@ class Schedule(StepState):
         if self._reducing or self._prefetching_later:
             # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
+        if value_watchers:
+            tell_values(unit, ValueSeam.GRADIENTS)
         if not (self.syncs and unit.options.syncs):
             for segment in handle.segments:
                 segment.gradients.collect()

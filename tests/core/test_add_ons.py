@@ -44,6 +44,12 @@ ADD_ONS = {
         "fsdp_wrap.reproducible",
         "AttributeError: module 'fsdp_wrap' has no attribute 'reproducible'",
     ),
+    "recorded values": AddOn(
+        ["_values/"],
+        ["values/"],
+        "fsdp_wrap.find_nonfinite",
+        "AttributeError: module 'fsdp_wrap' has no attribute 'find_nonfinite'",
+    ),
     "optimizers": AddOn(
         ["optim/"],
         [

@@ -13,7 +13,17 @@ from bed.paths import PACKAGE, ROOT, TESTS
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-INNER = ["_core", "_comm", "_params", "_runtime", "_state", "_compression", "_uneven", "_reproducible"]
+INNER = [
+    "_core",
+    "_comm",
+    "_params",
+    "_runtime",
+    "_state",
+    "_compression",
+    "_uneven",
+    "_reproducible",
+    "_values",
+]
 FLOORS = [*INNER, "", "checkpoint", "weights", "optim", "compat", "tools"]
 """Folders from the lowest on; the empty name is the top of the package."""
 

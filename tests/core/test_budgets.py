@@ -24,6 +24,7 @@ CODE_LINES = {
     "_runtime": 3242,
     "_state": 3127,
     "_uneven": 827,
+    "_values": 1430,
     "checkpoint": 2483,
     "compat": 802,
     "optim": 2087,

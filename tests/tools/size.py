@@ -29,6 +29,7 @@ NOT_CORE = {
     "_compression",
     "_uneven",
     "_reproducible",
+    "_values",
     SHARED_MEMORY,
 }
 

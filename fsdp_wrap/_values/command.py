@@ -1,0 +1,139 @@
+"""`fsdp-wrap values diff`: compares two records of `fsdp_wrap.record_values`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_wrap._values import files
+from fsdp_wrap._values.compare import Departure, Run
+from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.verdict import Verdict, judge
+
+Drawn = Callable[[Path, tuple[float, float]], AbstractContextManager[Any]]
+"""Yields a figure of a size, and saves it to a path."""
+
+_LEAST = -12  # the power of ten at which a bar begins
+_BAR = 24
+_DRAWN = {
+    "outputs": (files.OUTPUT,),
+    "gradients": (files.GRADIENT, files.REDUCED),
+    "parameters": (files.SHARD, files.PARAMETER),
+    "updates": (files.UPDATE,),
+}
+
+
+def add_commands(commands: Any, drawn: Drawn) -> None:
+    """Adds `values` with its own commands to the command line; `drawn` makes pictures."""
+    values = commands.add_parser(
+        "values", help="compare recordings of fsdp_wrap.record_values()", description=__doc__
+    )
+    inner = values.add_subparsers(required=True, metavar="diff")
+    diff = inner.add_parser("diff", help="name the first seam at which two records depart")
+    diff.add_argument("first", type=Path, metavar="A", help="the folder of a record")
+    diff.add_argument("second", type=Path, metavar="B", help="the folder of another one")
+    diff.add_argument("--svg", type=Path, default=None, help="draw departure against depth to this file")
+    diff.set_defaults(run=partial(_run_diff, drawn))
+
+
+def _run_diff(drawn: Drawn, options: argparse.Namespace) -> int:
+    runs = [Run(files.read(path)) for path in (options.first, options.second)]
+    verdict = judge(*runs)
+    print("\n".join(report(verdict, runs)))
+    if options.svg is not None:
+        _draw(verdict, options.svg, drawn)
+        print(f"wrote {options.svg}")
+    return 0
+
+
+def report(verdict: Verdict, runs: Sequence[Run]) -> list[str]:
+    """Returns the lines of a report."""
+    for_each = [
+        f"{run.ranks} rank{'s' * (run.ranks > 1)}, torch {run.records[0].header.torch}" for run in runs
+    ]
+    lines = [f"A: {for_each[0]}", f"B: {for_each[1]}"]
+    first = verdict.first
+    if first is not None:
+        whose = ""
+        if first.ranks and runs[0].ranks > 1:
+            whose = f" on rank{'s' * (len(first.ranks) > 1)} {', '.join(map(str, first.ranks))}"
+        lines.append(
+            f"first departure: step {first.step}, {first.seam} of unit {quoted(first.unit)}{whose}, by "
+            f"{first.size:.1e} of its size"
+        )
+        lines += _numbers(first)
+    lines.append(f"{verdict.kind}: {verdict.told}.")
+    if first is not None:
+        lines += ["", f"departure against depth in step {first.step} (each # half a power of ten):"]
+        lines += _bars(verdict.steps)
+    return lines
+
+
+def _numbers(first: Departure) -> list[str]:
+    rows = []
+    for name, each in zip("AB", first.before):
+        sums, scale = each.sums, each.scale
+        rows.append(
+            f"  {name}: norm {sums.norm * scale:.6g}, largest {sums.largest * scale:.6g}, mean "
+            f"{sums.total * scale / max(sums.numel, 1):.6g}, {sums.numel} elements of {sums.dtype}, "
+            f"{sums.zeros} zeros, {sums.nan} NaN, {sums.inf} infinite, checksum {sums.checksum:016x}"
+        )
+    return rows
+
+
+def _units(found: Sequence[Departure]) -> list[str]:
+    """Returns the units in the order of their forwards."""
+    begun = [each.unit for each in found if each.seam == files.OUTPUT]
+    return [*dict.fromkeys([*begun, *(each.unit for each in found)])]
+
+
+def _sizes(found: Sequence[Departure]) -> dict[str, dict[str, float]]:
+    """Returns the largest size by what is drawn and by unit."""
+    sizes: dict[str, dict[str, float]] = {what: {} for what in _DRAWN}
+    for each in found:
+        for what, seams in _DRAWN.items():
+            if each.seam in seams:
+                sizes[what][each.unit] = max(each.size, sizes[what].get(each.unit, 0.0))
+    return {what: by_unit for what, by_unit in sizes.items() if by_unit}
+
+
+def _height(size: float) -> float:
+    if not size:
+        return 0.0
+    return min(max(math.log10(size) - _LEAST, 0.5), -_LEAST) if math.isfinite(size) else float(-_LEAST)
+
+
+def _bars(found: Sequence[Departure]) -> list[str]:
+    sizes, units = _sizes(found), _units(found)
+    names = [quoted(unit) for unit in units]
+    width = max(map(len, names))
+    lines = []
+    for what, by_unit in sizes.items():
+        lines.append(f"  {what}")
+        for unit, name in zip(units, names):
+            if unit in by_unit:
+                bar = "#" * round(_height(by_unit[unit]) * _BAR / -_LEAST)
+                lines.append(f"    {name:{width}}  {by_unit[unit]:7.1e} |{bar:{_BAR}}|")
+    return lines
+
+
+def _draw(verdict: Verdict, path: Path, drawn: Drawn) -> None:
+    sizes, units = _sizes(verdict.steps), _units(verdict.steps)
+    with drawn(path, (7, 3.2)) as figure:
+        axes = figure.subplots()
+        for (what, by_unit), style in zip(sizes.items(), ("o-", "s--", "^:", "x-.")):
+            places = [place for place, unit in enumerate(units) if unit in by_unit]
+            heights = [max(min(by_unit[units[place]], 1e3), 10.0**_LEAST) for place in places]
+            axes.plot(places, heights, style, label=what, markersize=4, linewidth=1)
+        axes.set_yscale("log")
+        axes.set_ylabel("relative departure")
+        axes.set_xticks(
+            range(len(units)), [quoted(unit) for unit in units], rotation=45, ha="right", fontsize=8
+        )
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)

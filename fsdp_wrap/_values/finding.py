@@ -1,0 +1,136 @@
+"""`NonFinite`: a tensor with NaN or infinite elements, where it was found, and the error that tells of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A tensor with elements that are not finite, the first that one rank has seen in a step.
+
+    Attributes:
+        rank: The rank that has seen it.
+        iteration: Number of the outermost forward.
+        look: Number of looks at tensors since that began: comparable between ranks, which run one program.
+        made: Whether it was made there, not passed on.
+        phase: Spot in the step, such as "output" or "gradient".
+        unit: Fully qualified name of the unit, "" for the root.
+        module: Fully qualified name of the module, "" for the root.
+        tensor: Name of the tensor, such as "parameter 'blocks.0.up.weight'".
+        origin: A sentence about how it came to be.
+        index: Index of the first element that is not finite; None if it is unknown.
+        shape: Shape of the tensor.
+        nan: Number of NaN; -1 if unknown.
+        inf: Number of infinite elements; -1 if unknown.
+        least: Smallest finite element.
+        largest: Largest finite element.
+        before: The looks before: what was looked at, and its largest absolute value.
+    """
+
+    rank: int
+    iteration: int
+    look: int
+    made: bool
+    phase: str
+    unit: str
+    module: str
+    tensor: str
+    origin: str
+    index: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    nan: int
+    inf: int
+    least: float
+    largest: float
+    before: tuple[tuple[str, float], ...]
+
+    @property
+    def order(self) -> tuple[int, int, bool, int]:
+        """A key that is smallest for the first in a step; what was made comes before what came in."""
+        return self.iteration, self.look, not self.made, self.rank
+
+    def describe(self) -> str:
+        """Returns the finding as sentences."""
+        where = f"module {quoted(self.module)} of unit {quoted(self.unit)}"
+        count = f"{self.tensor} of shape {self.shape} is not finite"
+        if self.index is not None:
+            numel = torch.Size(self.shape).numel()
+            count = (
+                f"{self.tensor} has {self.nan} NaN and {self.inf} infinite of {numel} elements, the first at "
+                f"{[*self.index]} in shape {[*self.shape]}"
+            )
+        told = f"rank {self.rank}, {where}, phase {self.phase}: {count}. {self.origin}."
+        if not math.isnan(self.least):
+            told += f" Its finite elements lie between {self.least:.4g} and {self.largest:.4g}."
+        if self.before:
+            looks = ", ".join(f"{name} {largest:.4g}" for name, largest in self.before)
+            told += f" Largest absolute values before it: {looks}."
+        return told
+
+
+class NonFiniteError(RuntimeError):
+    """A step had NaN or infinite values; the same on all ranks.
+
+    Attributes:
+        first: Where they were first.
+        also: Where each other rank has first seen any.
+    """
+
+    def __init__(self, text: str, first: NonFinite, also: Sequence[NonFinite]) -> None:
+        super().__init__(text)
+        self.first, self.also = first, also
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, NonFinite, Sequence[NonFinite]]]:
+        return type(self), (str(self), self.first, self.also)
+
+
+def raise_first(found: Sequence[NonFinite]) -> None:
+    """Raises the error about the first of what all ranks have found, which all know."""
+    first, *also = sorted(found, key=lambda each: each.order)
+    seen = "".join(
+        f" It was seen on rank {each.rank} as {each.phase} of {quoted(each.unit)}." for each in also
+    )
+    raise NonFiniteError(
+        f"find_nonfinite(): iteration {first.iteration}, {first.describe()}{seen}"
+        " The step has ended on all ranks: call zero_grad() before the next",
+        first,
+        also,
+    )
+
+
+def quoted(name: str) -> str:
+    """Returns the name of a module or unit in messages."""
+    return f"'{name}'" if name else "(root)"
+
+
+def looked_at(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns what can be looked at of a tensor, without autograd: None if it cannot hold NaN."""
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.layout is not torch.strided or not local.numel() or local.is_meta:
+        return None
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    if not local.is_floating_point() or local.element_size() == 1:
+        return None
+    return local
+
+
+def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the least and the largest element; both are NaN if any is."""
+    low, high = torch.aminmax(tensor)
+    return low, high
+
+
+def details(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, float, float]:
+    """Returns first index, number of NaN and of infinite elements, and the extremes of the finite ones."""
+    finite = torch.isfinite(tensor)
+    first = int((~finite).reshape(-1).to(torch.uint8).argmax())
+    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(first), tensor.shape))
+    rest = tensor[finite]
+    low, high = (float(rest.min()), float(rest.max())) if rest.numel() else (math.nan, math.nan)
+    return index, int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum()), low, high

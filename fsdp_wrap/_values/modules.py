@@ -1,0 +1,212 @@
+"""`ModuleLooks`: looks at what each module computes, and at the gradients of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_wrap._core import ValueSeam, iter_tensors
+from fsdp_wrap._core.torch_private import current_transform, graph_task
+from fsdp_wrap._values.finding import looked_at, quoted
+from fsdp_wrap._values.looks import Looks, Named, Origin, Spot
+
+OUTPUT, INPUT = ValueSeam.OUTPUTS.value, ValueSeam.INPUTS.value
+GRADIENT, INPUT_GRADIENT = ValueSeam.OUTPUT_GRADIENTS.value, ValueSeam.INPUT_GRADIENTS.value
+
+
+class Names(NamedTuple):
+    """The names of a module, and of the unit that it belongs to."""
+
+    module: str
+    unit: str
+
+
+class _Call(NamedTuple):
+    """A forward that is running."""
+
+    module: nn.Module
+    names: Names
+    args: Sequence[Any]
+
+
+class _Output:
+    """An output of a module, the module in whose forward that ran, and the modules that have used it."""
+
+    def __init__(self, names: Names, parent: Names | None) -> None:
+        self.names, self.parent = names, parent
+        self.users: list[Names] = []
+
+
+class ModuleLooks:
+    """Looks at the outputs of modules and their gradients while it is open."""
+
+    def __init__(self, looks: Looks, names: Mapping[nn.Module, Names], gradients: bool) -> None:
+        self._looks, self._names, self._gradients = looks, names, gradients
+        self._calls: list[_Call] = []
+        self._outputs: MutableMapping[torch.Tensor, _Output] = WeakTensorKeyDictionary()
+        self._last: ref[torch.Tensor] | None = None
+        self._hooks = ExitStack()
+        self._open = False
+
+    def open(self) -> None:
+        """Begins to look."""
+        self._open = True
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave, with_kwargs=True).remove)
+
+    def close(self) -> None:
+        """Ends looking."""
+        self._open = False
+        self._hooks.close()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets forwards that have not ended."""
+        self._calls.clear()
+        self._last = None
+
+    # forward
+
+    def _enter(self, module: nn.Module, args: Sequence[Any]) -> None:
+        names = self._names.get(module)
+        if names is None or torch.compiler.is_compiling():
+            return
+        self._calls.append(_Call(module, names, args))
+        for tensor in iter_tensors(args):
+            self._note_use(tensor, names)
+
+    def _note_use(self, tensor: torch.Tensor, names: Names) -> None:
+        output = self._outputs.get(tensor)
+        if output is None and tensor._base is not None:
+            output = self._outputs.get(tensor._base)
+        if output is None and self._gradients and tensor.grad_fn is not None:
+            self._watch(tensor, names)  # made by the own code of the module around
+            output = self._outputs[tensor]
+            output.users.append(names)
+        elif output is not None and output.names != names:
+            output.users.append(names)
+
+    def _leave(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        names = self._names.get(module)
+        if names is None or torch.compiler.is_compiling():
+            return
+        while self._calls and self._calls.pop().module is not module:
+            pass  # forwards that have raised
+        for tensor in iter_tensors(kwargs):
+            self._note_use(tensor, names)
+        if current_transform() is not None:
+            return
+        tensors = [*iter_tensors(output)]
+        if graph_task() == -1:  # else a recomputation
+            self._look(module, names, (args, kwargs), tensors)
+        for tensor in tensors if self._gradients else ():
+            if tensor.grad_fn is not None:
+                self._watch(tensor, names)
+
+    def _look(self, module: nn.Module, names: Names, inputs: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) == 1 and self._last is not None and self._last() is tensors[0]:
+            return  # a container returns what its last module has
+        self._last = ref(tensors[0]) if tensors else None
+        origin = Origin(
+            Spot(OUTPUT, names.unit, names.module), True, "Made here: inputs and parameters are finite"
+        )
+        hit = self._looks.at(origin, numbered(OUTPUT, tensors))
+        if hit is not None:
+            origin, hit = self._trace(module, names, inputs, (origin, hit))
+            self._looks.report(origin, hit)
+
+    def _trace(
+        self, module: nn.Module, names: Names, inputs: Any, found: tuple[Origin, Named]
+    ) -> tuple[Origin, Named]:
+        """Returns where an output that is not finite comes from: its inputs and parameters are asked."""
+        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, value in held.items():
+                bad = None if value is None else first_not_finite(kind, [value])
+                if bad is not None:
+                    place = Spot("parameter", names.unit, names.module)
+                    told = f"The {kind} itself is not finite"
+                    return Origin(place, True, told), (f"{kind} '{name}'", bad[1])
+        hit = first_not_finite(INPUT, iter_tensors(inputs))
+        if hit is None or hit[1].data_ptr() == found[1][1].data_ptr():  # written in place
+            return found
+        for call in reversed(self._calls):
+            outer = first_not_finite(INPUT, iter_tensors(call.args))
+            if outer is None:
+                place = Spot(INPUT, names.unit, names.module)
+                told = f"Made in the forward of {quoted(call.names.module)}, outside of the modules in it"
+                return Origin(place, True, told), hit
+            hit, names = outer, call.names
+        place = Spot(INPUT, names.unit, names.module)
+        return Origin(place, False, "It came in with the input of the model"), hit
+
+    # backward
+
+    def _watch(self, tensor: torch.Tensor, names: Names) -> None:
+        """Looks at the gradient of a module's output when it comes."""
+        known, parent = self._outputs.get(tensor), self._calls[-1].names if self._calls else None
+        if known is not None:
+            known.parent = parent  # an inner module's output, returned as it is
+            return
+        output = _Output(names, parent)
+        self._outputs[tensor] = output
+        node = tensor.grad_fn
+        assert node is not None
+        node.register_prehook(partial(self._on_gradient, output, tensor.output_nr))
+
+    def _on_gradient(self, output: _Output, number: int, grads: Sequence[torch.Tensor | None]) -> None:
+        grad = grads[number]
+        if not self._open or grad is None:
+            return
+        origin = _origin_of_gradient(output)
+        hit = self._looks.at(origin, [("the gradient", grad)])
+        if hit is not None:
+            self._looks.report(origin, hit)
+
+
+def _origin_of_gradient(output: _Output) -> Origin:
+    """Returns where a gradient comes from if it is the first that is not finite."""
+    users = [*dict.fromkeys(output.users)]
+    inner = [
+        each for each in users if not any(_encloses(each.module, other.module) for other in users)
+    ]  # a module passes its inputs on to those inside
+    if inner:
+        user = inner[-1]
+        told = f"Made in the backward of {quoted(user.module)}: gradients of its outputs are finite"
+        return Origin(Spot(INPUT_GRADIENT, user.unit, user.module), True, told)
+    place = Spot(GRADIENT, output.names.unit, output.names.module)
+    if output.parent is None:
+        return Origin(place, False, "It came in from the loss")
+    outer = quoted(output.parent.module)
+    return Origin(place, True, f"Made in the backward of {outer}, outside of the modules in it")
+
+
+def _encloses(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+
+
+def numbered(what: str, tensors: Sequence[torch.Tensor]) -> list[Named]:
+    """Names tensors by their number, unless there is one alone."""
+    return [(f"{what} {n}" if len(tensors) > 1 else f"the {what}", each) for n, each in enumerate(tensors)]
+
+
+def not_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements that are not finite."""
+    seen = looked_at(tensor)
+    return seen is not None and not bool(torch.isfinite(seen).all())
+
+
+def first_not_finite(what: str, tensors: Any) -> Named | None:
+    """Returns the first tensor with elements that are not finite."""
+    for name, tensor in numbered(what, [*tensors]):
+        seen = looked_at(tensor)
+        if seen is not None and not_finite(seen):
+            return name, seen
+    return None

@@ -1,0 +1,66 @@
+"""Tensors of a unit by name: its full parameters, its gradients, and pieces of shards.
+
+`name` is that of the unit, with which the names begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fsdp_wrap._core import joined
+from fsdp_wrap._params import Layout, to_local
+from fsdp_wrap._runtime import Unit
+
+
+class Piece(NamedTuple):
+    """A contiguous piece, 1-D, of a flattened parameter, or of what has its shape.
+
+    Attributes:
+        fqn: Name of the parameter.
+        shape: Shape of what is sharded: the parameter, or its part under tensor parallelism.
+        start: Index of the piece's first element.
+        data: The piece.
+    """
+
+    fqn: str
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+
+
+def whole_name(unit: str, fqn: str) -> str:
+    """Returns a parameter's name; the mesh that may follow a unit's name is no part of it."""
+    return joined(unit.partition(" ")[0], fqn)
+
+
+def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and local values of the full parameters that a unit's modules show."""
+    for segment in () if unit.handle is None else unit.handle.segments:
+        for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
+            yield whole_name(name, fqn), to_local(leaf.detach())
+
+
+def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and local values of the gradients on a unit's leaves, or in their place."""
+    for segment in () if unit.handle is None else unit.handle.segments:
+        gradients, layout = segment.gradients, segment.layout
+        for index, (fqn, leaf) in enumerate(zip(layout.fqns, segment.leaves)):
+            if leaf.grad is not None:
+                yield whole_name(name, fqn), to_local(leaf.grad)
+            elif gradients.used[index] and gradients.buffer is segment.full:
+                yield whole_name(name, fqn), layout.views(segment.full.data)[index]
+
+
+def shard_pieces(layout: Layout, name: str) -> Iterator[Piece]:
+    """Yields this rank's pieces of a layout's parameters, in master dtype."""
+    for each in layout.intervals():
+        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, each.data.detach())
+
+
+def gradient_pieces(layout: Layout, name: str, reduced: torch.Tensor) -> Iterator[Piece]:
+    """Yields the pieces of a reduced gradient shard."""
+    for each, data in zip(layout.intervals(), layout.pieces(reduced.detach())):
+        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))

@@ -1,0 +1,214 @@
+"""`Statistics`: a few numbers about tensors, which add up over pieces, ranks and micro-batches.
+
+Checksums and sketches are sums over elements. A parameter's element counts by its place in the parameter,
+whoever holds it, so that all ways to cut a parameter give the same. An element of an activation counts by its
+bits alone in the checksum, and by its place in its row in the sketch: the order of rows does not matter.
+
+A sketch is the product with random signs. The difference of two sketches tells the size of the difference of
+the tensors (Johnson and Lindenstrauss), and their angle whether one is a multiple of the other.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_wrap._values.finding import looked_at
+
+WIDTH = 16
+"""Numbers of a sketch."""
+
+_BLOCK = 4096
+_MIX, _STIR = -7046029254386353131, -4658895280553007687
+"""Odd numbers with bits that look random."""
+_MIX_32, _STIR_32 = -1640531527, -2048144777
+_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns a number that looks random for each: the same on all versions and devices."""
+    numbers = numbers * _MIX
+    numbers = (numbers ^ (numbers >> 29)) * _STIR
+    return numbers ^ (numbers >> 32)
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Returns an odd weight for each place in a block."""
+    return _mixed(torch.arange(1, _BLOCK + 1, device=device)) | 1
+
+
+@cache
+def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the signs of a block: places x `WIDTH`."""
+    return _signs_of(torch.arange(_BLOCK, device=device), dtype)
+
+
+def _signs_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    columns = torch.arange(WIDTH, device=numbers.device)
+    bits = _mixed((numbers.unsqueeze(1) + 1) * WIDTH + columns) >> 40 & 1
+    return (1 - 2 * bits).to(dtype)
+
+
+class Statistics:
+    """Sums over the elements of tensors.
+
+    Attributes:
+        dtype: Name of the tensors' dtype, "" before the first.
+        numel: Number of elements.
+        zeros: Number of zeros.
+        nan: Number of NaN.
+        inf: Number of infinite elements.
+        total: Sum of the finite elements.
+        squares: Sum of their squares.
+        largest: Largest absolute value of them.
+        checksum: Sum of hashes, modulo 2^64.
+        sketch: `WIDTH` sums with random signs.
+        tensors: Number of pieces.
+    """
+
+    def __init__(self) -> None:
+        self.dtype = ""
+        self.numel = self.zeros = self.nan = self.inf = self.checksum = self.tensors = 0
+        self.total = self.squares = self.largest = 0.0
+        self.sketch = [0.0] * WIDTH
+
+    @property
+    def norm(self) -> float:
+        """The norm of the finite elements."""
+        return math.sqrt(self.squares)
+
+    @torch.no_grad()
+    def add(self, tensor: torch.Tensor, name: str | None = None, start: int = 0) -> None:
+        """Adds a tensor.
+
+        Args:
+            tensor: On any device.
+            name: Name of the parameter that it is a piece of; None for an activation.
+            start: Index of the piece's first element in the flattened parameter.
+        """
+        seen = _numbers_of(tensor)
+        if seen is None:
+            return
+        self.dtype = str(seen.dtype).removeprefix("torch.")
+        self.tensors += 1
+        flat = seen.reshape(-1)
+        values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+        low, high = (each.item() for each in torch.aminmax(values))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.nan += int(values.isnan().sum())
+            self.inf += int(values.isinf().sum())
+            values = values.nan_to_num(0.0, 0.0, 0.0)
+            low, high = (each.item() for each in torch.aminmax(values))
+        self.numel += flat.numel()
+        self.zeros += flat.numel() - int(torch.count_nonzero(flat))
+        self.total += values.sum().item()
+        self.squares += torch.dot(values, values).item()
+        self.largest = max(self.largest, -low, high)
+        seed = 0 if name is None else zlib.crc32(name.encode())
+        if name is None:
+            self._wrap(_checksum_of_set(flat))
+            row = seen.shape[1:].numel() if seen.dim() > 1 else 1
+            values, start = values.view(-1, row).sum(0), 0
+        else:
+            self._wrap(_checksum(flat.view(_INTS[flat.element_size()]).long(), start, seed))
+        self.sketch = [a + b for a, b in zip(self.sketch, _sketch(values, start, seed))]
+
+    def _wrap(self, checksum: int) -> None:
+        self.checksum = (self.checksum + checksum) % 2**64
+
+    def merge(self, other: Statistics) -> None:
+        """Adds the sums of another one."""
+        self.dtype = self.dtype or other.dtype
+        for name in ("numel", "zeros", "nan", "inf", "tensors", "total", "squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
+        self._wrap(other.checksum)
+        self.sketch = [a + b for a, b in zip(self.sketch, other.sketch)]
+
+    def as_list(self) -> list[Any]:
+        """Returns the numbers, for a file."""
+        counts = [self.numel, self.zeros, self.nan, self.inf, self.tensors]
+        return [
+            self.dtype,
+            *counts,
+            self.total,
+            self.squares,
+            self.largest,
+            f"{self.checksum:016x}",
+            self.sketch,
+        ]
+
+    @classmethod
+    def of_list(cls, numbers: Sequence[Any]) -> Statistics:
+        """Undoes `as_list`."""
+        made = cls()
+        made.dtype, made.numel, made.zeros, made.nan, made.inf, made.tensors = numbers[:6]
+        made.total, made.squares, made.largest = numbers[6:9]
+        made.checksum, made.sketch = int(numbers[9], 16), [*numbers[10]]
+        return made
+
+
+def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns what a record can hold of a tensor: floating-point numbers, or integers as int64."""
+    seen = looked_at(tensor)
+    if seen is None and not tensor.is_floating_point() and not tensor.is_complex():
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        if local.layout is torch.strided and local.numel() and not local.is_meta:
+            seen = local.long()
+    return seen
+
+
+class _Plan(NamedTuple):
+    """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last.
+
+    `parts` are the elements of each of these with their rows and places, `weights` and `signs` the blocks'.
+    """
+
+    parts: Sequence[tuple[slice, int, slice]]
+    weights: torch.Tensor
+    signs: torch.Tensor
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan_of(numel: int, start: int, seed: int, device: torch.device) -> _Plan:
+    offset, head = start % _BLOCK, min(numel, -start % _BLOCK)
+    whole, first = (numel - head) // _BLOCK, (start + head) // _BLOCK
+    end, parts, numbers = head + whole * _BLOCK, [], [*range(first, first + whole)]
+    if head:
+        parts.append((slice(head), 1, slice(offset, offset + head)))
+        numbers.insert(0, start // _BLOCK)
+    if whole:
+        parts.append((slice(head, end), whole, slice(_BLOCK)))
+    if numel > end:
+        parts.append((slice(end, numel), 1, slice(numel - end)))
+        numbers.append(first + whole)
+    blocks = torch.tensor(numbers, device=device) + (seed << 20)
+    return _Plan(parts, _mixed(blocks) | 1, _signs_of(blocks, torch.float64))
+
+
+def _checksum_of_set(values: torch.Tensor) -> int:
+    """Returns a sum of hashes in 32 bits, which are faster than 64, of elements in any order."""
+    bits = values.view(torch.int16).int() if values.element_size() == 2 else values.view(torch.int32)
+    bits = bits * _MIX_32
+    bits ^= bits >> 15
+    bits *= _STIR_32
+    return int((bits ^ (bits >> 16)).sum(dtype=torch.int64))
+
+
+def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
+    plan, weights = _plan_of(bits.numel(), start, seed, bits.device), _weights(bits.device)
+    sums = [(bits[part].view(rows, -1) * weights[places]).sum(1) for part, rows, places in plan.parts]
+    return int((torch.cat(sums) * plan.weights).sum())
+
+
+def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
+    plan, signs = _plan_of(values.numel(), start, seed, values.device), _signs(values.device, values.dtype)
+    sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
+    found: list[float] = (torch.cat(sums).double() * plan.signs).sum(0).tolist()
+    return found

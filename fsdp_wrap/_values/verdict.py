@@ -1,0 +1,182 @@
+"""`Verdict`: the first seam at which two records depart, and what that looks like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_wrap._values import files
+from fsdp_wrap._values.compare import Departure, Run, SeamTotals, departures, difference, length
+from fsdp_wrap._values.statistics import Statistics
+
+_CLOSE = 0.02
+"""Relative size of what may be left of a difference that is explained."""
+_LEAST_FACTOR = 2e-3
+"""Difference from which on a factor is no rounding."""
+
+_SAME = 1e-5
+"""Relative size up to which two sketches are of the same values."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a comparison.
+
+    Attributes:
+        kind: "equal", "rounding", "scale", "missing sum", "doubled sum", "stale", "other input", "other
+            computation", "other parameters", "other update" or "not finite".
+        told: A sentence about it.
+        first: The first departure, larger than rounding if there is one; None for equal records.
+        steps: The departures of the step in which that is, in the order of the step.
+    """
+
+    kind: str
+    told: str
+    first: Departure | None
+    steps: Sequence[Departure]
+
+
+def judge(first: Run, second: Run) -> Verdict:
+    """Compares two records, step by step.
+
+    Raises:
+        ValueError: If they have no step, or no seam, in common.
+    """
+    common = [step for step in first.steps if step in second.steps]
+    if not common:
+        raise ValueError(f"the records have no step in common: {first.steps} and {second.steps}")
+    rounded: Verdict | None = None
+    found: list[Departure] = []
+    for step in common:
+        found = [*departures(first, second, step, step == common[0])]
+        if not found:
+            raise ValueError(
+                f"the records have no unit in common in step {step}: give record_values() of the plain "
+                "module the names of the units"
+            )
+        large = next((each for each in found if each.exceeds or _is_scaled(each)), None)
+        if large is not None:
+            kind, told = _explain(first, second, large, found)
+            return Verdict(kind, told, large, found)
+        small = next((each for each in found if each.size), None)
+        if small is not None and rounded is None:
+            rounded = Verdict("rounding", "It looks like rounding", small, found)
+    return rounded or Verdict("equal", "All that both have recorded is equal, bit for bit", None, found)
+
+
+def _is_scaled(each: Departure) -> bool:
+    """Whether a factor explains a difference that could be rounding by its size."""
+    return each.size > _LEAST_FACTOR and _factor(each) is not None
+
+
+def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departure]) -> tuple[str, str]:
+    """Returns kind and sentence about a departure that is no rounding."""
+    ours, theirs = large.before
+    if ours.sums.nan + ours.sums.inf != theirs.sums.nan + theirs.sums.inf:
+        return "not finite", "One has values that are not finite: look with fsdp_wrap.find_nonfinite()"
+    if large.seam in (files.PARAMETER, files.AGAIN):
+        return _explain_gathered(first, second, large)
+    if large.seam == files.REDUCED:
+        summed = _explain_sum("the first", first, large) or _explain_sum("the second", second, large)
+        if summed is not None:
+            return summed
+    factor = _factor(large)
+    if factor is not None:
+        return _explain_factor(factor, max(first.ranks, second.ranks))
+    if large is next((each for each in found if each.seam == files.INPUT), None):
+        return "other input", "It looks like another input: all before it is equal"
+    if large.seam == files.SHARD:
+        return "other parameters", "The parameters differ already: other weights, or changed between steps"
+    if large.seam == files.UPDATE:
+        return "other update", "Gradients are equal: it looks like other settings of the optimizer"
+    told = "What goes in is equal: it looks like another computation, or other random numbers (dropout)"
+    return "other computation", told
+
+
+def _sketch_of(totals: SeamTotals, ranks: Sequence[int]) -> list[float]:
+    """Returns the sketch of some ranks, or of all if there are none."""
+    taken = Statistics()
+    for rank in ranks:
+        taken.merge(totals.by_rank[rank])
+    return [each * totals.scale for each in taken.sketch] if ranks else totals.sketch
+
+
+def _factor(large: Departure) -> float | None:
+    """Returns the number by which the first record's values are to be multiplied, if there is one."""
+    ours, theirs = (_sketch_of(each, large.ranks) for each in large.before)
+    square = sum(each * each for each in ours)
+    if not square:
+        return None
+    factor = sum(a * b for a, b in zip(ours, theirs)) / square
+    left = length([b - factor * a for a, b in zip(ours, theirs)])
+    apart = length([b - a for a, b in zip(ours, theirs)])
+    return factor if left <= _CLOSE * apart and left <= _CLOSE * length(theirs) else None
+
+
+def _explain_factor(factor: float, ranks: int) -> tuple[str, str]:
+    told = f"The second has {factor:.4g} times the first"
+    if ranks > 1 and math.isclose(factor, ranks, rel_tol=_CLOSE):
+        return "scale", f"{told}: it looks like a missing division by the {ranks} ranks"
+    if ranks > 1 and math.isclose(factor, 1 / ranks, rel_tol=_CLOSE):
+        return "scale", f"{told}: it looks like a division by the {ranks} ranks too many"
+    if math.isclose(factor, 2.0, rel_tol=_CLOSE):
+        return "doubled sum", f"{told}: it looks like a doubled sum"
+    return "scale", f"{told}: it looks like a factor, of the loss, a learning rate or a mean"
+
+
+def _explain_gathered(first: Run, second: Run, large: Departure) -> tuple[str, str]:
+    """Looks in which record the gathered parameters are not the shards, and where they come from."""
+    for name, run in (("the first", first), ("the second", second)):
+        shard = run.totals(large.step, (files.SHARD, large.unit))
+        full = run.totals(large.step, (large.seam, large.unit))
+        if shard is None or full is None:
+            continue
+        for rank, own in full.by_rank.items():
+            if difference(own, shard.sums, (1.0, 1.0), linear=True) <= large.rounds:
+                continue
+            step = _step_of(own, run, large)
+            if step is not None:
+                told = f"In {name} record, rank {rank} has gathered stale values, those of step {step}"
+                return "stale", told
+            told = f"In {name} record, rank {rank} has gathered other values than the shards have"
+            return "other parameters", told
+    return "other parameters", "The parameters differ"
+
+
+def _step_of(gathered: Statistics, run: Run, large: Departure) -> int | None:
+    """Returns the last step in which the shards had other values, and these."""
+    for step in [each for each in run.steps if each <= large.step][::-1]:
+        for seam in (files.SHARD, files.UPDATE):
+            old = run.totals(step, (seam, large.unit))
+            if old is not None and difference(gathered, old.sums, (1.0, 1.0), linear=True) <= _SAME:
+                return step
+    return None
+
+
+def _explain_sum(name: str, run: Run, large: Departure) -> tuple[str, str] | None:
+    """Compares a reduced gradient with the ranks' own, whose mean it should be."""
+    own = run.totals(large.step, (files.GRADIENT, large.unit))
+    reduced = run.totals(large.step, (files.REDUCED, large.unit))
+    if own is None or reduced is None or len(own.by_rank) != run.ranks:
+        return None
+    result = [each * run.contributors for each in reduced.sketch]
+    left = [a - b for a, b in zip(result, own.sums.sketch)]
+    if length(left) <= max(large.rounds, 1e-5) * length(own.sums.sketch):
+        return None
+    for rank, each in own.by_rank.items():
+        for sign, kind, told in ((-1, "missing sum", "is missing in"), (1, "doubled sum", "is twice in")):
+            rest = length([a - sign * b for a, b in zip(left, each.sketch)])
+            if rest <= _CLOSE * length(each.sketch):
+                return kind, f"In {name} record, the gradient of rank {rank} {told} the reduced gradient"
+    square = sum(each * each for each in own.sums.sketch)
+    factor = sum(a * b for a, b in zip(result, own.sums.sketch)) / square if square else 0.0
+    rest = length([a - factor * b for a, b in zip(result, own.sums.sketch)])
+    if rest <= _CLOSE * length(result) and abs(factor - 1) > large.rounds:
+        told = (
+            f"In {name} record, the reduced gradient is {factor:.4g} times the mean of the ranks' gradients"
+        )
+        if math.isclose(factor, run.ranks, rel_tol=_CLOSE):
+            told += f": a division by the {run.ranks} ranks is missing"
+        return "scale", told
+    return None

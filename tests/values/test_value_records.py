@@ -1,0 +1,297 @@
+"""Records of values are the same for all ways to shard, and their diff names the first seam that departs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bed import ranks, run_ranks
+from fronts import no_sync, shard
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, record_values
+from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._values import files
+from fsdp_wrap._values.command import report
+from fsdp_wrap._values.compare import Run
+from fsdp_wrap._values.statistics import Statistics
+from fsdp_wrap._values.verdict import Verdict, judge
+from fsdp_wrap.tools.command import main
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import WIDTH, Block, Net
+
+UNITS = ["blocks.0", "blocks.1"]
+ROWS = 8
+
+
+class Dropping(Net):
+    """A net with dropout before its head."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x if block is self.blocks[0] else nn.functional.dropout(x, 0.1, self.training))
+        return self.head(x)
+
+
+def made(front: str = "orig", net: type[nn.Module] = Net, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shard(front, net(), ModuleWrapPolicy({Block}), **options)
+
+
+def batches(step: int, count: int) -> list[torch.Tensor]:
+    """Returns the micro-batches of all ranks: the rows of one batch."""
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+    return [*rows.chunk(count)]
+
+
+def train(
+    model: nn.Module,
+    folder: Any,
+    own: Callable[[int], list[torch.Tensor]],
+    *,
+    steps: int = 3,
+    factor: float = 1.0,
+    units: Any = (),
+    every: int = 1,
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with record_values(model, folder, every, units=units):
+        for step in range(steps):
+            *first, last = own(step)
+            for x in first:
+                with no_sync(model):
+                    (model(x).square().mean() * factor / (1 + len(first))).backward()
+            (model(last).square().mean() * factor / (1 + len(first))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_sharded(rank: int, ranks: int, folder: str, front: str, micro: int = 1, **options: Any) -> None:
+    def own(step: int) -> list[torch.Tensor]:
+        return batches(step, ranks * micro)[rank * micro : (rank + 1) * micro]
+
+    train(made(front, **options), folder, own)
+
+
+def compared(one: Any, other: Any) -> Verdict:
+    return judge(Run(files.read(one)), Run(files.read(other)))
+
+
+def test_statistics_add_up_over_pieces():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        values = torch.randn(20_001).to(dtype)
+        whole = Statistics()
+        whole.add(values, "name")
+        for cuts in ([1, 5_000, 15_000], [4_095, 1, 15_905], [10, 20, 30, 19_941]):
+            parts, start = Statistics(), 0
+            for piece in values.split(cuts):
+                parts.add(piece, "name", start)
+                start += len(piece)
+            assert (parts.checksum, parts.numel) == (whole.checksum, whole.numel)
+            assert parts.norm == pytest.approx(whole.norm) and parts.sketch == pytest.approx(
+                whole.sketch, 1e-3, 1e-2
+            )
+        others = [values.roll(1), values * 1.01, values.index_fill(0, torch.tensor(7), 0.0)]
+        for other in others:
+            found = Statistics()
+            found.add(other, "name")
+            assert found.checksum != whole.checksum
+        named = Statistics()
+        named.add(values, "other")
+        assert named.checksum != whole.checksum
+    rows, moved = Statistics(), Statistics()
+    activation = torch.randn(6, 50)
+    rows.add(activation)
+    moved.add(activation[torch.tensor([3, 1, 5, 0, 2, 4])])
+    assert rows.checksum == moved.checksum and rows.sketch == pytest.approx(moved.sketch, 1e-3, 1e-4)
+
+
+def record_plain(folder: Any, **options: Any) -> None:
+    torch.manual_seed(0)
+    train(Net(), folder, lambda step: batches(step, 1), units=UNITS, **options)
+
+
+def test_front_ends_and_a_plain_module_record_the_same(tmp_path):
+    """Bit for bit at equal numbers of ranks; a plain module rounds otherwise."""
+    record_plain(tmp_path / "plain")
+    for front in ("flat", "composable"):
+        run_ranks(2, _recording, str(tmp_path / front), {"front": front})
+    assert compared(tmp_path / "flat", tmp_path / "composable").kind == "equal"
+    verdict = compared(tmp_path / "plain", tmp_path / "composable")
+    assert verdict.kind == "rounding", (verdict.told, verdict.first)
+    assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "kept": (2, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "offloaded": (2, {"cpu_offload": CPUOffload(offload_params=True)}),
+    "micro-batches": (2, {"micro": 2}),
+    "alone": (1, {"front": "composable"}),
+    "four ranks": (4, {"front": "composable"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_to_shard_record_the_same(way, tmp_path):
+    count, options = WAYS[way]
+    record_plain(tmp_path / "plain")
+    run_ranks(2, _recording, str(tmp_path / "two"), {"front": "orig"})
+    run_ranks(count, _recording, str(tmp_path / way), {"front": "orig", **options})
+    if way in ("kept", "offloaded"):
+        assert compared(tmp_path / "two", tmp_path / way).kind == "equal"
+    for other in ("two", "plain"):
+        verdict = compared(tmp_path / other, tmp_path / way)
+        assert verdict.kind in ("rounding", "equal"), (other, verdict.told, verdict.first)
+
+
+def _recording(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    train_sharded(rank, world_size, folder, **options)
+
+
+class Fault(ValueWatcher):
+    """Changes values at a seam of `blocks.1` in the second step, on the second rank."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._steps = kind, 0
+        self._stale: list[torch.Tensor] = []
+
+    def begin(self, schedule: Any) -> None:
+        self._steps += 1
+
+    def see(self, owner: Any, seam: ValueSeam, values: Any) -> None:
+        now = self._steps == 2
+        if seam is ValueSeam.REDUCED:
+            if now and self._kind == "missing division" and "up.weight" in owner.fqns:
+                values[0].mul_(dist.get_world_size())
+        elif owner.fqn == "blocks.1" and dist.get_rank() == 1:
+            (segment,) = owner.handle.segments
+            if seam is ValueSeam.PARAMETERS and self._kind == "stale gather":
+                for leaf, old in zip(segment.leaves, self._stale):
+                    leaf.data.copy_(old)
+                self._stale = [leaf.detach().clone() for leaf in segment.leaves]
+            elif seam is ValueSeam.GRADIENTS and now and self._kind == "missing sum":
+                for leaf in segment.leaves:
+                    leaf.grad.zero_()
+
+
+def _faulty(rank: int, world_size: int, folder: str, kind: str, front: str) -> None:
+    def own(step: int) -> list[torch.Tensor]:
+        torch.manual_seed(step + 100 * (kind == "dropout" and rank == step == 1))
+        return [batches(step + (kind == "input" and step == 1), world_size)[rank]]
+
+    model, fault = made(front, Dropping), Fault(kind)
+    first = kind != "missing sum"  # else after the record has looked
+    value_watchers.insert(0, fault) if first else None
+    try:
+        if first:
+            train(model, folder, own, factor=1.01 if kind == "loss" else 1.0)
+        else:
+            _train_before(model, folder, own, fault)
+    finally:
+        value_watchers.remove(fault)
+
+
+def _train_before(model: nn.Module, folder: str, own: Any, fault: Fault) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with record_values(model, folder, 1):
+        value_watchers.append(fault)
+        for step in range(3):
+            model(own(step)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+VERDICTS = {
+    "loss": ("scale", 0, "gradient of output", "", (0, 1), "1.01 times"),
+    "input": ("other input", 1, "input", "", (0, 1), "another input"),
+    "dropout": ("other computation", 1, "input", "blocks.1", (1,), "dropout"),
+    "stale gather": ("stale", 1, "parameter", "blocks.1", (1,), "rank 1 has gathered stale values"),
+    "missing sum": (
+        "missing sum",
+        1,
+        "reduced gradient",
+        "blocks.1",
+        (0, 1),
+        "the gradient of rank 1 is missing",
+    ),
+    "missing division": (
+        "scale",
+        1,
+        "reduced gradient",
+        "blocks.1",
+        (0, 1),
+        "division by the 2 ranks is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("front", ["flat", pytest.param("composable", marks=pytest.mark.slow)])
+def test_the_first_seam_that_departs_is_named(front, tmp_path):
+    run_ranks(2, _faulty, str(tmp_path / "right"), "none", front)
+    for kind, (verdict, step, seam, unit, culprits, told) in VERDICTS.items():
+        run_ranks(2, _faulty, str(tmp_path / kind), kind, front)
+        found = compared(tmp_path / "right", tmp_path / kind)
+        first = found.first
+        assert first is not None, kind
+        assert (found.kind, first.step, first.seam, first.unit) == (verdict, step, seam, unit), (
+            kind,
+            found.told,
+        )
+        assert first.ranks == culprits and told in found.told, (kind, first.ranks, found.told)
+
+
+def test_the_command_draws_departure_against_depth(tmp_path, capsys):
+    for name, factor in (("a", 1.0), ("b", 1.5)):
+        record_plain(tmp_path / name, factor=factor, every=2)
+    assert Run(files.read(tmp_path / "a")).steps == [0, 2]
+    assert (
+        main(["values", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--svg", str(tmp_path / "c.svg")])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "relative departure" in (tmp_path / "c.svg").read_text()
+    assert "first departure: step 0, gradient of output of unit (root), by 3.3e-01" in told
+    assert "scale: The second has 1.5 times the first" in told
+    assert "'blocks.1'  3.3e-01 |#" in told and "'blocks.1'  0.0e+00 | " in told
+    same = compared(tmp_path / "a", tmp_path / "a")
+    assert same.kind == "equal" and report(same, [Run(files.read(tmp_path / "a"))] * 2)[-1].startswith(
+        "equal: "
+    )
+
+
+def test_wrong_uses_are_refused(tmp_path):
+    net = Net()
+    with pytest.raises(ValueError, match="every=0 must be a positive number"):
+        record_values(net, tmp_path / "a", 0)
+    with pytest.raises(ValueError, match="no modules of Net"):
+        record_values(net, tmp_path / "a", units=["blocks.7"])
+    with record_values(net, tmp_path / "b"), pytest.raises(ValueError, match="needs a folder of its own"):
+        record_values(net, tmp_path / "b")
+    with pytest.raises(ValueError, match="no rank has written values"):
+        files.read(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no step in common"):
+        compared(tmp_path / "b", tmp_path / "b")
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_a_hybrid_mesh_and_bf16_are_compared(rank, world_size, tmp_path):
+    torch.manual_seed(0)
+    net, mesh = Net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    train(fully_shard(net, mesh=mesh), f"{folder[0]}/hybrid", lambda step: [batches(step, 4)[rank]])
+    mixed = made("orig", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    train(mixed, f"{folder[0]}/bf16", lambda step: [batches(step, 4)[rank]])
+    dist.barrier()
+    if rank == 0:
+        verdict = compared(f"{folder[0]}/hybrid", f"{folder[0]}/bf16")
+        assert verdict.kind == "rounding", (verdict.told, verdict.first)
