@@ -164,7 +164,7 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return seen
 
 
-class _Plan(NamedTuple):
+class _Blocking(NamedTuple):
     """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last.
 
     `parts` are the elements of each of these with their rows and places, `weights` and `signs` the blocks'.
@@ -176,7 +176,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def _plan_of(numel: int, start: int, seed: int, device: torch.device) -> _Plan:
+def _blocking_of(numel: int, start: int, seed: int, device: torch.device) -> _Blocking:
     offset, head = start % _BLOCK, min(numel, -start % _BLOCK)
     whole, first = (numel - head) // _BLOCK, (start + head) // _BLOCK
     end, parts, numbers = head + whole * _BLOCK, [], [*range(first, first + whole)]
@@ -189,7 +189,7 @@ def _plan_of(numel: int, start: int, seed: int, device: torch.device) -> _Plan:
         parts.append((slice(end, numel), 1, slice(numel - end)))
         numbers.append(first + whole)
     blocks = torch.tensor(numbers, device=device) + (seed << 20)
-    return _Plan(parts, _mixed(blocks) | 1, _signs_of(blocks, torch.float64))
+    return _Blocking(parts, _mixed(blocks) | 1, _signs_of(blocks, torch.float64))
 
 
 def _checksum_of_set(values: torch.Tensor) -> int:
@@ -202,13 +202,16 @@ def _checksum_of_set(values: torch.Tensor) -> int:
 
 
 def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
-    plan, weights = _plan_of(bits.numel(), start, seed, bits.device), _weights(bits.device)
+    plan, weights = _blocking_of(bits.numel(), start, seed, bits.device), _weights(bits.device)
     sums = [(bits[part].view(rows, -1) * weights[places]).sum(1) for part, rows, places in plan.parts]
     return int((torch.cat(sums) * plan.weights).sum())
 
 
 def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
-    plan, signs = _plan_of(values.numel(), start, seed, values.device), _signs(values.device, values.dtype)
+    plan, signs = (
+        _blocking_of(values.numel(), start, seed, values.device),
+        _signs(values.device, values.dtype),
+    )
     sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
     found: list[float] = (torch.cat(sums).double() * plan.signs).sum(0).tolist()
     return found
