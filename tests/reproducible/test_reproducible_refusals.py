@@ -278,3 +278,24 @@ def test_random_numbers_belong_to_micro_batches(rank, world_size):
         work.seed(5, index)
         assert (torch.rand(1).item(), random.random()) == (number, other)
     assert work.seed_of(5, 1) not in (work.seed_of(5, 2), work.seed_of(6, 1))
+
+
+class Zeros(nn.Module):
+    """Its gradients are negative zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
+def test_zeros_have_one_sign(rank, world_size, front):
+    model = shard(front, Zeros())
+    for _ in reproducible(model, micro_batches=2).indices:
+        model(torch.tensor(-0.0)).backward()
+    for grad in full_grads(model).values():
+        assert not grad.any() and not grad.signbit().any()
