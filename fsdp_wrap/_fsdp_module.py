@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from fsdp_wrap._core import UNIT_ATTR, not_picklable
+from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
@@ -82,7 +82,7 @@ class FSDPModule(nn.Module):
         units = _unit_of(self).over_all_meshes
         for unit in units:
             schedule_of(unit).unshard(unit)
-        handle = _IssuedUnshard(units[0])
+        handle = UnshardHandle(units[0])
         if async_op:
             return handle
         handle.wait()
@@ -215,7 +215,7 @@ class FSDPModule(nn.Module):
         schedule = self._schedule
         schedule.finalize()
         if async_op:
-            return _IssuedReduction(schedule)
+            return GradientReductionHandle(schedule)
         schedule.await_reduction()
         return None
 
@@ -473,20 +473,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 class GradientReductionHandle:
     """The handle of the reductions that `FSDPModule.finalize_backward` has issued."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule: Schedule | None = schedule
+        self._issued = schedule.ending.issue()
+
     def wait(self) -> None:
         """Waits until the gradients are reduced.
 
         Raises:
             RuntimeError: If `FSDPModule.reset_iter_state` has dropped the gradients.
         """
-
-
-class _IssuedReduction(GradientReductionHandle):
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule: Schedule | None = schedule
-        self._issued = schedule.ending.issue()
-
-    def wait(self) -> None:
         if self._schedule is not None:
             self._schedule.ending.require_issued(self._issued)
             self._schedule.await_reduction()
@@ -496,15 +492,11 @@ class _IssuedReduction(GradientReductionHandle):
 class UnshardHandle:
     """The handle of the gather that `FSDPModule.unshard` has issued."""
 
-    def wait(self) -> None:
-        """Waits for the gather, and makes the modules show the full parameters."""
-
-
-class _IssuedUnshard(UnshardHandle):
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
+        """Waits for the gather, and makes the modules show the full parameters."""
         unit, self._unit = self._unit, None
         for each in () if unit is None else unit.over_all_meshes:
             schedule_of(each).show_unsharded(each)
@@ -550,6 +542,5 @@ def _format_alignment(layouts: Sequence[Layout]) -> str:
     if not aligned:
         return ""
     whole = [repr(fqn) for layout in aligned if not layout.sharded for fqn in layout.fqns]
-    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-    beside = f" ({', '.join(whole[:3])}{more} whole on every rank)" if whole else ""
+    beside = f" ({listed(whole, 3)} whole on every rank)" if whole else ""
     return f"aligned to {aligned[0].alignment}{beside}"

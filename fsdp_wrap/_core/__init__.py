@@ -49,8 +49,8 @@ from fsdp_wrap._core.errors import (
     not_picklable,
     warn_caller,
 )
-from fsdp_wrap._core.events import Event, EventKind, Phase, emit, observe_events, observers, record_events
-from fsdp_wrap._core.formatting import format_bytes, format_count, format_seconds
+from fsdp_wrap._core.events import Event, EventKind, Phase, observe_events, observers, record_events
+from fsdp_wrap._core.formatting import format_bytes, format_count, format_dtype, format_seconds, listed
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,
     REFUSED_HOOKS_OF,

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
-from fsdp_wrap.checkpoint._manifest import entries_of, listed
+from fsdp_wrap.checkpoint._manifest import entries_of
 from fsdp_wrap.checkpoint._safetensors import Described, Named, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
 from fsdp_wrap.checkpoint._sources import (

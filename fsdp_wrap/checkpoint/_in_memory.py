@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import listed, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
@@ -33,7 +33,6 @@ from fsdp_wrap.checkpoint._manifest import (
     Fault,
     Manifest,
     format_faults,
-    listed,
     metadata_in,
     verify,
 )

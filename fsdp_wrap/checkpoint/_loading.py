@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import listed, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory
@@ -25,7 +25,6 @@ from fsdp_wrap.checkpoint._manifest import (
     Shown,
     entries_of,
     format_faults,
-    listed,
     read_metadata,
 )
 from fsdp_wrap.checkpoint._saving import wait_for_pending

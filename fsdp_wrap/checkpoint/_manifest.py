@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_wrap._core import listed
 from fsdp_wrap._core.torch_private import get_layout
 from fsdp_wrap.checkpoint._torch_private import StorageInfo
 
@@ -164,13 +165,6 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
         concerned = listed(dict.fromkeys(names))
         lines.append(f"{fault.file} {fault.lack}" + (f" ({concerned})" if concerned else ""))
     return lines
-
-
-def listed(names: Iterable[object], most: int = 10) -> str:
-    """Returns names for a message: the first ones and the number of others."""
-    every = [*map(str, names)]
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
 
 
 @contextmanager

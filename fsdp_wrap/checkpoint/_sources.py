@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import (
@@ -25,7 +26,6 @@ from fsdp_wrap.checkpoint._manifest import (
     ByteRange,
     entries_of,
     extents,
-    listed,
     read_metadata,
 )
 from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, nbytes, read_safetensors

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, listed, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
@@ -36,7 +36,6 @@ from fsdp_wrap._state import (
     small_states_of,
     taken_from_dtensor,
 )
-from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import (
