@@ -194,11 +194,8 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     lack = lack_of(folder)
     if lack is None:
         manifest = Manifest.read(folder)
-        lack = (
-            "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
-            if every_byte
-            else None
-        )
+        if every_byte:
+            lack = "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"

@@ -78,11 +78,6 @@ class Manifest:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
-        return cls.decoded(data)
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Manifest:
-        """Returns the manifest in a file's bytes, or raises `DamagedCheckpoint`."""
         try:
             content = json.loads(data)
             if content.pop("crc") == zlib.crc32(_encoded(content)):
@@ -328,14 +323,6 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 def entries_of(found: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
     """Returns the paths of a part of the state, such as the model, by the names of its entries."""
     return {key: path for key, path in (found.planner_data or {}).items() if path[: len(part)] == part}
-
-
-def extents(found: Metadata) -> dict[str, int]:
-    """Returns for each file of data the bytes that it must have at least."""
-    ends: dict[str, int] = {}
-    for place in (found.storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return ends
 
 
 class _Unpickler(pickle.Unpickler):
