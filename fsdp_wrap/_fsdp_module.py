@@ -82,7 +82,7 @@ class FSDPModule(nn.Module):
         units = _unit_of(self).over_all_meshes
         for unit in units:
             schedule_of(unit).unshard(unit)
-        handle = UnshardHandle(units[0])
+        handle = _IssuedUnshard(units[0])
         if async_op:
             return handle
         handle.wait()
@@ -215,7 +215,7 @@ class FSDPModule(nn.Module):
         schedule = self._schedule
         schedule.finalize()
         if async_op:
-            return GradientReductionHandle(schedule)
+            return _IssuedReduction(schedule)
         schedule.await_reduction()
         return None
 
@@ -473,16 +473,20 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 class GradientReductionHandle:
     """The handle of the reductions that `FSDPModule.finalize_backward` has issued."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule: Schedule | None = schedule
-        self._issued = schedule.ending.issue()
-
     def wait(self) -> None:
         """Waits until the gradients are reduced.
 
         Raises:
             RuntimeError: If `FSDPModule.reset_iter_state` has dropped the gradients.
         """
+
+
+class _IssuedReduction(GradientReductionHandle):
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule: Schedule | None = schedule
+        self._issued = schedule.ending.issue()
+
+    def wait(self) -> None:
         if self._schedule is not None:
             self._schedule.ending.require_issued(self._issued)
             self._schedule.await_reduction()
@@ -492,11 +496,15 @@ class GradientReductionHandle:
 class UnshardHandle:
     """The handle of the gather that `FSDPModule.unshard` has issued."""
 
+    def wait(self) -> None:
+        """Waits for the gather, and makes the modules show the full parameters."""
+
+
+class _IssuedUnshard(UnshardHandle):
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Waits for the gather, and makes the modules show the full parameters."""
         unit, self._unit = self._unit, None
         for each in () if unit is None else unit.over_all_meshes:
             schedule_of(each).show_unsharded(each)

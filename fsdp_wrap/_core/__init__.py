@@ -31,6 +31,7 @@ from fsdp_wrap._core.api import (
     check_flag,
     check_kind,
     check_nbytes,
+    check_own,
     nbytes_of,
 )
 from fsdp_wrap._core.errors import (
