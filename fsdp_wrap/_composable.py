@@ -83,7 +83,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     contents = UnitContents.of(owner, Ignored(modules=replicated, params=ignored))
     slots, device = contents.slots, device_of(wanted.data.mesh)
     later = f"apply it to model.parameters() after {wanted.by}"
-    check_tensors(contents, later, distributed=True, extended=True)
+    check_tensors(contents, later, extended=True)
     locations = {slot.param: wanted.location_of(slot) for slot in slots}
     meshes = _meshes(locations, wanted.data)
     policy, offload = wanted.mp_policy, wanted.offload

@@ -53,15 +53,12 @@ _OUTSIDE = (
 )
 
 
-def check_tensors(
-    contents: UnitContents, instead: str | None = None, distributed: bool = False, extended: bool = False
-) -> None:
+def check_tensors(contents: UnitContents, instead: str | None, extended: bool = False) -> None:
     """Refuses tensors that cannot be sharded, or would lose their behaviour or hooks.
 
     Args:
         contents: The tensors of the future unit.
         instead: Advice about optimizers applied in backward, which would train nothing; None allows them.
-        distributed: Whether parameters may be `DTensor`s, as of tensor parallelism.
         extended: Whether parameters may be tensor extensions (subclasses with hooks for the all-gather).
     """
     for fqn, tensor in contents.tensors():
@@ -79,7 +76,7 @@ def check_tensors(
             check_packable(slot.fqn, slot.param)
         else:
             kind: type = type(slot.param)
-            part = type(to_local(slot.param)) if distributed and kind is DTensor else None
+            part = type(to_local(slot.param)) if kind is DTensor else None
             if kind is not nn.Parameter and part is not torch.Tensor:
                 raise TypeError(
                     f"parameter '{slot.fqn}' is a {type(slot.param).__name__}, whose behaviour sharding "
