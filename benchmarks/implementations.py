@@ -73,10 +73,10 @@ def over_the_group(asked: bool = True) -> Iterator[None]:
         yield
         return
 
-    def communicator(device: torch.device) -> GroupCommunicator:
-        return GroupCommunicator(Ranks(dist.distributed_c10d._get_default_group(), 0, 1), device)
+    def communicator(rank: int, size: int, device: torch.device) -> GroupCommunicator:
+        return GroupCommunicator(Ranks(dist.distributed_c10d._get_default_group(), rank, size), device)
 
-    with patch.object(select, "SoloCommunicator", communicator):
+    with patch.object(select, "Communicator", communicator):
         yield
 
 

@@ -24,9 +24,7 @@ from fsdp_wrap._core import (
     SegmentPolicy,
     ShardAlignment,
     UnitContents,
-    check_flag,
     check_kind,
-    check_nbytes,
     find_replicated,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
@@ -85,7 +83,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     contents = UnitContents.of(owner, Ignored(modules=replicated, params=ignored))
     slots, device = contents.slots, device_of(wanted.data.mesh)
     later = f"apply it to model.parameters() after {wanted.by}"
-    check_tensors(contents, later, distributed=True, extended=True)
+    check_tensors(contents, later, extended=True)
     locations = {slot.param: wanted.location_of(slot) for slot in slots}
     meshes = _meshes(locations, wanted.data)
     policy, offload = wanted.mp_policy, wanted.offload
@@ -155,13 +153,6 @@ def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | N
     kind = CPUOffloadPolicy if offloads else OffloadPolicy
     check_kind("offload_policy", offload_policy, kind, optional=False)
     return offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-
-
-def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
-    """Checks the arguments that torch does not have."""
-    check_flag("shared_memory", shared_memory)
-    check_nbytes("travel_together_bytes", travel_together_bytes)
-    check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
 
 
 def check_mesh(mesh: Any, dims: Any) -> None:

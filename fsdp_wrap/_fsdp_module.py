@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from fsdp_wrap._core import UNIT_ATTR, not_picklable
+from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
@@ -550,6 +550,5 @@ def _format_alignment(layouts: Sequence[Layout]) -> str:
     if not aligned:
         return ""
     whole = [repr(fqn) for layout in aligned if not layout.sharded for fqn in layout.fqns]
-    more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-    beside = f" ({', '.join(whole[:3])}{more} whole on every rank)" if whole else ""
+    beside = f" ({listed(whole, 3)} whole on every rank)" if whole else ""
     return f"aligned to {aligned[0].alignment}{beside}"

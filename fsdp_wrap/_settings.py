@@ -25,9 +25,8 @@ from fsdp_wrap._core import (
     ShardAlignment,
     ShardingStrategy,
     WrongKindError,
-    check_flag,
     check_kind,
-    check_nbytes,
+    check_own,
     find_replicated,
     warn_caller,
 )
@@ -107,9 +106,7 @@ class Settings:
         check_kind("cpu_offload", self.cpu_offload, CPUOffload)
         check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
-        check_flag("shared_memory", self.shared_memory)
-        check_nbytes("travel_together_bytes", self.travel_together_bytes)
-        check_nbytes("keep_unsharded_bytes", self.keep_unsharded_bytes)
+        check_own(self.shared_memory, self.travel_together_bytes, self.keep_unsharded_bytes)
         ShardAlignment.of(self.shard_alignment)
         self.policy.check()
         return resolve_mesh(self.process_group, self.device_mesh, self.strategy)

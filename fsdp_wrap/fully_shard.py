@@ -18,7 +18,6 @@ from fsdp_wrap._composable import (
     Composition,
     Location,
     check_mesh,
-    check_own,
     checked_offload,
     compose,
     outermost,
@@ -34,6 +33,7 @@ from fsdp_wrap._core import (
     ShardPlacementResult,
     UnevenCutError,
     WrongKindError,
+    check_own,
     warn_caller,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx

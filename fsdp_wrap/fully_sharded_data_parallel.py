@@ -38,6 +38,7 @@ from fsdp_wrap._core import (
     StateDictType,
     check_flag,
     clean_fqn,
+    listed,
     not_picklable,
 )
 from fsdp_wrap._params import HandleState
@@ -204,23 +205,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         adapt_torch_helpers()
         _check_wrappable(module)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
-        settings = Settings(
-            process_group=process_group,
-            device_mesh=device_mesh,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            shared_memory=shared_memory,
-            travel_together_bytes=travel_together_bytes,
-            keep_unsharded_bytes=keep_unsharded_bytes,
-            shard_alignment=shard_alignment,
-        )
+        settings = Settings.of(locals())
         mesh = settings.mesh()
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
         tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
@@ -235,9 +220,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.moves_to(self)
-        if unit.handle is not None and self.cpu_offload.only_state:
-            for layout in unit.handle.layouts:
-                offload_optimizer_state(layout.sharded_params)
+        for layout in unit.layouts if self.cpu_offload.only_state else ():
+            offload_optimizer_state(layout.sharded_params)
         self._gradient_norms = GradientNorms(self)
         self._prepare_state_dicts()
 
@@ -270,8 +254,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         known = self._unit.schedule is not None
         others = schedule_of(self._unit).batches.companions_of(self._unit) if known else []
         if others:
-            rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            way += f", gathered with {', '.join(repr(name) for name in others[:3])}{rest}"
+            way += f", gathered with {listed(map(repr, others), 3)}"
         held = ", ".join(segment.describe() for segment in handle.segments)
         stays = f", {handle.kept_nbytes} bytes stay unsharded" if handle.kept_segments else ""
         return (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._params import holding, to_local
 from fsdp_wrap._runtime import hook_reductions, units_in
 
 __all__ = ["ReplicaManager", "join_replica_groups"]
@@ -67,8 +68,7 @@ def join_replica_groups(
             "it joins replica groups"
         )
     for unit in units if average_gradients else ():
-        segments = unit.handle.segments if unit.handle is not None else ()
-        if any(segment.layout.average_hook is not None for segment in segments):
+        if any(layout.average_hook is not None for layout in unit.layouts):
             raise RuntimeError(
                 f"reductions of {unit.name} have a hook already: call set_all_reduce_hook(None) first, or "
                 "join replica groups only once"
@@ -124,7 +124,7 @@ class _ReplicaState:
         optim = {**state["optim"], "state": {n: dict(entry) for n, entry in state["optim"]["state"].items()}}
         for number, key in state["sharded"]:
             entry = optim["state"][number]
-            entry[key] = _as_sharded(entry[key], params[number])
+            entry[key] = holding(params[number], entry[key].to(params[number].device))
         self._optimizer.load_state_dict(optim)
         for name, tensor in self._tensors.items():
             _own(tensor).copy_(state["model"][name])
@@ -132,13 +132,4 @@ class _ReplicaState:
 
 def _own(value: Any) -> Any:
     """Returns a tensor's local part; other values as they are."""
-    if isinstance(value, DTensor):
-        return value.to_local().detach()
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _as_sharded(own: torch.Tensor, like: DTensor) -> DTensor:
-    """Wraps a local part in a `DTensor` that is sharded as a parameter."""
-    own = own.to(like.device)
-    shape, stride = like.shape, like.stride()
-    return DTensor.from_local(own, like.device_mesh, like.placements, shape=shape, stride=stride)
+    return to_local(value).detach() if isinstance(value, torch.Tensor) else value

@@ -15,13 +15,12 @@ from fsdp_wrap._composable import (
     Composition,
     Location,
     check_mesh,
-    check_own,
     checked_offload,
     compose,
     outermost,
     without_dimensions,
 )
-from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot
+from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot, check_own
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import DataMesh, to_local
 from fsdp_wrap._runtime import UnitOptions

@@ -91,6 +91,7 @@ class Accelerator:
 
 _real = lru_cache(Accelerator)
 _simulated: Callable[[], Accelerator | None] | None = None
+"""Returns what stands for an accelerator over the CPU's memory, in the calling thread; None for nothing."""
 _planned: tuple[str, Accelerator | None] | None = None
 
 
@@ -101,20 +102,6 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     if device.type != "cpu":
         return _real(device)
     return None if _simulated is None else _simulated()
-
-
-@contextmanager
-def simulating(simulated: Callable[[], Accelerator | None]) -> Iterator[None]:
-    """Lets something stand for an accelerator over the CPU's memory while the context is open.
-
-    `simulated` returns it for the calling thread; None where the CPU is the CPU.
-    """
-    global _simulated
-    before, _simulated = _simulated, simulated
-    try:
-        yield
-    finally:
-        _simulated = before
 
 
 @contextmanager

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -48,8 +47,11 @@ def destroyed() -> RuntimeError:
     return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
 
 
-class Communicator(ABC):
-    """A way of communicating within one group; `positions` is None without a group."""
+class Communicator:
+    """A way of communicating within one group; this one is for a rank alone, so that nothing travels.
+
+    `positions` is None without a group.
+    """
 
     keeps_notes = True  # whether sums keep the sign of zeros, and make nothing else zero
     compresses_reductions = False
@@ -146,46 +148,54 @@ class Communicator(ABC):
             full.append(buffer.data)
         return self.all_gather(full, fill)
 
-    @abstractmethod
     def all_gather(self, full: Tensors, fill: Fill) -> Pending:
         """Fills each of `full` from all ranks, after `fill` has written this rank's own parts."""
 
-    @abstractmethod
+        def start(async_op: bool) -> None:
+            fill()
+
+        return lane_of(self.device, "gather").issue(start)
+
     def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
         """Fills a 1-D tensor by consecutive parts of these lengths, one per rank; `fill` writes its own."""
+        return self.all_gather([full], lambda: fill(full))
 
-    @abstractmethod
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
         """Writes this rank's part of the sum of `full` over the ranks into `shards`; `full` is spoiled.
 
         `full` may be of a narrower dtype; the sum is in that of the shards.
         """
+        for shard, source in zip(shards, full):
+            shard.copy_(source)
+        return Finished()
 
-    @abstractmethod
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         """Reduces each tensor in place."""
+        return Finished()
 
-    @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites a contiguous tensor with that of the group's first rank; blocks."""
+        return None
 
-    @abstractmethod
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         """Fills `full`, which the first rank alone passes, with the `own` of all ranks; blocks."""
+        assert full is not None
+        if own.data_ptr() != full.data_ptr():
+            full.copy_(own)
 
-    @abstractmethod
     def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         """Fills `own` with this rank's part of `full`, which the first rank alone passes; blocks."""
+        assert full is not None
+        own.copy_(full)
 
-    @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every rank's small picklable value, by rank; blocks."""
+        return [value]
 
-    @abstractmethod
     def broadcast_object(self, value: Any) -> Any:
         """Returns the small picklable value of the group's first rank; blocks."""
+        return value
 
-    @abstractmethod
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
     ) -> Pending:
@@ -193,52 +203,6 @@ class Communicator(ABC):
 
         `lengths` are the numbers of elements from each rank, and to each; None for even parts.
         """
-
-
-class SoloCommunicator(Communicator):
-    """A communicator of one rank alone: nothing travels."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(0, 1, device)
-
-    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
-        def start(async_op: bool) -> None:
-            fill()
-
-        return lane_of(self.device, "gather").issue(start)
-
-    def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
-        return self.all_gather([full], lambda: fill(full))
-
-    def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        for shard, source in zip(shards, full):
-            shard.copy_(source)
-        return Finished()
-
-    def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
-        return Finished()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        return None
-
-    def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        assert full is not None
-        if own.data_ptr() != full.data_ptr():
-            full.copy_(own)
-
-    def scatter(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
-        assert full is not None
-        own.copy_(full)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-    def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
-    ) -> Pending:
         received.copy_(sent)
         return Finished()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm.groups import PLANNED, Ranks
 from fsdp_wrap._comm.messages import ExchangeCommunicator
 from fsdp_wrap._comm.positions import positions_of
-from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, SoloCommunicator
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
 from fsdp_wrap._core import Seam, __version__
 
 _LEAST_EXCHANGED = 1 << 22
@@ -50,7 +50,7 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
     value or version.
     """
     if ranks is None or ranks.size == 1:
-        return SoloCommunicator(device)
+        return Communicator(0, 1, device)
     if not ranks.communicate:
         return AbsentCommunicator(ranks, device)
     agreement = positions_of(ranks.group).agreement

@@ -31,6 +31,7 @@ from fsdp_wrap._core.api import (
     check_flag,
     check_kind,
     check_nbytes,
+    check_own,
     nbytes_of,
 )
 from fsdp_wrap._core.errors import (
@@ -55,14 +56,13 @@ from fsdp_wrap._core.events import (
     Phase,
     ValueSeam,
     ValueWatcher,
-    emit,
     observe_events,
     observers,
     record_events,
     tell_values,
     value_watchers,
 )
-from fsdp_wrap._core.formatting import format_bytes, format_count, format_seconds
+from fsdp_wrap._core.formatting import format_bytes, format_count, format_dtype, format_seconds, listed
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,
     REFUSED_HOOKS_OF,

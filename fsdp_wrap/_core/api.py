@@ -108,6 +108,13 @@ def check_nbytes(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
 
 
+def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
+    """Checks the arguments that torch does not have."""
+    check_flag("shared_memory", shared_memory)
+    check_nbytes("travel_together_bytes", travel_together_bytes)
+    check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
+
+
 def nbytes_of(size: int | str, name: str) -> int:
     """Returns a number of bytes, given as one or as text like "80GB" or "24GiB"; `name` is for errors."""
     if isinstance(size, bool) or not isinstance(size, (int, str)):

@@ -75,22 +75,6 @@ observers: list[Callable[[Event], None]] = []
 """Active observers."""
 
 
-def emit(
-    kind: EventKind,
-    unit: str,
-    phase: Phase,
-    nbytes: int = 0,
-    way: str = "",
-    together: tuple[str, ...] = (),
-) -> None:
-    """Reports an event to every observer, in the calling thread."""
-    if not observers:
-        return
-    event = Event(kind, unit, phase, nbytes, way, together)
-    for observer in tuple(observers):
-        observer(event)
-
-
 @contextmanager
 def observe_events(observer: Callable[[Event], None]) -> Iterator[None]:
     """Calls `observer` with every event while the context is open."""

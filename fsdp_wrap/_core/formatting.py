@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
 
 def format_bytes(nbytes: float) -> str:
     """Returns a size such as "1.65 GB"; with "/s" after it, a rate."""
@@ -27,3 +31,15 @@ def format_count(number: float) -> str:
         if number >= least:
             return f"{number / least:.3g} {prefix}"
     return str(number)
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """Returns a dtype's name without torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Returns names for a message: the first ones and the number of others."""
+    every = [*map(str, names)]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

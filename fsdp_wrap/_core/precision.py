@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core.api import MixedPrecision, MixedPrecisionPolicy
+from fsdp_wrap._core.formatting import format_dtype
 from fsdp_wrap._core.pytree import iter_tensors, map_tensors
 
 _REDUCED_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
@@ -67,8 +68,8 @@ class SegmentDtypes:
 
     def __str__(self) -> str:
         used = {"computed in": self.param, "reduced in": self.reduce}
-        others = [f"{how} {_short(dtype)}" for how, dtype in used.items() if dtype != self.master]
-        return ", ".join([_short(self.master), *others])
+        others = [f"{how} {format_dtype(dtype)}" for how, dtype in used.items() if dtype != self.master]
+        return ", ".join([format_dtype(self.master), *others])
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,6 @@ def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> 
             f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})"
         )
     return chosen
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

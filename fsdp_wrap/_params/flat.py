@@ -186,7 +186,15 @@ class FlatLayout(Layout):
 
     def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
         """Lays the original parameters out."""
-        return _extents(slots, self.alignment)
+        result: list[Extent] = []
+        stop = 0
+        for slot in slots:
+            shape = to_local(slot.param).shape
+            grain = 1 if self.alignment is None else self.alignment.grain(shape)
+            start = round_up(stop, math.lcm(alignment_of(slots), grain))
+            result.append(Extent(slot.fqn, shape, start))
+            stop = result[-1].stop
+        return result
 
     def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         piece, begin = self._pieces[index], self._begins[index]
@@ -344,18 +352,6 @@ class FlatParameterLayout(FlatLayout):
         super()._go_to(shard)
         self._follow_places()
         self.display.show_sharded()
-
-
-def _extents(slots: Sequence[ParamSlot], alignment: ShardAlignment | None) -> list[Extent]:
-    result: list[Extent] = []
-    stop = 0
-    for slot in slots:
-        shape = to_local(slot.param).shape
-        grain = 1 if alignment is None else alignment.grain(shape)
-        start = round_up(stop, math.lcm(alignment_of(slots), grain))
-        result.append(Extent(slot.fqn, shape, start))
-        stop = result[-1].stop
-    return result
 
 
 def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator, Finished, FromHost, GroupMemory, Pending
-from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, segment_dtypes, steps_taken
+from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, format_dtype, segment_dtypes, steps_taken
 from fsdp_wrap._params.collectives import (
     GatherShare,
     InReduction,
@@ -531,7 +531,7 @@ class ParamHandle:
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters are gathered, or gradients reduced."""
         found = [each.gradients.buffer_dtype if reduced else each.dtypes.param for each in self.segments]
-        return tuple(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in found))
+        return tuple(dict.fromkeys(map(format_dtype, found)))
 
     @property
     def reduced_nbytes(self) -> int:

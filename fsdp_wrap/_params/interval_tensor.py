@@ -317,8 +317,8 @@ class IntervalTensor(torch.Tensor):
         # A view would take the whole shard with it.
         piece = self.piece if own else self.piece.clone()
         spread = self.spread and (*self.spread.held_by.described, self.spread.first, self.spread.length)
-        part = () if self.part is None else (self.part.described,)
-        return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread, *part)
+        part = self.part and self.part.described
+        return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread, part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -360,8 +360,8 @@ def rebuild_interval_tensor(
     shape: tuple[int, ...],
     start: int,
     piece: torch.Tensor,
-    described: tuple[Any, ...] | None = None,
-    part: tuple[Any, ...] | None = None,
+    described: tuple[Any, ...] | None,
+    part: tuple[Any, ...] | None,
 ) -> IntervalTensor:
     spread = None if described is None else Spread(HeldBy(*described[:-2]), *described[-2:])
     beside = None

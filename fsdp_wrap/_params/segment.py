@@ -152,7 +152,7 @@ class Segment:
         set_version_counters(self.counted, tuple(self.versions))
         self._admitted, self._kept = True, False
 
-    def free(self) -> None:
+    def free(self, keep: bool = False) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
 
         Autograd refuses the leaves until they are filled again, as if they had changed since it saved them.
@@ -163,8 +163,8 @@ class Segment:
             if self._held and self.full.temporary:
                 self._part_from_held()
             set_version_counters(self.counted, self._freed)
-        self._admitted = self._kept = False
-        if self._keeps_memory or self.gradients.buffer is self.full:
+        self._admitted, self._kept = False, keep
+        if keep or self._keeps_memory or self.gradients.buffer is self.full:
             return
         if self.full.free():
             return
@@ -185,9 +185,7 @@ class Segment:
         edited = self.full.temporary and [*map(_VERSION, self.counted)] != self.versions
         if edited or self.gradients.buffer is self.full:
             return False
-        before, self._keeps_memory = self._keeps_memory, True
-        self.free()
-        self._keeps_memory, self._kept = before, True
+        self.free(keep=True)
         return True
 
     def let_use(self) -> None:

@@ -84,7 +84,7 @@ def check_module(
     contents = UnitContents.of(module, ignored)
     error: Exception | None = None
     try:
-        check_tensors(contents, instead, distributed=True)
+        check_tensors(contents, instead)
         for slot in contents.slots:
             check_beside(slot.fqn, slot.param, mesh)
         check_materializable(contents, values)

@@ -78,10 +78,10 @@ class Offloading:
             The unit before: the compute stream waits for its copy, the host may not have.
         """
         before = self._arriving[-1] if self._arriving else None
-        if before is not None and before.handle is not None:
-            for layout in before.handle.layouts:
+        if before is not None:
+            for layout in before.layouts:
                 layout.release_arriving()
-            if any(layout.has_hooks for layout in before.handle.layouts):
+            if any(layout.has_hooks for layout in before.layouts):
                 self.settle(before)
         unit.finish_reduction()
         self._arriving.append(unit)
@@ -100,7 +100,7 @@ class Offloading:
     def take(self, unit: Unit) -> None:
         """Waits for all gradients in flight, and adds those of one unit; callable in any thread."""
         await_arrivals(self._accelerator)
-        for layout in () if unit.handle is None else unit.handle.layouts:
+        for layout in unit.layouts:
             layout.add_arrived()
 
     def end_backward(self, units: Sequence[Unit]) -> None:
@@ -109,7 +109,7 @@ class Offloading:
         self._await_copies(units)
         arrived, self._arriving = self._arriving, []
         for unit in arrived:
-            for layout in () if unit.handle is None else unit.handle.layouts:
+            for layout in unit.layouts:
                 layout.release_arriving()
                 layout.add_arrived()
 
@@ -118,5 +118,5 @@ class Offloading:
         self._recall()
         arriving, self._arriving = self._arriving, []
         for unit in arriving:
-            for layout in () if unit.handle is None else unit.handle.layouts:
+            for layout in unit.layouts:
                 layout.drop_arriving()

@@ -63,18 +63,11 @@ class ExecOrder:
             self._reduced_before[self.reduced[0]] = self.reduced
             self.reduced = []
 
-    def look_ahead_in_backward(self, unit: Unit) -> Unit | None:
-        """Returns the next result of `next_in_backward` without moving the cursor."""
-        cursor = self._cursor
-        expected = self.next_in_backward(unit)
-        self._cursor = cursor
-        return expected
-
-    def next_in_backward(self, unit: Unit) -> Unit | None:
-        """Returns the unit whose backward is expected to follow that of `unit`."""
+    def next_in_backward(self, unit: Unit, moves: bool = True) -> Unit | None:
+        """Returns the unit whose backward is expected to follow that of `unit`; moves the cursor, or not."""
         for index in range(self._cursor - 1, -1, -1):
             if self.ended[index] is unit:
-                self._cursor = index
+                self._cursor = index if moves else self._cursor
                 return self.ended[index - 1] if index > 0 else None
         return None
 

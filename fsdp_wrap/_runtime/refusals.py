@@ -53,15 +53,12 @@ _OUTSIDE = (
 )
 
 
-def check_tensors(
-    contents: UnitContents, instead: str | None = None, distributed: bool = False, extended: bool = False
-) -> None:
+def check_tensors(contents: UnitContents, instead: str | None, extended: bool = False) -> None:
     """Refuses tensors that cannot be sharded, or would lose their behaviour or hooks.
 
     Args:
         contents: The tensors of the future unit.
         instead: Advice about optimizers applied in backward, which would train nothing; None allows them.
-        distributed: Whether parameters may be `DTensor`s, as of tensor parallelism.
         extended: Whether parameters may be tensor extensions (subclasses with hooks for the all-gather).
     """
     for fqn, tensor in contents.tensors():
@@ -79,7 +76,7 @@ def check_tensors(
             check_packable(slot.fqn, slot.param)
         else:
             kind: type = type(slot.param)
-            part = type(to_local(slot.param)) if distributed and kind is DTensor else None
+            part = type(to_local(slot.param)) if kind is DTensor else None
             if kind is not nn.Parameter and part is not torch.Tensor:
                 raise TypeError(
                     f"parameter '{slot.fqn}' is a {type(slot.param).__name__}, whose behaviour sharding "
@@ -142,7 +139,7 @@ def converted(
     A function that moves a shard to another device is refused; the error ends with the advice `instead`.
     """
     found = []
-    for segment in unit.handle.segments if unit.handle is not None else ():
+    for segment in unit.segments:
         shard = segment.layout.flat_param.data
         before = torch.empty(0, dtype=shard.dtype, device=shard.device)
         after = fn(before)
@@ -193,8 +190,7 @@ def _forget_changed(unit: Unit) -> str | None:
 
 def _written_since(call: ForwardCall) -> str | None:
     """Returns the name of the first parameter that was visibly written to since a call's forward."""
-    handle = call.unit.handle
-    for segment, before in zip(handle.segments if handle is not None else (), call.written):
+    for segment, before in zip(call.unit.segments, call.written):
         for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
             if old != now:
                 return call.unit.name_of(fqn)
@@ -274,8 +270,7 @@ def refuse_added(units: Iterable[Unit]) -> None:
         for prefix, module in () if unit.gone else own_modules(unit.module):
             found = [*added_params(module)] if module in added_names else []
             for fqn, param in found:
-                segments = () if unit.handle is None else unit.handle.segments
-                if param.requires_grad and not any(param in segment.places for segment in segments):
+                if param.requires_grad and not any(param in segment.places for segment in unit.segments):
                     name = unit.name_of(clean_fqn(joined(prefix, fqn)))
                     raise ReplacedError(
                         f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
@@ -363,9 +358,8 @@ class ParametrizationGuard:
 
 def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
     """Makes optimizers raise on `step` if they hold Parameter objects from before sharding."""
-    handle = unit.handle
     slots = chain.from_iterable(segments)
-    sources = chain.from_iterable(each.layout.sources for each in handle.segments) if handle else ()
+    sources = chain.from_iterable(layout.sources for layout in unit.layouts)
     refuse_in_steps(
         (slot.param, _why(_LEFT, unit, slot.fqn))
         for slot, source in zip(slots, sources)
@@ -413,7 +407,7 @@ def refuse_pieces(unit: Unit) -> None:
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
     """Makes optimizers raise on `step` while gradients wait for a sum over the replicas."""
     for unit in units:
-        for layout in unit.handle.layouts if unit.handle is not None else ():
+        for layout in unit.layouts:
             trained = next((source for source in layout.sources if source.requires_grad), None)
             if trained is not None:  # one parameter is enough: all of a layout are summed together
                 refuse_in_steps([(trained, partial(_why_not_between, weakref.ref(unit)))])
@@ -421,8 +415,7 @@ def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
 
 def _why_not_between(reference: weakref.ref[Unit]) -> str | None:
     unit = reference()
-    segments = [] if unit is None or unit.handle is None else unit.handle.segments
-    if unit is None or not any(segment.gradients.waits_for_replicas for segment in segments):
+    if unit is None or not any(segment.gradients.waits_for_replicas for segment in unit.segments):
         return None
     return (
         f"must not step now: gradients of {unit.name} are summed over a part of the ranks only (seen on rank "

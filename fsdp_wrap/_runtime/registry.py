@@ -43,15 +43,14 @@ class Registry:
 
     def note(self, unit: Unit, originals: Iterable[Sequence[nn.Parameter]]) -> None:
         """Records the parameters of a unit, given by segment, and the modules that show them."""
-        segments = unit.handle.segments if unit.handle is not None else ()
-        for number, (params, segment) in enumerate(zip(originals, segments)):
+        for number, (params, layout) in enumerate(zip(originals, unit.layouts)):
             for index, param in enumerate(params):
-                if param is not segment.layout.sources[index] or not isinstance(param, DTensor):
+                if param is not layout.sources[index] or not isinstance(param, DTensor):
                     # Not a `DTensor` that is the source itself: conversions swap it, which
                     # weak references would forbid.
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
-            for module, _ in chain.from_iterable(segment.layout.places):
+            for module, _ in chain.from_iterable(layout.places):
                 self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
 
     def units(self) -> set[Unit]:
@@ -72,7 +71,7 @@ class Registry:
                 f"parameter '{fqn}' was sharded in a wrapped module that no longer exists, and its values "
                 "are gone with it: build the module anew, or keep the wrapped one"
             )
-        return unit, unit.handle.segments[number].layout, index
+        return unit, unit.layouts[number], index
 
     def borrow(self, contents: UnitContents) -> list[Unit]:
         """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
@@ -80,9 +79,10 @@ class Registry:
         # A unit whose module is gone has no handle, and lends nothing.
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
         for fqn, place, param in contents.borrowed:
-            shown = (unit.handle for unit in self._users.get(place[0], ()))  # as in a module that units share
-            layouts = (layout for handle in shown if handle is not None for layout in handle.layouts)
-            if not any(place in places for layout in layouts for places in layout.places):
+            layouts = (layout for unit in self._users.get(place[0], ()) for layout in unit.layouts)
+            if not any(
+                place in places for layout in layouts for places in layout.places
+            ):  # units may share it
                 unit, layout, index = self.owner(fqn, param)
                 layout.add_place(index, place)
                 lenders[unit] = None

@@ -109,17 +109,16 @@ class SameModel:
         if unit.tied_to is not None:
             settings.append(f"it runs with {unit.tied_to.name} (allow_skipping)")
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
-        handle = unit.handle
-        if handle is None or unit.initial is None or self._told_of_values or agreement.store is None:
+        if unit.initial is None or self._told_of_values or agreement.store is None:
             return
-        lines = unit.initial(handle.layouts)
+        lines = unit.initial(unit.layouts)
         if not any(lines):  # all values were loaded since
             return
         rank, others = agreement.first(f"the initial values of {name}", lines)
         differs = find_difference(lines, others)
         if differs is not None:
             self._told_of_values = True
-            fqns = [fqn for layout in handle.layouts for fqn in layout.fqns]
+            fqns = [fqn for layout in unit.layouts for fqn in layout.fqns]
             warn_caller(
                 f"the parameter '{unit.name_of(fqns[differs])}' began with other values on rank "
                 f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}"
@@ -134,7 +133,7 @@ def communicators_of(unit: Unit) -> list[Communicator]:
 def _contents_of(unit: Unit) -> list[str]:
     """Describes a unit's parameters, in the order of their buffers, with shapes and dtypes."""
     found: list[str] = []
-    for segment in [] if unit.handle is None else unit.handle.segments:
+    for segment in unit.segments:
         layout = segment.layout
         aligned = "" if layout.alignment is None else f", aligned to {layout.alignment}"
         pairs = zip(layout.fqns, segment.leaves)

@@ -113,15 +113,14 @@ class Schedule(StepState):
         communicators = [each for unit in self._units for each in communicators_of(unit)]
         self._communicators = dict.fromkeys(communicators)
         self.device = communicators[0].device if communicators else torch.device("cpu")
-        handles = [unit.handle for unit in self._units if unit.handle is not None]
         accelerator = accelerator_of(self.device)
-        offloads = any(layout.offloaded for handle in handles for layout in handle.layouts)
+        offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         self._updates = Updates(self._offloading)
         ranks = SameModel()
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
-            for layout in unit.handle.layouts if unit.handle is not None else ():
+            for layout in unit.layouts:
                 layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
 
     @property
@@ -366,14 +365,8 @@ class Schedule(StepState):
             self._abandon_backward()
         self._await_event()
         if self.kept.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
-            handles = [(unit.handle, unit.options) for unit in self._units if unit.handle is not None]
-            self.kept.choose(
-                [
-                    (each, options.keep_unsharded_bytes)
-                    for handle, options in handles
-                    for each in handle.segments
-                ]
-            )
+            budgets = [(unit, unit.options.keep_unsharded_bytes) for unit in self._units]
+            self.kept.choose([(each, budget) for unit, budget in budgets for each in unit.segments])
         if self._offloading is not None:
             self._offloading.outdate(self._units)
         for unit in self._units:
@@ -805,7 +798,7 @@ class Schedule(StepState):
         self.ending.finish()
         for unit in self._units:
             unit.reshard(Phase.IDLE)
-            for segment in () if unit.handle is None else unit.handle.segments:
+            for segment in unit.segments:
                 segment.gradients.drop_all()
 
     # shared steps
@@ -839,7 +832,7 @@ class Schedule(StepState):
         """Returns the unit whose prefetch or backward will follow that of `unit`."""
         if unit.options.backward_targets:
             return unit.options.backward_targets[0]
-        expected = self._order.look_ahead_in_backward(unit)
+        expected = self._order.next_in_backward(unit, moves=False)
         return expected if expected is None or expected.options.unshards_in_backward else None
 
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:

@@ -22,6 +22,7 @@ from fsdp_wrap._core import (
     BackwardPrefetch,
     BufferCasts,
     Computing,
+    Event,
     EventKind,
     InputCasts,
     NoValuesError,
@@ -29,7 +30,6 @@ from fsdp_wrap._core import (
     Span,
     SpanKind,
     clean_fqn,
-    emit,
     observers,
     step_watchers,
     walk,
@@ -252,6 +252,16 @@ class Unit:
         module = self._module()
         assert module is not None
         return module
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The segments of its parameters; none without parameters."""
+        return () if self.handle is None else self.handle.segments
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """The layouts of its parameters; none without parameters."""
+        return () if self.handle is None else self.handle.layouts
 
     @property
     def gone(self) -> bool:
@@ -483,7 +493,9 @@ class Unit:
         if observers:
             travels = self.handle is not None and kind in (EventKind.UNSHARD, EventKind.REDUCE)
             way = self.handle.communicator.way if travels else ""  # type: ignore[union-attr]
-            emit(kind, self.fqn, phase, nbytes, way, together)
+            event = Event(kind, self.fqn, phase, nbytes, way, together)
+            for observer in tuple(observers):
+                observer(event)
 
     def tell_entered(self, what: Computing) -> None:
         """Tells watchers that the unit begins to compute."""
@@ -562,7 +574,7 @@ class Unit:
     def show_copies(self, copies: Copies | None) -> Copies | None:
         """Shows the modules copies of the leaves, or the leaves again; returns the copies shown before."""
         before, self._copies = self._copies, copies
-        for number, segment in enumerate([] if self.handle is None else self.handle.segments):
+        for number, segment in enumerate(self.segments):
             if copies is None:
                 segment.layout.display.show_leaves()
             else:

@@ -39,8 +39,7 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
     layouts: dict[Unit, list[Layout]] = {}
     for each in units:
         memo[id(each)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
-        segments = each.handle.segments if each.handle is not None else ()
-        layouts[each] = [segment.layout.copied(memo) for segment in segments]
+        layouts[each] = [layout.copied(memo) for layout in each.layouts]
     copied = _copy_module(wrapper, memo)
     for each in units:
         _make_unit(each, layouts[each], memo)

@@ -208,10 +208,7 @@ class _LocalState:
 
 
 def _local_state(
-    names: Originals,
-    optim: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any] | None,
-    initial: bool = False,
+    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, initial: bool
 ) -> _LocalState:
     try:
         return _read_local_state(names, optim, state_dict, initial)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_wrap._core import format_bytes
+from fsdp_wrap._core import format_bytes, format_dtype
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
@@ -165,7 +165,7 @@ def _tell_source(source: Source, as_json: bool) -> int:
 
 def _tensors_as_json(described: Described) -> dict[str, dict[str, Any]]:
     return {
-        name: {"shape": [*shape], "dtype": _dtype(dtype), "bytes": nbytes(shape, dtype)}
+        name: {"shape": [*shape], "dtype": format_dtype(dtype), "bytes": nbytes(shape, dtype)}
         for name, (shape, dtype) in described.items()
     }
 
@@ -178,12 +178,8 @@ def _entries(names: Sequence[str], described: Described, others: str) -> Iterato
         told = others
         if name in described:
             shape, dtype = described[name]
-            told = f"{_dtype(dtype)} {list(shape)}  {format_bytes(nbytes(shape, dtype))}"
+            told = f"{format_dtype(dtype)} {list(shape)}  {format_bytes(nbytes(shape, dtype))}"
         yield f"  {name.ljust(width)}  {told}"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # what `inspect` tells
@@ -198,11 +194,8 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     lack = lack_of(folder)
     if lack is None:
         manifest = Manifest.read(folder)
-        lack = (
-            "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
-            if every_byte
-            else None
-        )
+        if every_byte:
+            lack = "\n  ".join(format_faults(folder, manifest.faults(folder, shown=verifying)))
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"

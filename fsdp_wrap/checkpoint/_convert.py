@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
-from fsdp_wrap.checkpoint._manifest import entries_of, listed
+from fsdp_wrap.checkpoint._manifest import entries_of
 from fsdp_wrap.checkpoint._safetensors import Described, Named, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
 from fsdp_wrap.checkpoint._sources import (
@@ -66,7 +67,11 @@ def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
 def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
     """Saves the model of safetensors files or a folder of DCP's as a step in `dir`; returns its folder."""
     if path.is_dir() and not is_safetensors(path):
-        _refuse_step(path)
+        refuse_parent(path)
+        if not is_foreign(folder := find(path, None)):
+            raise ValueError(
+                f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
+            )
     source = open_source(path)
     return _save_step({"model": dict(source.tensors("reading"))}, source, dir, step)
 
@@ -124,15 +129,6 @@ def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | Non
         source.tensors("verifying"), {name: partial(saved.read, name) for name in saved.described}, folder
     )
     return folder
-
-
-def _refuse_step(path: Path) -> None:
-    refuse_parent(path)
-    folder = find(path, None)
-    if not is_foreign(folder):
-        raise ValueError(
-            f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
-        )
 
 
 def _require_new(out: Path) -> None:

@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import listed, warn_caller
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
     DamagedCheckpoint,
     Fault,
     Manifest,
-    listed,
     sync,
 )
 

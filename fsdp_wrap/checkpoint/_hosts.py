@@ -136,7 +136,9 @@ def _give(team: Team, moves: Sequence[Move], folder: Path) -> None:
         for start, size in move.chunks():
             data = bytearray()
             try:
-                data += _bytes_of(folder / move.file, start, size)
+                with open(folder / move.file, "rb") as file:
+                    file.seek(start)
+                    data += file.read(size)
             except OSError as error:
                 failure = failure or error
             data += bytes(size - len(data))
@@ -153,9 +155,3 @@ def _arriving(team: Team, move: Move) -> Iterator[torch.Tensor]:
         except RuntimeError as error:
             raise _Broken(str(error)) from error
         yield chunk
-
-
-def _bytes_of(path: Path, start: int, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(size)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import listed, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
@@ -33,7 +33,6 @@ from fsdp_wrap.checkpoint._manifest import (
     Fault,
     Manifest,
     format_faults,
-    listed,
     metadata_in,
     verify,
 )
@@ -209,17 +208,16 @@ class MemorySave(Save):
 
     def write(self) -> Path:
         """Writes the step on all hosts; it is shown once every file is on two, and older ones go then."""
-        return replace(self, team=self.team.in_background())._write()
-
-    def _write(self) -> Path:
-        team = self.team
+        team = self.team.in_background()
         hosts = Hosts.of(team, self.folder)
         if len(hosts.heads) == 1 and team.is_first:
             warn_caller(
                 f"all ranks keep their checkpoint in the memory of one host ({place_of(self.folder)}): it is "
                 "lost with that host. Run on several hosts, or save to disk as well"
             )
-        step = self.step if self.step is not None else _next_step(hosts, self.folder)
+        step = self.step
+        if step is None:
+            step = max((each.number for each in _steps_of(hosts, self.folder)), default=0) + 1
         doing = f"saving step {step} in the memory of {len(hosts.heads)} hosts (other steps are as they were)"
         with ExitStack() as held:
             name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])
@@ -235,7 +233,7 @@ class MemorySave(Save):
 
     def _spread(self, hosts: Hosts, written: Path) -> None:
         """Copies the index to all hosts, and each rank's files to its neighbour."""
-        team = self.team
+        team = hosts.team
         index = team.on_first(lambda: [(written / name).read_bytes() for name in _EVERYWHERE])
 
         def write_index() -> None:
@@ -265,10 +263,6 @@ class MemorySave(Save):
             name for name in manifest.files if team.rank in (rank_of(name), takers[rank_of(name)])
         }
         team.together(lambda: _refuse_lacking(manifest, written, expected))
-
-
-def _next_step(hosts: Hosts, folder: Path) -> int:
-    return max((step.number for step in _steps_of(hosts, folder)), default=0) + 1
 
 
 def _refuse_lacking(manifest: Manifest, written: Path, expected: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import listed, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory
@@ -25,7 +25,6 @@ from fsdp_wrap.checkpoint._manifest import (
     Shown,
     entries_of,
     format_faults,
-    listed,
     read_metadata,
 )
 from fsdp_wrap.checkpoint._saving import wait_for_pending
@@ -100,8 +99,8 @@ def load(
     subject = team.together(lambda: Subject(model, optim, extra))
     folder, manifest, reader = _found(dir, team, step)
     reading = team.together(lambda: _Reading(subject, folder, manifest, reader.metadata, team))
-    unexpected = _of_no_rank(team, reading.lacking) if strict else []
-    team.together(lambda: reading.prepare(strict, unexpected))
+    lacked = team.gather(reading.lacking) if strict else [[]]  # each rank may have another pipeline stage
+    team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
     read(reader, reading.flat, team, trusted=trusted)
     found = team.together(lambda: reading.found(trusted))
     subject.put_in(team, found["model"], found["optim"], strict)
@@ -186,12 +185,6 @@ def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
     ]
 
 
-def _of_no_rank(team: Team, lacking: list[str]) -> list[str]:
-    """Returns the names that no rank's model has: each may have another stage of a pipeline."""
-    common = set.intersection(*map(set, team.gather(lacking)))
-    return [name for name in lacking if name in common]
-
-
 class _Reading:
     """One rank's reads of a checkpoint, into memory of their own."""
 
@@ -207,7 +200,7 @@ class _Reading:
         self._rank = str(team.rank) if self._is_same_size else "0"  # whose extras and random state are read
         self.flat: dict[str, Any] = {}
 
-    def prepare(self, strict: bool, unexpected: Sequence[str]) -> None:
+    def prepare(self, strict: bool, unexpected: Collection[str]) -> None:
         """Refuses names and shapes that do not fit; allocates `flat`, with None for pickled values."""
         model = self._model
         misfits = [*self._other_shapes(model), *(self._other_names(model, unexpected) if strict else ())]
@@ -249,13 +242,13 @@ class _Reading:
             if (dtype.is_floating_point or dtype.is_complex) and not torch.can_cast(dtype, value.dtype):
                 yield f"{name} is {dtype} there and {value.dtype} here, which cannot hold it"
 
-    def _other_names(self, model: Mapping[str, Any], unexpected: Sequence[str]) -> Iterator[str]:
+    def _other_names(self, model: Mapping[str, Any], unexpected: Collection[str]) -> Iterator[str]:
         saved = set(self._saved)
         extra = [path[2] for path in entries_of(self._metadata, "extra", self._rank).values()]
         if missing := [name for name in model if name not in saved]:
             yield f"the checkpoint lacks {listed(missing)} of the model"
-        if unexpected:
-            yield f"the model lacks {listed(unexpected)} of the checkpoint"
+        if foreign := [name for name in self.lacking if name in unexpected]:
+            yield f"the model lacks {listed(foreign)} of the checkpoint"
         if self._subject.optimizers and not entries_of(self._metadata, "optim"):
             yield "the checkpoint has no optimizer state: pass optim=None"
         stateful = [name for name, each in self._subject.extra.items() if isinstance(each, Stateful)]

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_wrap._core import listed
 from fsdp_wrap._core.torch_private import get_layout
 from fsdp_wrap.checkpoint._torch_private import StorageInfo
 
@@ -77,11 +78,6 @@ class Manifest:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from None
-        return cls.decoded(data)
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Manifest:
-        """Returns the manifest in a file's bytes, or raises `DamagedCheckpoint`."""
         try:
             content = json.loads(data)
             if content.pop("crc") == zlib.crc32(_encoded(content)):
@@ -164,13 +160,6 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
         concerned = listed(dict.fromkeys(names))
         lines.append(f"{fault.file} {fault.lack}" + (f" ({concerned})" if concerned else ""))
     return lines
-
-
-def listed(names: Iterable[object], most: int = 10) -> str:
-    """Returns names for a message: the first ones and the number of others."""
-    every = [*map(str, names)]
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
 
 
 @contextmanager
@@ -334,14 +323,6 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 def entries_of(found: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
     """Returns the paths of a part of the state, such as the model, by the names of its entries."""
     return {key: path for key, path in (found.planner_data or {}).items() if path[: len(part)] == part}
-
-
-def extents(found: Metadata) -> dict[str, int]:
-    """Returns for each file of data the bytes that it must have at least."""
-    ends: dict[str, int] = {}
-    for place in (found.storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return ends
 
 
 class _Unpickler(pickle.Unpickler):

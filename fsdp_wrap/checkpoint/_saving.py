@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -182,9 +182,8 @@ def save(
             run is saving there. Also if an earlier background save failed and nobody has asked for its
             result.
     """
-    options = {"step": step, "keep_last": keep_last, "progress": progress}
-    plan = partial(_planned, dir, model, optim, extra, options, False)
-    return _agreed("checkpoint.save", process_group, model, plan).write()
+    given = "checkpoint.save", dir, model, optim, extra, process_group, False
+    return _planned(*given, step=step, keep_last=keep_last, progress=progress).write()
 
 
 def async_save(
@@ -222,9 +221,8 @@ def async_save(
         ValueError: See `save`; the result raises what is found out later.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
     """
-    options = {"step": step, "keep_last": keep_last, "progress": progress}
-    plan = partial(_planned, dir, model, optim, extra, options, True)
-    to_do = _agreed("checkpoint.async_save", process_group, model, plan)
+    given = "checkpoint.async_save", dir, model, optim, extra, process_group, True
+    to_do = _planned(*given, step=step, keep_last=keep_last, progress=progress)
     pending = PendingSave(replace(to_do, team=to_do.team.in_background()))
     _pending.append(pending)
     return pending
@@ -301,22 +299,21 @@ class RegularSaves:
             pending.result()
 
 
-def _planned(dir: Any, model: Any, optim: Any, extra: Any, options: Any, copied: bool, team: Team) -> Save:
-    """Plans a save of the state, or of a copy in host memory."""
-    state = Subject(model, optim, extra).taken(team)
-    what = {"team": team, "state": staged(state) if copied else state, **options}
-    if isinstance(dir, InMemory):
-        return MemorySave(folder=dir.folder, **what)
-    return SharedSave(parent=Path(dir).absolute(), **what)
-
-
-def _agreed(
-    doing: str, process_group: dist.ProcessGroup | None, model: nn.Module, plan: Callable[[Team], Save]
+def _planned(
+    doing: str, dir: Any, model: nn.Module, optim: Any, extra: Any, group: Any, copied: bool, **options: Any
 ) -> Save:
-    """Waits for an earlier save and plans one, of one step on all ranks."""
+    """Waits for an earlier save and plans one, of one step on all ranks; `copied` to host memory, or not."""
     wait_for_pending()
-    team = Team.of(process_group, doing, model)
-    to_do = team.together(lambda: plan(team))
+    team = Team.of(group, doing, model)
+
+    def plan() -> Save:
+        state = Subject(model, optim, extra).taken(team)
+        what = {"team": team, "state": staged(state) if copied else state, **options}
+        if isinstance(dir, InMemory):
+            return MemorySave(folder=dir.folder, **what)
+        return SharedSave(parent=Path(dir).absolute(), **what)
+
+    to_do = team.together(plan)
     optim = to_do.state.get("optim", {"param_groups": []})
     names = [group["params"] for group in optim["param_groups"]]
     steps, sums = zip(*team.gather((to_do.step, zlib.crc32(repr(names).encode()))))

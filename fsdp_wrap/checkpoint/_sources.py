@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import (
@@ -24,8 +25,6 @@ from fsdp_wrap.checkpoint._manifest import (
     METADATA,
     ByteRange,
     entries_of,
-    extents,
-    listed,
     read_metadata,
 )
 from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, nbytes, read_safetensors
@@ -172,7 +171,10 @@ def refuse_parent(dir: Path) -> None:
 def lacks_of_foreign(folder: Path, metadata: Metadata) -> list[str]:
     """Returns a line on each file that is missing or shorter than DCP has noted."""
     lacks = []
-    for name, end in extents(metadata).items():
+    ends: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or size < end:
@@ -186,27 +188,19 @@ def model_of(found: Metadata) -> dict[str, str]:
     The model is what lies under `model`, at the top or one level below; else all tensors that no optimizer
     owns.
     """
-    if entries := entries_of(found, "model"):
-        return {key: key.removeprefix("model.") for key in entries}
-    paths = paths_in(found)
+    if own := entries_of(found, "model"):
+        return {key: key.removeprefix("model.") for key in own}
+    paths = found.planner_data or {key: (key,) for key in found.state_dict_metadata}  # else it is flat
     if below := {key: path for key, path in paths.items() if path[1:2] == ("model",)}:
         return {key: key.removeprefix(f"{path[0]}.model.") for key, path in below.items()}
     others = {"optim", "optimizer", "optimizer_state", "extra", "random"}
-    tensors = (key for key, entry in found.state_dict_metadata.items() if _is_tensor(entry))
+    entries = found.state_dict_metadata
+    tensors = [key for key in entries if isinstance(entries[key], TensorStorageMetadata)]
     names = {key: key for key in tensors if paths[key][0] not in others}
     if not names:
         top = listed(dict.fromkeys(path[0] for path in paths.values()))
         raise ValueError(f"no tensors of a model are there, only {top or 'nothing'}")
     return names
-
-
-def paths_in(found: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Returns where in the nested state the entries lie; an entry of a flat one lies at the top."""
-    return found.planner_data or {key: (key,) for key in found.state_dict_metadata}
-
-
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
 
 
 def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, original_class
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, listed, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
@@ -36,16 +37,15 @@ from fsdp_wrap._state import (
     small_states_of,
     taken_from_dtensor,
 )
-from fsdp_wrap.checkpoint._manifest import listed
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.distributed_state_dict import (
     StateDictOptions,
     has_tensors,
+    is_wrapped,
     pieces_of_model,
     set_model_state_dict,
 )
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -77,13 +77,9 @@ class Subject:
         return pieces_of_model(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
-        if self._is_of_dtensors():
-            parts = [_optim_state_by_name(self.model, each) for each in self.optimizers]
-        else:
-            parts = [
-                sharded_optim_state_dict(self.model, each, None, to_host=False, all_names=False)
-                for each in self.optimizers
-            ]
+        own = partial(sharded_optim_state_dict, state_dict=None, to_host=False, all_names=False)
+        take = _optim_state_by_name if self._is_of_dtensors() else own
+        parts = [take(self.model, each) for each in self.optimizers]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
             "param_groups": [group for part in parts for group in part["param_groups"]],
@@ -141,8 +137,7 @@ class Subject:
 
     def _is_of_dtensors(self) -> bool:
         """Whether the model is sharded by torch's own tensors alone."""
-        wrapped = FullyShardedDataParallel.fsdp_modules(self.model)
-        return not wrapped and any(isinstance(p, DTensor) for p in self.model.parameters())
+        return not is_wrapped(self.model) and any(isinstance(p, DTensor) for p in self.model.parameters())
 
 
 def _optimizers_of(optim: Any) -> list[torch.optim.Optimizer]:

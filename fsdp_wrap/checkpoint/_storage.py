@@ -131,7 +131,7 @@ class _SummedStream(io.IOBase):
     def __init__(self, raw: Any, path: Path, count: Callable[[int], object] = lambda size: None) -> None:
         self._raw, self._path, self._count = raw, path, count
         self.crc = 0
-        self._refusal: tuple[int | None, str] | None = None
+        self.refusal: tuple[int | None, str, str] | None = None  # of the last write, with the path
 
     def write(self, data: Any) -> int:
         """Writes bytes."""
@@ -139,15 +139,11 @@ class _SummedStream(io.IOBase):
         try:
             written = int(self._raw.write(data))
         except OSError as error:
-            self._refusal = error.errno, error.strerror or str(error)
+            self.refusal = error.errno, error.strerror or str(error), str(self._path)
             del data  # Python 3.12 dies of collecting a view of a `BytesIO`, which the traceback would hold
             raise
         self._count(written)
         return written
-
-    def failure(self) -> OSError | None:
-        """Returns the error of the last write, with the path; None if there was none."""
-        return self._refusal and OSError(*self._refusal, str(self._path))
 
 
 @contextmanager
@@ -157,9 +153,8 @@ def _failures_of(streams: Iterable[_SummedStream]) -> Iterator[None]:
         yield
     except Exception as error:
         for stream in streams:
-            failure = stream.failure()
-            if failure is not None:
-                raise failure from error
+            if stream.refusal is not None:
+                raise OSError(*stream.refusal) from error
         raise
 
 
@@ -193,7 +188,8 @@ def _payload(item: WriteItem) -> int:
 
 def read(reader: KnownReader, flat: dict[str, Any], team: Team, *, trusted: bool = False) -> None:
     """Reads entries of a step on all ranks: into tensors in place, pickled ones by replacement."""
-    reader.read_only(flat)
+    entries = {key: reader.metadata.state_dict_metadata[key] for key in flat}  # DCP would look for others
+    reader.metadata = replace(reader.metadata, state_dict_metadata=entries)
     with team.in_dcp(f"reading {reader.folder}"):
         load_state_dict(flat, reader, team.group, no_dist=team.group is None, planner=_ValuesPlanner(trusted))
 
@@ -215,11 +211,6 @@ class KnownReader(FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, metadata
-
-    def read_only(self, keys: Iterable[str]) -> None:
-        """Drops entries that are not asked for: DCP would look for them."""
-        entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
-        self.metadata = replace(self.metadata, state_dict_metadata=entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the metadata that was read already."""

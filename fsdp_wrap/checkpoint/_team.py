@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_wrap._comm import Watch, positions_of
+from fsdp_wrap._core import listed
 from fsdp_wrap._runtime import require_idle, schedule_of, units_in
-from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint, listed
+from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 
 T = TypeVar("T")
 

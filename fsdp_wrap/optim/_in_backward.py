@@ -328,8 +328,7 @@ _known: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = Weak
 
 def _sharded(unit: Unit) -> list[nn.Parameter]:
     """Returns the sharded parameters of a unit."""
-    segments = [] if unit.handle is None else unit.handle.segments
-    return [param for segment in segments for param in segment.layout.sharded_params]
+    return [param for layout in unit.layouts for param in layout.sharded_params]
 
 
 def _trained(model: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
@@ -393,7 +392,7 @@ def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> 
 
 def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
     """Returns the lane for updates beside the backward, or None."""
-    layouts = [layout for unit in units if unit.handle is not None for layout in unit.handle.layouts]
+    layouts = [layout for unit in units for layout in unit.layouts]
     device = next(unit.handle.communicator.device for unit in units if unit.handle is not None)
     accelerator = accelerator_of(device)
     shards = [layout.flat_param.data for layout in layouts]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_wrap._comm.process_group import SoloCommunicator
+from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
 from fsdp_wrap._params import (
     DataMesh,
@@ -43,10 +43,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 FLAT = "_flat_param"
 
 
-class OneOf(SoloCommunicator):
+class OneOf(Communicator):
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(torch.device("cpu"))
-        self.rank, self.size = rank, size
+        super().__init__(rank, size, torch.device("cpu"))
 
 
 class Held(nn.Module):

@@ -32,9 +32,8 @@ class Packing:
 
     def fits(self, value: Any) -> bool:
         """Whether a value is of this subclass, with inner tensors of the same shapes and dtypes."""
-        if type(value) is not self._kind and not (isinstance(value, self._kind) and _is_param(value)):
-            return False
-        return bool(_described(value) == self._inner)
+        as_param = isinstance(value, nn.Parameter) and isinstance(value, self._kind)
+        return (as_param or type(value) is self._kind) and _described(value) == self._inner
 
     def describe(self) -> str:
         """Describes values that fit."""
@@ -98,7 +97,3 @@ def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 def _described(tensor: torch.Tensor) -> list[_Inner]:
     return [(name.lstrip("."), each.dtype, each.shape) for name, each in inner_tensors("", tensor)]
-
-
-def _is_param(value: torch.Tensor) -> bool:
-    return isinstance(value, nn.Parameter)

@@ -120,7 +120,7 @@ class ExtensionSegment(Segment):
         self.counted = (*self.leaves, *others)
         self._is_made = True
 
-    def free(self) -> None:
+    def free(self, keep: bool = False) -> None:
         """Frees the memory of all leaves that users do not hold.
 
         Held ones keep theirs, which gets other values: only the subclass could copy it.
@@ -128,10 +128,10 @@ class ExtensionSegment(Segment):
         if self._admitted:
             self.versions = [*map(_VERSION, self.counted)]
             set_version_counters(self.counted, self._freed)
-        self._admitted = self._kept = False
+        self._admitted, self._kept = False, keep
         if self._held:
             self._forget_dropped()
-        for index, values in enumerate([] if self._keeps_memory else self._values):
+        for index, values in enumerate([] if keep or self._keeps_memory else self._values):
             if index not in self._held:
                 values.free()
 

@@ -173,7 +173,7 @@ class _Planner:
     def _assign(self) -> None:
         """Tells the ledger the storages of parameters, gradients and optimizer state."""
         params = [*self._model.parameters()]
-        params += [layout.flat_param for unit in self._units.values() for layout in _layouts(unit)]
+        params += [layout.flat_param for unit in self._units.values() for layout in unit.layouts]
         grads = [param.grad for param in params if param.grad is not None]
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
         self._ledger.assign(map(to_local, params), figures.SHARDS)
@@ -243,7 +243,7 @@ class _Planner:
         )
 
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
-        layouts = _layouts(unit)
+        layouts = unit.layouts
         wire = Counter[str]()
         for each in self._recorder.collectives:
             if name in each.units:
@@ -274,7 +274,7 @@ class _Planner:
         live = self._ledger.live
         offloaded = [record for record in live if self._ledger.on_host(record)]
         saved = [record for record in live if record.kind in (figures.SHARDS, figures.OPTIMIZER_STATE)]
-        layouts = [layout for unit in self._units.values() for layout in _layouts(unit)]
+        layouts = [layout for unit in self._units.values() for layout in unit.layouts]
         return HostMemory(
             offloaded=sum(record.nbytes for record in offloaded),
             pinned=sum(record.nbytes for record in offloaded if record.pinned),
@@ -307,10 +307,6 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
             "fully_shard in setup(), and return what that gives"
         )
     return model, optimizers, step
-
-
-def _layouts(unit: Unit) -> Sequence[Layout]:
-    return [] if unit.handle is None else unit.handle.layouts
 
 
 def _full_numel(layout: Layout) -> int:

@@ -26,7 +26,8 @@ from bed.accelerator.memory import Action, Block, Region, conflicts, intervals_o
 from bed.accelerator.operators import Call, leaves
 from bed.accelerator.replay import Part, Recording, bytes_of, poison
 from bed.accelerator.streams import HOST, Clock, Event, Stream, join
-from fsdp_wrap._comm.device import Accelerator, simulating
+from fsdp_wrap._comm import device
+from fsdp_wrap._comm.device import Accelerator
 from fsdp_wrap._core import Phase
 from fsdp_wrap._runtime.unit import Unit
 
@@ -454,7 +455,7 @@ def simulations() -> Iterator[None]:
     torch's functions would see them too, but every other call would pay for it.
     """
     with ExitStack() as stack:
-        stack.enter_context(simulating(Simulation.here))
+        stack.enter_context(mock.patch.object(device, "_simulated", Simulation.here))
         for owner, name, instead in _REPLACED:
             original = getattr(owner, name)
             stack.enter_context(mock.patch.object(owner, name, _unless_nobody_looks(original, instead)))
