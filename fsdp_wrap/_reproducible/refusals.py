@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Schedule, Unit
 
@@ -28,7 +28,7 @@ def norms_over_batches(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: each
         for name, each in module.named_modules()
-        if isinstance(each, nn.SyncBatchNorm) or (isinstance(each, _NormBase) and each.track_running_stats)
+        if isinstance(each, nn.SyncBatchNorm) or (isinstance(each, NormBase) and each.track_running_stats)
     }
 
 
