@@ -24,7 +24,7 @@ from fsdp_wrap._runtime.refusals import (
     require_root,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
-from fsdp_wrap._runtime.same_model import communicators_of
+from fsdp_wrap._runtime.same_model import communicators_of, ranks_of
 from fsdp_wrap._runtime.schedule import (
     Schedule,
     joins,

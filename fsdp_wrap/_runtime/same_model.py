@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Tree, UnitPositions, accelerator_of
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Note, Tree, UnitPositions, accelerator_of
+from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._params import Layout, is_extension, to_local
 from fsdp_wrap._runtime.unit import Unit
 
@@ -128,6 +128,26 @@ class SameModel:
 def communicators_of(unit: Unit) -> list[Communicator]:
     """Returns a unit's communicators: within its copy, and over the replicas."""
     return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
+
+
+def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
+    """Returns the global ranks of a model, also those that this one meets by way of others; collective.
+
+    Args:
+        units: Its units.
+        note: Names what is agreed on in messages.
+        iteration: The iteration, for messages.
+    """
+    communicators = dict.fromkeys(each for unit in units for each in communicators_of(unit))
+    members = {dist.get_rank()}.union(*(each.members for each in communicators))
+    for layout in (layout for unit in units for layout in unit.layouts):
+        parts = (part for part in layout.distributed or () if part is not None)
+        members.update(*(part.mesh.mesh.flatten().tolist() for part in parts))
+    for each in communicators:
+        if each.positions is not None and each.positions.agreement.store is not None:
+            each.positions.issue(note, Phase.FORWARD, iteration)
+            members.update(*each.all_gather_object(members))
+    return members
 
 
 def _contents_of(unit: Unit) -> list[str]:

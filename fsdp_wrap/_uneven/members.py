@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
-from fsdp_wrap._core import Phase
 from fsdp_wrap._params import LocalPart
-from fsdp_wrap._runtime import Schedule, communicators_of
+from fsdp_wrap._runtime import Schedule, ranks_of
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.planned import peers_over
 
@@ -34,7 +33,7 @@ def peers_of(schedules: Sequence[Schedule]) -> Peers:
 def _peers(schedule: Schedule) -> Peers:
     known = _known.get(schedule)
     if known is None or not known.lives:
-        known = _known[schedule] = peers_over(_members(schedule))
+        known = _known[schedule] = peers_over(ranks_of(schedule.units, _NOTE, schedule.iteration))
         known.together = {*known.share(_companions(schedule)).values()}
     return known
 
@@ -42,7 +41,7 @@ def _peers(schedule: Schedule) -> Peers:
 def _parts(schedule: Schedule) -> Iterator[LocalPart]:
     """Returns the parts of parameters that tensor or expert parallelism has distributed."""
     for unit in schedule.units:
-        for layout in () if unit.handle is None else unit.handle.layouts:
+        for layout in unit.layouts:
             yield from (part for part in layout.distributed or () if part is not None)
 
 
@@ -54,15 +53,3 @@ def _companions(schedule: Schedule) -> frozenset[int]:
         index = tuple(place if dim in part.own else slice(None) for dim, place in enumerate(here))
         found.update(part.mesh.mesh[index].flatten().tolist())
     return frozenset(found)
-
-
-def _members(schedule: Schedule) -> set[int]:
-    """Returns the global ranks of a model, also those that this one meets by way of others; collective."""
-    communicators = dict.fromkeys(each for unit in schedule.units for each in communicators_of(unit))
-    members = {dist.get_rank()}.union(*(each.members for each in communicators))
-    members.update(*(part.mesh.mesh.flatten().tolist() for part in _parts(schedule)))
-    for each in communicators:
-        if each.positions is not None and each.positions.agreement.store is not None:
-            each.positions.issue(_NOTE, Phase.FORWARD, schedule.iteration)
-            members.update(*each.all_gather_object(members))
-    return members

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -17,8 +16,7 @@ from fsdp_wrap._comm import (
     ranks_in,
 )
 from fsdp_wrap._core import Phase
-from fsdp_wrap._params import LocalPart
-from fsdp_wrap._runtime import Schedule, communicators_of
+from fsdp_wrap._runtime import Schedule, ranks_of
 
 T = TypeVar("T")
 
@@ -30,7 +28,7 @@ class Council:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        members = sorted(_members(schedule))
+        members = sorted(ranks_of(schedule.units, _MEMBERS, schedule.iteration))
         self._communicator: Communicator | None = None
         if len(members) > 1:
             group = host_group_over(members)
@@ -49,23 +47,3 @@ class Council:
         if not flags.item():
             return []
         return [each for each in ranks.all_gather_object(own) if each is not None]
-
-
-def _parts(schedule: Schedule) -> Iterator[LocalPart]:
-    """Yields the parts of parameters that tensor or expert parallelism has distributed."""
-    for unit in schedule.units:
-        for layout in () if unit.handle is None else unit.handle.layouts:
-            yield from (part for part in layout.distributed or () if part is not None)
-
-
-def _members(schedule: Schedule) -> set[int]:
-    """Returns the ranks of a model, also those that this one meets by way of others; collective."""
-    members = {dist.get_rank()}
-    ways = dict.fromkeys(each for unit in schedule.units for each in communicators_of(unit))
-    members.update(*(each.members for each in ways))
-    members.update(*(part.mesh.mesh.flatten().tolist() for part in _parts(schedule)))
-    for each in ways:
-        if each.positions is not None and each.positions.agreement.store is not None:
-            each.positions.issue(_MEMBERS, Phase.IDLE, schedule.iteration)
-            members.update(*each.all_gather_object(members))
-    return members

@@ -81,7 +81,7 @@ def uneven_threads(world_size: int) -> Iterator[None]:
     meeting, boxes = Meeting(world_size), {(one, two): queue.Queue[Any]() for one in ranks for two in ranks}
     with (
         mock.patch.object(members, "peers_over", lambda found: ThreadPeers(sorted(found), meeting, boxes)),
-        mock.patch.object(members, "_members", lambda schedule: {*ranks}),
+        mock.patch.object(members, "ranks_of", lambda *_: {*ranks}),
         mock.patch.object(Rounds, "make_leader", _OwnLeader),
         mock.patch.object(
             context, "register_optimizer_step_pre_hook", lambda _: mock.Mock()
