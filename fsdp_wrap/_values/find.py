@@ -164,7 +164,7 @@ class Finder(ValueWatcher):
         if hit is None:
             return
         name, tensor = hit
-        pieces = (piece for layout in _layouts(unit) for piece in shard_pieces(layout, place.unit))
+        pieces = (piece for layout in unit.layouts for piece in shard_pieces(layout, place.unit))
         made = any(piece.fqn == name and not_finite(piece.data) for piece in pieces)
         if made:
             told = "This rank's shard of it is not finite"
@@ -219,7 +219,7 @@ class Finder(ValueWatcher):
 
     def _look_at_reduced(self, layout: Layout, reduced: torch.Tensor) -> None:
         if layout not in self._layouts:
-            self._layouts = {each: unit for unit in self._units for each in _layouts(unit)}
+            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
         unit = self._layouts.get(layout)
         if unit is not None:
             place = Spot(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
@@ -234,7 +234,7 @@ class Finder(ValueWatcher):
         told = f"Made by {type(optimizer).__name__}: gradients were finite"
         for unit, name in self._units.items():
             place = Spot(UPDATE, name, name)
-            for layout in _layouts(unit):
+            for layout in unit.layouts:
                 if any(id(param) in held for param in layout.sharded_params):
                     self._look_at_pieces(place, told, [*shard_pieces(layout, name)], "the updated parameter")
 
@@ -245,10 +245,6 @@ class Finder(ValueWatcher):
             piece = next(each for each in pieces if each.fqn == hit[0])
             origin = Origin(_of_param(place, piece.fqn), True, told)
             self._looks.report(origin, (f"{what} '{piece.fqn}'", piece.data), piece.start, piece.shape)
-
-
-def _layouts(unit: Unit) -> Sequence[Layout]:
-    return [] if unit.handle is None else unit.handle.layouts
 
 
 def _of_param(place: Spot, fqn: str) -> Spot:

@@ -38,14 +38,14 @@ def whole_name(unit: str, fqn: str) -> str:
 
 def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and local values of the full parameters that a unit's modules show."""
-    for segment in () if unit.handle is None else unit.handle.segments:
+    for segment in unit.segments:
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
             yield whole_name(name, fqn), to_local(leaf.detach())
 
 
 def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and local values of the gradients on a unit's leaves, or in their place."""
-    for segment in () if unit.handle is None else unit.handle.segments:
+    for segment in unit.segments:
         gradients, layout = segment.gradients, segment.layout
         for index, (fqn, leaf) in enumerate(zip(layout.fqns, segment.leaves)):
             if leaf.grad is not None:

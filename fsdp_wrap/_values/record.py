@@ -133,7 +133,7 @@ class ShardedSeams(ValueWatcher):
 
     def params(self) -> Iterable[nn.Parameter]:
         """Returns the sharded parameters."""
-        return (param for unit in self._units for layout in _layouts(unit) for param in layout.sharded_params)
+        return (param for unit in self._units for layout in unit.layouts for param in layout.sharded_params)
 
     def begin(self, schedule: Any) -> None:
         if schedule in self._schedules:
@@ -170,13 +170,13 @@ class ShardedSeams(ValueWatcher):
 
     def _look_at_shards(self, seam: str, unit: Unit, name: str) -> None:
         row = self._rows.at(seam, name)
-        for layout in _layouts(unit):
+        for layout in unit.layouts:
             for piece in shard_pieces(layout, name):
                 row.add(piece.data, piece.fqn, piece.start)
 
     def _look_at_reduced(self, layout: Layout, values: Sequence[torch.Tensor | None]) -> None:
         if layout not in self._layouts:
-            self._layouts = {each: unit for unit in self._units for each in _layouts(unit)}
+            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
         unit = self._layouts.get(layout)
         if unit is None:
             return
@@ -188,7 +188,3 @@ class ShardedSeams(ValueWatcher):
     def _look_at_updates(self) -> None:
         for unit, name in self._units.items():
             self._look_at_shards(files.UPDATE, unit, name)
-
-
-def _layouts(unit: Unit) -> Sequence[Layout]:
-    return [] if unit.handle is None else unit.handle.layouts
