@@ -4,14 +4,15 @@ A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, o
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import models
 from fsdp_wrap import (
@@ -50,6 +51,17 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
     for child in chosen:
         fully_shard(child, **translated)
     return fully_shard(module, **translated)
+
+
+def shard_columns(module: nn.Module, units: Iterable[nn.Module]) -> nn.Module:
+    """Shards matrices along their second dimension, where the ranks divide it."""
+
+    def place(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+
+    for unit in units:
+        fully_shard(unit, shard_placement_fn=place)
+    return fully_shard(module, shard_placement_fn=place)
 
 
 def _translated(name: str, value: Any) -> tuple[str, Any]:

@@ -341,6 +341,28 @@ def _sums_by_a_tree(rank: int, device: Simulation, clips: bool = True, **options
     return model, optimizer
 
 
+def _sums_fail(rank: int, device: Simulation) -> object:
+    """The last backward of a step raises while gradients are exchanged; the step begins anew."""
+    model = wrapped(travel_together_bytes=0)
+    work = fsdp_wrap.reproducible(model, micro_batches=2 * dist.get_world_size())
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    hook = None
+    for attempt in range(2):
+        for index in work.indices:
+            if index == work.indices[-1] and not attempt:
+                hook = inner(model)[0].register_forward_hook(
+                    lambda *args: args[-1].register_hook(fail) and None
+                )
+            with suppress(ArithmeticError):
+                model(batch(index, attempt)).square().sum().backward()
+        if hook is not None:
+            hook.remove()
+    return model
+
+
 def _sums_replicas_by_a_tree(rank: int, device: Simulation) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     return _sums_by_a_tree(rank, device, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -527,6 +549,7 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "compressed": (2, _compressed),
     "reproducible": (2, _sums_by_a_tree),
     "reproducible-offload": (2, partial(_sums_by_a_tree, clips=False, cpu_offload=OFFLOAD)),
+    "reproducible-fails": (2, _sums_fail),
     "reproducible-replicas": (4, _sums_replicas_by_a_tree),
     "in_place": (2, partial(_trains, front="orig", prepare=set_gradients_in_place)),
     "clips": (2, partial(_clips, norm_type=2.0)),

@@ -164,8 +164,7 @@ class Finder(ValueWatcher):
         if hit is None:
             return
         name, tensor = hit
-        pieces = (piece for layout in unit.layouts for piece in shard_pieces(layout, place.unit))
-        made = any(piece.fqn == name and not_finite(piece.data) for piece in pieces)
+        made = any(piece.fqn == name and not_finite(piece.data) for piece in shard_pieces(unit, place.unit))
         if made:
             told = "This rank's shard of it is not finite"
         self._looks.report(Origin(_of_param(place, name), made, told), (f"parameter '{name}'", tensor))
@@ -225,7 +224,7 @@ class Finder(ValueWatcher):
             place = Spot(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
             told = "Made in the reduction: all ranks' gradients of it were finite"
             self._look_at_pieces(
-                place, told, [*gradient_pieces(layout, place.unit, reduced)], "the reduced gradient"
+                place, told, [*gradient_pieces(unit, layout, place.unit, reduced)], "the reduced gradient"
             )
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -236,13 +235,15 @@ class Finder(ValueWatcher):
             place = Spot(UPDATE, name, name)
             for layout in unit.layouts:
                 if any(id(param) in held for param in layout.sharded_params):
-                    self._look_at_pieces(place, told, [*shard_pieces(layout, name)], "the updated parameter")
+                    updated = [*shard_pieces(unit, name, [layout])]
+                    self._look_at_pieces(place, told, updated, "the updated parameter")
 
     def _look_at_pieces(self, place: Spot, told: str, pieces: Sequence[Piece], what: str) -> None:
         named = [(piece.fqn, piece.data) for piece in pieces]
         hit = self._looks.at(Origin(place, True, told), named)
         if hit is not None:
-            piece = next(each for each in pieces if each.fqn == hit[0])
+            place_of = hit[1].data_ptr()
+            piece = next(each for each in pieces if each.data.data_ptr() == place_of)
             origin = Origin(_of_param(place, piece.fqn), True, told)
             self._looks.report(origin, (f"{what} '{piece.fqn}'", piece.data), piece.start, piece.shape)
 

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fsdp_wrap._core import joined
-from fsdp_wrap._params import Layout, to_local
+from fsdp_wrap._params import Cut, Layout, to_local
 from fsdp_wrap._runtime import Unit
 
 
@@ -54,13 +54,43 @@ def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield whole_name(name, fqn), layout.views(segment.full.data)[index]
 
 
-def shard_pieces(layout: Layout, name: str) -> Iterator[Piece]:
-    """Yields this rank's pieces of a layout's parameters, in master dtype."""
-    for each in layout.intervals():
-        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, each.data.detach())
+def shard_pieces(unit: Unit, name: str, layouts: Collection[Layout] | None = None) -> Iterator[Piece]:
+    """Yields this rank's pieces of a unit's parameters, or those of some layouts, in master dtype.
+
+    Tensor subclasses have no plain numbers: they have no pieces.
+    """
+    for layout in unit.layouts if layouts is None else layouts:
+        if layout.extended:
+            continue
+        if cuts := _cuts(layout):
+            yield from _runs(unit, name, cuts, [to_local(each.detach()) for each in layout.sources])
+            continue
+        for each in layout.intervals():
+            yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, each.data.detach())
 
 
-def gradient_pieces(layout: Layout, name: str, reduced: torch.Tensor) -> Iterator[Piece]:
+def gradient_pieces(unit: Unit, layout: Layout, name: str, reduced: torch.Tensor) -> Iterator[Piece]:
     """Yields the pieces of a reduced gradient shard."""
+    if cuts := _cuts(layout):
+        yield from _runs(unit, name, cuts, layout.cut(reduced.detach()))
+        return
     for each, data in zip(layout.intervals(), layout.pieces(reduced.detach())):
         yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))
+
+
+def _cuts(layout: Layout) -> list[Cut]:
+    """Returns the cuts of parameters that are no single piece on a rank; none for other layouts."""
+    cuts = [each for each in layout.extents if isinstance(each, Cut)]
+    return cuts if layout.extended or any(each.dim for each in cuts) else []
+
+
+def _runs(unit: Unit, name: str, cuts: Sequence[Cut], held: Sequence[torch.Tensor]) -> Iterator[Piece]:
+    """Yields the contiguous pieces of tensors that are cut along any dimension."""
+    assert unit.handle is not None
+    rank = unit.handle.communicator.rank
+    for cut, tensor in zip(cuts, held):
+        inner = cut.shape[cut.dim + 1 :].numel()
+        length, first = cut.rows(rank) * inner, cut.first_row(rank) * inner
+        for number, data in enumerate(tensor.reshape(-1, length) if tensor.numel() else ()):
+            start = number * cut.shape[cut.dim] * inner + first
+            yield Piece(whole_name(name, cut.fqn), cut.shape, start, data)

@@ -170,9 +170,8 @@ class ShardedSeams(ValueWatcher):
 
     def _look_at_shards(self, seam: str, unit: Unit, name: str) -> None:
         row = self._rows.at(seam, name)
-        for layout in unit.layouts:
-            for piece in shard_pieces(layout, name):
-                row.add(piece.data, piece.fqn, piece.start)
+        for piece in shard_pieces(unit, name):
+            row.add(piece.data, piece.fqn, piece.start)
 
     def _look_at_reduced(self, layout: Layout, values: Sequence[torch.Tensor | None]) -> None:
         if layout not in self._layouts:
@@ -182,8 +181,9 @@ class ShardedSeams(ValueWatcher):
             return
         row = self._rows.at(files.REDUCED, self._units[unit])
         for reduced in values:
-            for piece in () if reduced is None else gradient_pieces(layout, self._units[unit], reduced):
-                row.add(piece.data, piece.fqn, piece.start)
+            if reduced is not None:
+                for piece in gradient_pieces(unit, layout, self._units[unit], reduced):
+                    row.add(piece.data, piece.fqn, piece.start)
 
     def _look_at_updates(self) -> None:
         for unit, name in self._units.items():

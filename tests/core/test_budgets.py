@@ -21,18 +21,18 @@ CODE_LINES = {
     "_core": 1657,
     "_params": 3890,
     "_reproducible": 579,
-    "_runtime": 3309,
+    "_runtime": 3320,
     "_state": 3125,
-    "_uneven": 909,
-    "_values": 1433,
+    "_uneven": 899,
+    "_values": 1435,
     "checkpoint": 2449,
     "compat": 802,
     "optim": 2086,
     "tools": 4097,
     "top level": 2292,
     "weights": 795,
-    "core": 16445,
-    "all": 30850,
+    "core": 16456,
+    "all": 30853,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

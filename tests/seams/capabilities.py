@@ -28,8 +28,10 @@ from fsdp_wrap import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    allow_skipping,
     clip_grad_norm_,
     comm_hooks,
+    find_nonfinite,
     replicate,
     set_gradients_in_place,
 )
@@ -38,6 +40,7 @@ from fsdp_wrap.optim import HostAdamW, Muon, on_shards, step_in_backward, stocha
 from fsdp_wrap.replica_groups import join_replica_groups
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from programs import Capability, Net, Side, World, adamw
+from scenario import WIDTH
 
 COMPOSABLE, WRAPPER, BY_NAME = ["composable"], ["flat", "orig"], ["orig", "composable"]
 KEPT: dict[str, Any] = {
@@ -67,6 +70,25 @@ class BorrowedHead(Capability):
 
     def units(self, net: Net, units: list[Any]) -> list[Any]:
         return [*units, net.embed]
+
+
+class SkippedPart(Capability):
+    """The last block has a branch for some rows, which a rank leaves out that has none of them."""
+
+    def build(self, net: Net) -> None:
+        net.blocks[2].branch = nn.Linear(WIDTH, WIDTH).double()
+        net.blocks[2].register_forward_hook(_some_rows)
+
+    def units(self, net: Net, units: list[Any]) -> list[Any]:
+        return [net.blocks[2].branch, *units]
+
+    def sharded(self, side: Side) -> None:
+        allow_skipping(side.net.blocks[2].branch)
+
+
+def _some_rows(block: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    chosen = args[0].detach()[:, :1, :1] > 0
+    return output + chosen * block.branch(args[0]) if chosen.any() else output
 
 
 def toggle(side: Side, at: int) -> None:
@@ -412,6 +434,19 @@ def go_on_with_a_copy(side: Side, at: int) -> None:
         side.optimizer.load_state_dict(state)
 
 
+class Watched(Capability):
+    """Steps inside `find_nonfinite`."""
+
+    def before_step(self, side: Side, at: int) -> None:
+        if side.world is not None:
+            side.notes["watched"] = find_nonfinite(side.model)
+            side.notes["watched"].__enter__()
+
+    def after_step(self, side: Side, at: int) -> None:
+        if side.world is not None:
+            side.notes.pop("watched").__exit__(None, None, None)
+
+
 CAPABILITIES: dict[str, Capability] = {
     "Grouped": Capability(
         slots=("units",), fronts=COMPOSABLE, units=lambda net, units: [*units, [net.norm, net.head]]
@@ -424,6 +459,7 @@ CAPABILITIES: dict[str, Capability] = {
     "FusedHead": Capability(slots=("head",), build=lambda net: setattr(net, "reads", "head")),
     "BorrowedHead": BorrowedHead(slots=("head", "tied", "units"), fronts=COMPOSABLE),
     "BorrowedKeptHead": BorrowedHead(slots=("head", "tied", "units", "strategy"), **KEPT),
+    "SkippedPart": SkippedPart(slots=("units",)),
     "Frozen": Capability(slots=("frozen",), spec={"frozen": "second_blocks"}),
     "MostlyFrozen": Capability(slots=("frozen",), spec={"frozen": "all_but_norms"}),
     "Toggled": Capability(slots=("frozen",), before_step=toggle, after_step=lambda side, at: toggle(side, 0)),
@@ -545,6 +581,7 @@ CAPABILITIES: dict[str, Capability] = {
     "Scaled": Scaled(slots=("update",)),
     "Clipped": Capability(slots=("clipping",), after_backward=clip_gradients),
     "Scheduled": Scheduled(slots=("optimizer object",)),
+    "Watched": Watched(),
     "Summoned": Capability(after_step=summon),
     "Copied": Capability(slots=("optimizer object", "parameter objects"), after_step=go_on_with_a_copy),
 }

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
-from fronts import each_front, inner, no_sync, shard
+from fronts import each_front, inner, no_sync, shard, shard_columns
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
@@ -110,6 +110,21 @@ def error_of(model: nn.Module, spoils: Callable[..., Any], **options: Any) -> No
 def place(error: NonFiniteError) -> tuple[int, str, str, str]:
     first = error.first
     return first.rank, first.phase, first.unit, first.module
+
+
+@ranks(2)
+def test_the_index_in_a_parameter_that_is_cut_by_columns(rank, world_size):
+    net = SpoiledNet()
+    model = shard_columns(net, net.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(NonFiniteError) as caught, find_nonfinite(model):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        if rank == CULPRIT:
+            net.blocks[1].up.weight.grad.to_local()[2, 1] = NAN
+        optimizer.step()
+    first = caught.value.first
+    assert (first.rank, first.phase, first.module) == (CULPRIT, "update", "blocks.1.up")
+    assert (first.index, first.shape, first.nan) == ((2, WIDTH // 2 + 1), (5, WIDTH), 1)
 
 
 def spoil_output(value: float, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_ranks
-from fronts import no_sync, shard
+from fronts import no_sync, shard, shard_columns
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, record_values
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values import files
@@ -39,6 +39,9 @@ class Dropping(Net):
 
 def made(front: str = "orig", net: type[nn.Module] = Net, **options: Any) -> nn.Module:
     torch.manual_seed(0)
+    if front == "columns":
+        module = net()
+        return shard_columns(module, module.blocks)
     return shard(front, net(), ModuleWrapPolicy({Block}), **options)
 
 
@@ -119,9 +122,10 @@ def record_plain(folder: Any, **options: Any) -> None:
 def test_front_ends_and_a_plain_module_record_the_same(tmp_path):
     """Bit for bit at equal numbers of ranks; a plain module rounds otherwise."""
     record_plain(tmp_path / "plain")
-    for front in ("flat", "composable"):
+    for front in ("flat", "composable", "columns"):
         run_ranks(2, _recording, str(tmp_path / front), {"front": front})
     assert compared(tmp_path / "flat", tmp_path / "composable").kind == "equal"
+    assert compared(tmp_path / "flat", tmp_path / "columns").kind == "equal"
     verdict = compared(tmp_path / "plain", tmp_path / "composable")
     assert verdict.kind == "rounding", (verdict.told, verdict.first)
     assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20
