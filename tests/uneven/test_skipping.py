@@ -208,8 +208,16 @@ SEAMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("seam", SEAMS)
-@each_front
+def _pairs() -> list[Any]:
+    """Each front-end with each of them, slow but for one that takes turns."""
+    return [
+        pytest.param(front, seam, marks=[] if front == FRONTS[number % len(FRONTS)] else [pytest.mark.slow])
+        for number, seam in enumerate(SEAMS)
+        for front in FRONTS
+    ]
+
+
+@pytest.mark.parametrize(("front", "seam"), _pairs())
 @ranks(2)
 def test_training_beside_what_else_there_is(rank, world_size, front, seam):
     plain, model = mixture(front)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from bed.accelerator import Simulation, run_simulated
 from bed.accelerator.group import Meeting
-from fronts import each_front
 from fsdp_wrap import uneven
 from fsdp_wrap._core import Span
 from fsdp_wrap._uneven import context, members
@@ -104,7 +103,9 @@ def runs_dry(rank: int, device: Simulation, front: str, **options: Any) -> objec
     return model, optimizer
 
 
-@each_front
+@pytest.mark.parametrize(
+    "front", ["composable", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flat", "orig"))]
+)
 def test_every_order_has_the_same_outcome_where_ranks_run_dry(front):
     with uneven_threads(2):
         run_simulated(2, partial(runs_dry, front=front), records=True, seeds=1)
