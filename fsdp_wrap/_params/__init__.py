@@ -7,7 +7,7 @@ Must never know: when that happens, and in which order units run.
 """
 
 from fsdp_wrap._params.chunks import Cut, chunk_numel
-from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, InReduction, Reduction
+from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, Reduction
 from fsdp_wrap._params.dtensor import DTensorLayout
 from fsdp_wrap._params.extensions import (
     ExtensionLayout,

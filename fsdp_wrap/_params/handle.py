@@ -121,6 +121,10 @@ class ParamHandle:
             handle.reduce_by(self._reduce_scatter, self._summing)
         return handle
 
+    def sum_by(self, sums: Summing | None) -> None:
+        """Lets something else sum gradients over ranks; None for the transport."""
+        self.sums = sums
+
     def set_transport(self, transport: Transport) -> None:
         """Changes the transport of training; full parameters for users are gathered as before."""
         self.free_kept_segments()  # another transport may round them otherwise

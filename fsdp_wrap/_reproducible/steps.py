@@ -60,7 +60,8 @@ class CountedSteps:
         _living.add(self)
 
     def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
-        self._sums[unit] = handle.sums = TreeSums(handle, leaves)
+        self._sums[unit] = TreeSums(handle, leaves)
+        handle.sum_by(self._sums[unit])
         self._divisors[unit] = handle.contributors
         handle.divide_gradients_by(leaves if average else 1.0)
         unit.set()  # a plan of batched reductions does not fit any more
@@ -91,7 +92,7 @@ class CountedSteps:
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
             if unit.handle is not None:
-                unit.handle.sums = None
+                unit.handle.sum_by(None)
                 unit.handle.divide_gradients_by(divisor)
                 for layout in unit.handle.layouts:
                     layout.average_hook = None
@@ -114,7 +115,7 @@ class CountedSteps:
         if self.done == self._each:
             self._begin_step()
         for unit, sums in self._sums.items():
-            sums.index = self.done
+            sums.begin(self.done)
             if not unit.options.syncs:
                 unit.set(syncs=True)
                 self._unsynced.append(unit)

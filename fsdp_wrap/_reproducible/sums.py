@@ -13,7 +13,7 @@ import torch
 
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import ceil_div
-from fsdp_wrap._params import InReduction, Layout, ParamHandle, Segment
+from fsdp_wrap._params import Layout, ParamHandle, Segment
 from fsdp_wrap._reproducible.tree import Node, SumTree
 
 _NOTHING = -0.0
@@ -28,7 +28,6 @@ class TreeSums:
         leaves: Number of micro-batches in a step.
 
     Attributes:
-        index: Number of the running backward among this rank's.
         each: Number of micro-batches of each rank.
     """
 
@@ -36,29 +35,33 @@ class TreeSums:
         self._ranks, self._replicas = handle.communicator, handle.replicas
         self._copies, self._leaves = handle.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)
-        self.index = 0
+        self._index = 0  # of the running backward among this rank's
         self._trees: dict[Layout, SumTree] = {}
         self._added: dict[Layout, int] = {}
+
+    def begin(self, index: int) -> None:
+        """Begins this rank's backward of a number."""
+        self._index = index
 
     def drop(self) -> None:
         """Drops all sums."""
         self._trees.clear()
         self._added.clear()
 
-    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> InReduction:
+    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> TreeReduction:
         """Adds the gradients of one backward, which it spoils; issues their exchange after the last one."""
         first = self._first_of(self._ranks.rank)
         for segment, gradients in zip(segments, full):
             layout = segment.layout
-            if self._added.get(layout) == self.index:
+            if self._added.get(layout) == self._index:
                 raise _came_twice(segment)
-            self._added[layout] = self.index
+            self._added[layout] = self._index
             tree = self._trees.setdefault(layout, SumTree(first, segment.dtypes.reduce))
-            tree.push(Node(first + self.index, 1, gradients))
-            if self.index + 1 < self.each:
+            tree.push(Node(first + self._index, 1, gradients))
+            if self._index + 1 < self.each:
                 tree.settle()
                 segment.gradients.drop()
-        return _Added() if self.index + 1 < self.each else self._exchange(segments)
+        return self._exchange([] if self._index + 1 < self.each else segments)
 
     def finish_without(self, segments: Sequence[Segment]) -> None:
         """Hands over sums of earlier backwards where the last one brought nothing; collective."""
@@ -72,7 +75,7 @@ class TreeSums:
         return (self._replicas.rank * self._ranks.size + rank) * self.each
 
     def _exchange(self, segments: Sequence[Segment]) -> TreeReduction:
-        """Issues the exchange of this copy's sums."""
+        """Issues the exchange of this copy's sums; of none before the last backward."""
         spans = [nodes_within(self._first_of(rank), self.each) for rank in range(self._ranks.size)]
         trees = [self._trees.pop(segment.layout) for segment in segments]
         for tree in trees:
@@ -179,18 +182,6 @@ class TreeReduction:
             each.wait()
         for segment in self._segments:
             segment.gradients.drop()
-
-
-class _Added:
-    """Gradients that were added to the sums of this rank: nothing is in flight."""
-
-    partial = False
-
-    def finish(self) -> None:
-        """Waits for nothing."""
-
-    def abandon(self) -> None:
-        """Drops nothing: the step's sums are dropped as a whole."""
 
 
 def _came_twice(segment: Segment) -> RuntimeError:

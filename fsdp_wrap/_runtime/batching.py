@@ -391,11 +391,9 @@ class CollectiveBatcher:
             return False
         if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
-        if handle.sums is not None:
-            return False
         if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
             return False
-        return len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
+        return handle.sums is None and len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 
     def send(self, phase: Phase) -> BatchedReduction | None:
         """Issues the waiting batched reduction, if any; returns it."""

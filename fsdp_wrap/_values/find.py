@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, value_watchers, walk
+from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, encloses, value_watchers, walk
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, schedule_of, units_in
@@ -86,7 +86,7 @@ class Finder(ValueWatcher):
         found = {}
         for name, module in walk(model):
             fqn = clean_fqn(name)
-            unit = next((each for each in owners if not each or f"{fqn}.".startswith(f"{each}.")), "")
+            unit = next((each for each in owners if each == fqn or encloses(each, fqn)), "")
             found[module] = Names(fqn, unit)
         return found
 
@@ -114,6 +114,7 @@ class Finder(ValueWatcher):
     def begin(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
             self._meet(schedule)
+            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
             self._looks.restart(schedule.iteration)
             if self._modules is not None:
                 self._modules.restart()
@@ -190,9 +191,7 @@ class Finder(ValueWatcher):
 
     def _enclosing(self, name: str) -> str | None:
         """Returns the name of the unit around another one; None for the outermost."""
-        outer = [each for each in self._units.values() if each != name and f"{name}.".startswith(f"{each}.")]
-        if name and "" in self._units.values():
-            outer.append("")
+        outer = [each for each in self._units.values() if each != name and encloses(each, name)]
         return max(outer, key=len, default=None)
 
     def _look_backward(self, unit: Unit, seam: ValueSeam, tensors: Sequence[torch.Tensor]) -> None:
@@ -217,8 +216,6 @@ class Finder(ValueWatcher):
             self._looks.report(origin, (f"the gradient of '{hit[0]}'", hit[1]))
 
     def _look_at_reduced(self, layout: Layout, reduced: torch.Tensor) -> None:
-        if layout not in self._layouts:
-            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
         unit = self._layouts.get(layout)
         if unit is not None:
             place = Spot(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])

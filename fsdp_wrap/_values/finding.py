@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_wrap._params import to_local
+
 
 @dataclass(frozen=True)
 class NonFinite:
@@ -110,7 +112,7 @@ def quoted(name: str) -> str:
 
 def looked_at(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns what can be looked at of a tensor, without autograd: None if it cannot hold NaN."""
-    local = getattr(tensor, "_local_tensor", tensor).detach()
+    local = to_local(tensor).detach()
     if local.layout is not torch.strided or not local.numel() or local.is_meta:
         return None
     if local.is_complex():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_wrap._core import ValueSeam, iter_tensors
+from fsdp_wrap._core import ValueSeam, encloses, iter_tensors
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._values.finding import looked_at, quoted
 from fsdp_wrap._values.looks import Looks, Named, Origin, Spot
@@ -98,8 +98,9 @@ class ModuleLooks:
         names = self._names.get(module)
         if names is None or torch.compiler.is_compiling():
             return
-        while self._calls and self._calls.pop().module is not module:
-            pass  # forwards that have raised
+        running = [call.module for call in self._calls]
+        if module in running:  # what stands behind it has raised
+            del self._calls[len(running) - 1 - running[::-1].index(module) :]
         for tensor in iter_tensors(kwargs):
             self._note_use(tensor, names)
         if current_transform() is not None:
@@ -175,7 +176,9 @@ def _origin_of_gradient(output: _Output) -> Origin:
     """Returns where a gradient comes from if it is the first that is not finite."""
     users = [*dict.fromkeys(output.users)]
     inner = [
-        each for each in users if not any(_encloses(each.module, other.module) for other in users)
+        each
+        for each in users
+        if not any(other is not each and encloses(each.module, other.module) for other in users)
     ]  # a module passes its inputs on to those inside
     if inner:
         user = inner[-1]
@@ -186,10 +189,6 @@ def _origin_of_gradient(output: _Output) -> Origin:
         return Origin(place, False, "It came in from the loss")
     outer = quoted(output.parent.module)
     return Origin(place, True, f"Made in the backward of {outer}, outside of the modules in it")
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
 def numbered(what: str, tensors: Sequence[torch.Tensor]) -> list[Named]:

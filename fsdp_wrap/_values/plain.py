@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fsdp_wrap._core import clean_fqn, iter_tensors, map_tensors
+from fsdp_wrap._core import clean_fqn, encloses, iter_tensors, map_tensors
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values import files
 from fsdp_wrap._values.rows import Rows
@@ -40,7 +40,7 @@ class PlainSeams:
         self._params: dict[str, dict[str, nn.Parameter]] = {name: {} for name in owners}
         for name, param in model.named_parameters():
             fqn = clean_fqn(name)
-            owner = next(each for each in owners if not each or fqn.startswith(f"{each}."))
+            owner = next(each for each in owners if encloses(each, fqn))
             self._params[owner][fqn] = param
         self._hooks = ExitStack()
         self._kept: list[Any] = []  # nodes live as long as their hooks

@@ -137,6 +137,7 @@ class ShardedSeams(ValueWatcher):
 
     def begin(self, schedule: Any) -> None:
         if schedule in self._schedules:
+            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
             self._rows.begin_pass(torch.is_grad_enabled())
 
     def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
@@ -174,8 +175,6 @@ class ShardedSeams(ValueWatcher):
             row.add(piece.data, piece.fqn, piece.start)
 
     def _look_at_reduced(self, layout: Layout, values: Sequence[torch.Tensor | None]) -> None:
-        if layout not in self._layouts:
-            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
         unit = self._layouts.get(layout)
         if unit is None:
             return

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_wrap._core import format_dtype
+from fsdp_wrap._params import to_local
 from fsdp_wrap._values.finding import looked_at
 
 WIDTH = 16
@@ -95,7 +97,7 @@ class Statistics:
         seen = _numbers_of(tensor)
         if seen is None:
             return
-        self.dtype = str(seen.dtype).removeprefix("torch.")
+        self.dtype = format_dtype(seen.dtype)
         self.tensors += 1
         flat = seen.reshape(-1)
         values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
@@ -158,7 +160,7 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns what a record can hold of a tensor: floating-point numbers, or integers as int64."""
     seen = looked_at(tensor)
     if seen is None and not tensor.is_floating_point() and not tensor.is_complex():
-        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        local = to_local(tensor).detach()
         if local.layout is torch.strided and local.numel() and not local.is_meta:
             seen = local.long()
     return seen

@@ -19,9 +19,9 @@ CODE_LINES = {
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1657,
-    "_params": 3890,
-    "_reproducible": 579,
-    "_runtime": 3320,
+    "_params": 3892,
+    "_reproducible": 578,
+    "_runtime": 3318,
     "_state": 3125,
     "_uneven": 899,
     "_values": 1435,
@@ -32,7 +32,7 @@ CODE_LINES = {
     "top level": 2292,
     "weights": 795,
     "core": 16456,
-    "all": 30853,
+    "all": 30852,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
