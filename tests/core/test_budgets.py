@@ -39,7 +39,7 @@ CODE_LINES = {
 FILES_IN_CIRCLES: dict[str, int] = {}
 """Files of a folder that import each other in a circle, for types at least."""
 
-DOUBLED_CLASS_NAMES = 2
+DOUBLED_CLASS_NAMES = 1
 """Names that classes in several files have."""
 
 OBSCURE_DOCSTRINGS = 0

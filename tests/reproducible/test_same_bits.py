@@ -23,6 +23,7 @@ from fsdp_wrap import (
     checkpoint,
     clip_grad_norm_,
     fully_shard,
+    grad_norms,
     iter_full_optim_state,
 )
 from fsdp_wrap.optim import Muon
@@ -116,6 +117,8 @@ def steps_of(model: nn.Module, work: Any, optimizer: Any, steps: range, norm: fl
     for step in steps:
         for index in work.micro_batches(step):
             loss_of(model, tokens(index, step)).backward()
+        if step == 0:  # two collectives for each parameter
+            yield from (f"{name} {each.item().hex()}" for name, each in grad_norms(model, norm).items())
         yield clip_grad_norm_(model, 0.5, norm).item().hex()
         optimizer.step()
         optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._runtime import require_idle, require_root, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
-from fsdp_wrap._state.gradients.held import HeldGradients, Named
+from fsdp_wrap._state.gradients.held import HeldGradients, Named, Share
 from fsdp_wrap._state.gradients.norms import (
     Summand,
     accumulation_dtype,
@@ -94,11 +94,7 @@ class GradientNorms:
             if exact is None:
                 powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
             else:
-                groups = [[] if one.group is None else [sums_over(one.group)] for one in held]
-                summands = [
-                    Summand([*chain.from_iterable(kinds)], group, share.copies)
-                    for (share, kinds), group in zip(held.items(), groups)
-                ]
+                summands = [_summand(share, chain.from_iterable(kinds)) for share, kinds in held.items()]
                 powers = [exact(summands, p, known.device)]
             if unreduced:
                 held = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
@@ -116,7 +112,7 @@ class GradientNorms:
     def by_name(self, norm_type: float) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient, over all ranks and without unsharding.
 
-        Collective, with the all-reduces of `clip`.
+        Collective, with the all-reduces of `clip`; of a reproducible model with two for each parameter.
 
         Args:
             norm_type: The p of the p-norm.
@@ -156,7 +152,20 @@ def _powers_by_share(known: HeldGradients, p: float) -> tuple[list[Named], list[
         share: powers_and_presence([piece for _, piece in each], p, known.device)
         for share, each in named.items()
     }
-    return [*named.values()], over_ranks(values, p)
+    found, exact = over_ranks(values, p), exact_power_of(known.params())
+    if exact is None:
+        return [*named.values()], found
+    for number, (share, each) in enumerate(named.items()):
+        summands = [_summand(share, [] if piece is None else [piece]) for _, piece in each]
+        powers = [exact([summand], p, known.device) for summand in summands]
+        found[number] = torch.cat([*powers, found[number][len(each) :]])
+    return [*named.values()], found
+
+
+def _summand(share: Share, tensors: Iterable[torch.Tensor]) -> Summand:
+    """Returns this rank's parts of tensors as a summand of their norm over all ranks."""
+    all_reduces = [] if share.group is None else [sums_over(share.group)]
+    return Summand([each for each in tensors if each.numel()], all_reduces, share.copies)
 
 
 def _powers_by_mesh(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:

@@ -240,7 +240,7 @@ class _Blocks:
             if [*map(_NUMEL, shards)] == self._numels:
                 expected = [*map(operator.add, self._spread(shards), self._offsets)]
                 if [*map(_DATA_PTR, grads)] == expected:
-                    return [*map(_cut, shards, self._parts)]
+                    return [s if part is None else s[part] for s, part in zip(shards, self._parts)]
         except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
             pass
         return [block for layout in self._layouts for block in layout.gradient_blocks()]
@@ -263,10 +263,6 @@ def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> slice:
     begin, size = shard.data_ptr(), shard.element_size()
     starts = [(piece.data_ptr() - begin) // size for piece in pieces]
     return slice(min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))))
-
-
-def _cut(shard: torch.Tensor, part: slice | None) -> torch.Tensor:
-    return shard if part is None else shard[part]
 
 
 def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:

@@ -55,6 +55,5 @@ def scale_to(grads: Iterable[torch.Tensor], total: torch.Tensor, bound: float) -
         total: The norm, 0-d.
         bound: The most that it may be.
     """
-    kinds = by_kind(grad for grad in grads if grad.numel())
-    for kind in kinds:
+    for kind in by_kind(grad for grad in grads if grad.numel()):
         scale([kind], total.to(kind[0].device), bound)

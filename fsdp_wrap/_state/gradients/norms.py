@@ -167,9 +167,8 @@ def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Ten
 
 def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
     """Returns how the norm of a reproducible model's gradients is taken; None for other parameters."""
-    if not exact_powers:
-        return None
-    return next((exact_powers[each] for each in params if each in exact_powers), None)
+    found = (exact_powers[each] for each in params if each in exact_powers)
+    return next(found, None) if exact_powers else None  # does not ask each parameter where there are none
 
 
 def sums_over(group: Communicator) -> AllReduce:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -59,28 +60,25 @@ def clip_parameters(
         return torch.tensor(0.0)
     by_ranks: dict[Over, list[torch.Tensor]] = {}
     for grad in grads:
-        by_ranks.setdefault(over_of(grad), []).append(to_local(grad))
+        held = by_ranks.setdefault(over_of(grad), [])
+        held += [to_local(grad)] if to_local(grad).numel() else []
     device = to_local(grads[0]).device
     exact = exact_power_of(params)
     if exact is None:
         powers = [power_over(over, parts, p, device) for over, parts in by_ranks.items()]
     else:
-        held = {over: [part for part in parts if part.numel()] for over, parts in by_ranks.items()}
-        powers = [exact([Summand(held[over], all_reduces_over(over)) for over in held], p, device)]
+        summands = [Summand(parts, all_reduces_over(over)) for over, parts in by_ranks.items()]
+        powers = [exact(summands, p, device)]
     total = root(merged(powers, p), p).squeeze(0)
     if error_if_nonfinite:
         check_finite(total, p)
-    parts = [part for each in by_ranks.values() for part in each if part.numel()]
-    scale(by_kind(parts), total, bound)
-    dtype = grads[0].dtype
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype.to_real())
+    scale(by_kind(chain.from_iterable(by_ranks.values())), total, bound)
+    return total.to(reduce(torch.promote_types, {grad.dtype for grad in grads}).to_real())
 
 
 def power_over(over: Over, parts: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Returns the norm of tensors of which this rank has parts, to the power of p; collective."""
-    return summed_over(over, power(by_kind(part for part in parts if part.numel()), p, device), p)
+    """Returns the norm of tensors of which this rank has parts, none empty, to the power of p; collective."""
+    return summed_over(over, power(by_kind(parts), p, device), p)
 
 
 def summed_over(over: Over, found: torch.Tensor, p: float) -> torch.Tensor:

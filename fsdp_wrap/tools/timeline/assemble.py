@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_wrap._core import Computing, Span, SpanKind, encloses
 from fsdp_wrap.tools.timeline.clocks import ClockOffset
-from fsdp_wrap.tools.timeline.recorder import EntryKind, LogEntry, StreamRange, TimelineRecorder
+from fsdp_wrap.tools.timeline.recorder import RecordKind, TimelineRecord, StreamRange, TimelineRecorder
 from fsdp_wrap.tools.timeline.records import (
     AT_MOST,
     GATHER,
@@ -116,13 +116,13 @@ class Assembler:
         self._awaited: dict[tuple[str, Any], int] = {}  # index of the transfer by kind and unit
         self._levels = _Levels(recorder.names)
         act = {
-            EntryKind.BEGIN: self._begin,
-            EntryKind.END: self._end_span,
-            EntryKind.ENTER: self._enter,
-            EntryKind.LEAVE: self._leave,
-            EntryKind.HOLD: self._hold,
-            EntryKind.OPTIMIZE: self._optimize,
-            EntryKind.OPTIMIZED: self._optimized,
+            RecordKind.BEGIN: self._begin,
+            RecordKind.END: self._end_span,
+            RecordKind.ENTER: self._enter,
+            RecordKind.LEAVE: self._leave,
+            RecordKind.HOLD: self._hold,
+            RecordKind.OPTIMIZE: self._optimize,
+            RecordKind.OPTIMIZED: self._optimized,
         }
         for entry in recorder.log:
             act[entry.kind](entry)
@@ -150,7 +150,7 @@ class Assembler:
             ),
         )
 
-    def _time(self, entry: LogEntry) -> int:
+    def _time(self, entry: TimelineRecord) -> int:
         """Returns when the computation came to an entry."""
         return entry.at if entry.event is None else self._recorder.time_of(entry.event)
 
@@ -159,7 +159,7 @@ class Assembler:
 
     # spans
 
-    def _begin(self, entry: LogEntry) -> None:
+    def _begin(self, entry: TimelineRecord) -> None:
         span = entry.subject
         if span.kind in _ISSUES:
             self._issue(span, _ISSUES[span.kind], entry.at)
@@ -181,7 +181,7 @@ class Assembler:
         track = self.host if self._on_device else self.track
         track.begin(_OpenSlice(f"issue {kind}", units[0], at, span, index))
 
-    def _end_span(self, entry: LogEntry) -> None:
+    def _end_span(self, entry: TimelineRecord) -> None:
         span = entry.subject
         kind, awaited = _ISSUES.get(span.kind), _AWAITED.get(span.kind)
         on_host = kind is not None or span.kind is SpanKind.AWAIT_COPIES
@@ -203,7 +203,7 @@ class Assembler:
 
     # computation
 
-    def _enter(self, entry: LogEntry) -> None:
+    def _enter(self, entry: TimelineRecord) -> None:
         at, unit, what = self._time(entry), self._name(entry.subject), entry.detail
         if what is Computing.FORWARD and not self.track.has(what.value):
             self._begin_pass(at)
@@ -215,19 +215,19 @@ class Assembler:
         self.track.end_while(at, lambda _: True)  # rests of a backward
         self._passes.append(at)
 
-    def _leave(self, entry: LogEntry) -> None:
+    def _leave(self, entry: TimelineRecord) -> None:
         what, owner = entry.detail.value, entry.subject
         self.track.end_until(self._time(entry), lambda each: each.what == what and each.owner is owner)
 
-    def _optimize(self, entry: LogEntry) -> None:
+    def _optimize(self, entry: TimelineRecord) -> None:
         at = self._time(entry)
         self.track.end_while(at, lambda each: each.what == BACKWARD)
         self.track.begin(_OpenSlice(OPTIMIZER, "", at))
 
-    def _optimized(self, entry: LogEntry) -> None:
+    def _optimized(self, entry: TimelineRecord) -> None:
         self.track.end_until(self._time(entry), lambda each: each.what == OPTIMIZER)
 
-    def _hold(self, entry: LogEntry) -> None:
+    def _hold(self, entry: TimelineRecord) -> None:
         self._levels.hold(entry.at, entry.subject, entry.detail)
 
     # transfers and copies

@@ -17,7 +17,7 @@ from fsdp_wrap._comm import Accelerator, when_completed
 from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
 
 
-class EntryKind(Enum):
+class RecordKind(Enum):
     """The kind of an entry of the log."""
 
     BEGIN = "begin"
@@ -29,7 +29,7 @@ class EntryKind(Enum):
     OPTIMIZED = "optimized"
 
 
-class LogEntry(NamedTuple):
+class TimelineRecord(NamedTuple):
     """One entry: nanoseconds of the host's clock, a timing event of the current stream (None on a CPU).
 
     The subject is a span or a unit; the detail is a `Computing`, or a change of bytes.
@@ -37,7 +37,7 @@ class LogEntry(NamedTuple):
 
     at: int
     event: Any
-    kind: EntryKind
+    kind: RecordKind
     subject: Any
     detail: Any = None
 
@@ -74,7 +74,7 @@ class TimelineRecorder(StepWatcher):
         # Columns, since the garbage collector would visit every row.
         self._at: list[int] = []
         self._events: list[Any] = []
-        self._kinds: list[EntryKind] = []
+        self._kinds: list[RecordKind] = []
         self._subjects: list[Any] = []
         self._details: list[Any] = []
         self.completed: dict[Span, list[int]] = {}
@@ -91,7 +91,7 @@ class TimelineRecorder(StepWatcher):
             event.synchronize()
             self.base = perf_counter_ns(), event
 
-    def _note(self, kind: EntryKind, subject: Any, detail: Any = None) -> None:
+    def _note(self, kind: RecordKind, subject: Any, detail: Any = None) -> None:
         if self._accelerator is not None:
             if self._accelerator.captures:
                 return  # a graph is captured, whose replays are not seen
@@ -102,10 +102,10 @@ class TimelineRecorder(StepWatcher):
         self._details.append(detail)
 
     @property
-    def log(self) -> Iterator[LogEntry]:
+    def log(self) -> Iterator[TimelineRecord]:
         """The entries in order."""
         events = self._events or repeat(None)
-        return map(LogEntry, self._at, events, self._kinds, self._subjects, self._details)
+        return map(TimelineRecord, self._at, events, self._kinds, self._subjects, self._details)
 
     # as a StepWatcher
 
@@ -117,7 +117,7 @@ class TimelineRecorder(StepWatcher):
         if span.beside:
             self._updating[span] = perf_counter_ns()
         elif not running[0].beside:  # two threads must not write to one log
-            self._note(EntryKind.BEGIN, span)
+            self._note(RecordKind.BEGIN, span)
 
     def end(self, span: Span) -> None:
         running = self._running.get(get_ident())
@@ -127,19 +127,19 @@ class TimelineRecorder(StepWatcher):
         if span.beside:
             self.updates.append(HostUpdate(span, self._updating.pop(span), perf_counter_ns()))
         elif not running or not running[0].beside:
-            self._note(EntryKind.END, span)
+            self._note(RecordKind.END, span)
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
         if owner in self.names:
-            self._note(EntryKind.ENTER, owner, what)
+            self._note(RecordKind.ENTER, owner, what)
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
         if owner in self.names:
-            self._note(EntryKind.LEAVE, owner, what)
+            self._note(RecordKind.LEAVE, owner, what)
 
     def hold(self, owner: Any, unit: str, nbytes: int) -> None:
         if owner in self.names:
-            self._note(EntryKind.HOLD, owner, nbytes)
+            self._note(RecordKind.HOLD, owner, nbytes)
 
     def issued(self, works: Sequence[Any]) -> None:
         running = self._running.get(get_ident())
@@ -161,12 +161,12 @@ class TimelineRecorder(StepWatcher):
     def follow_optimizers(self) -> None:
         """Records the steps of optimizers too, until `stop`."""
         for register, kind in (
-            (register_optimizer_step_pre_hook, EntryKind.OPTIMIZE),
-            (register_optimizer_step_post_hook, EntryKind.OPTIMIZED),
+            (register_optimizer_step_pre_hook, RecordKind.OPTIMIZE),
+            (register_optimizer_step_post_hook, RecordKind.OPTIMIZED),
         ):
             self._hooks.callback(register(self._optimizer_hook(kind)).remove)
 
-    def _optimizer_hook(self, kind: EntryKind) -> Callable[[Any, Any, Any], None]:
+    def _optimizer_hook(self, kind: RecordKind) -> Callable[[Any, Any, Any], None]:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if any(each.kind is SpanKind.UPDATE for each in self._running.get(get_ident(), ())):
                 return  # a step in the backward, whose span is recorded
