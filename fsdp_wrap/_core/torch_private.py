@@ -28,7 +28,7 @@ from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
-from torch.distributed._composable_state import _get_module_state as get_module_state
+from torch.distributed._composable_state import _module_state_mapping as module_states
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -196,7 +196,7 @@ PURPOSES = {
     "torch.distributed.checkpoint.state_dict._distribute_state_dict": "cuts what torch cannot scatter",
     "torch.distributed._state_dict_utils": "torch's gathers of whole state dicts",
     "torch.distributed._state_dict_utils._iterate_state_dict": "gathers pieces, with torch 2.11",
-    "torch.distributed._composable_state._get_module_state": "finds our units, in `compat`",
+    "torch.distributed._composable_state._module_state_mapping": "has our units, in `compat`",
     "torch.distributed.pipelining.stage._PipelineStageBase": "lets stages split the backward of our units",
 }
 """The purpose of each name, by its path."""

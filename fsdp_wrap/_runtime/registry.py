@@ -16,10 +16,14 @@ from fsdp_wrap._runtime.unit import Unit
 
 
 class Registry:
-    """The modules and parameters that units own, all held weakly."""
+    """The modules and parameters that units own, all held weakly.
+
+    Attributes:
+        taken: The modules that units have taken, as their own or as part of them, in that order.
+    """
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.taken: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # In the order of `note`: lenders unshard in it, so it must be the same on all ranks.
         self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Unit, None]]
         self._users = weakref.WeakKeyDictionary()
@@ -27,15 +31,15 @@ class Registry:
 
     def take(self, modules: Iterable[nn.Module]) -> None:
         """Records modules as taken by a unit."""
-        self._taken.update(modules)
+        self.taken.update(dict.fromkeys(modules))
 
     def taken_in(self, module: nn.Module) -> list[nn.Module]:
         """Returns the modules at and below `module` that a unit has taken."""
-        return [each for each in module.modules() if each in self._taken]
+        return [each for each in module.modules() if each in self.taken]
 
     def refuse_taken(self, module: nn.Module) -> None:
         """Refuses a module that a unit has taken already, as its own or as part of it."""
-        if module in self._taken:
+        if module in self.taken:
             raise AlreadyShardedError(
                 f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
                 "before the whole, each once"

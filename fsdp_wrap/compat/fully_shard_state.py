@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from fsdp_wrap._core import UNIT_ATTR
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import HandleState, Segment
-from fsdp_wrap._runtime import Unit, schedule_of
+from fsdp_wrap._runtime import REGISTRY, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard
@@ -32,12 +33,6 @@ __all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
 def state_of(module: nn.Module) -> UnitState | None:
     """Returns the state of a module to which our `fully_shard` or `replicate` was applied, else None."""
     return UnitState(module.__dict__[UNIT_ATTR]) if isinstance(module, FSDPModule) else None
-
-
-_WITH_STATE = {"fully_shard": fully_shard, "replicate": replicate}
-
-for _function in _WITH_STATE.values():
-    vars(_function)["state"] = state_of
 
 
 class _Proxy:
@@ -262,6 +257,15 @@ _TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torc
 _TORCHS |= {name: getattr(torchs.torch_replicate, name) for name in ("replicate", "ReplicateModule")}
 """Torch's objects by the public names of FSDP2, before any installation."""
 
+
+def _with_state(ours: Any, theirs: Any) -> None:
+    """Lets a function of ours tell the state of a module, as one of torch's does."""
+    ours.state = lambda module: state_of(module) or theirs.state(module)
+
+
+_with_state(fully_shard, _TORCHS["fully_shard"])
+_with_state(replicate, _TORCHS["replicate"])
+
 _IMPORTER = "torch.distributed._composable.fsdp"
 """A small module of torch with FSDP2's names, loaded first so that it gets torch's back at the end."""
 
@@ -293,7 +297,8 @@ def adapt_fully_shard(installation: Installation) -> None:
     importlib.import_module(_IMPORTER)
     names = fully_shard_names()
     classes = [names.pop(name) for name in _CLASSES]
-    installation.replace([*names.values(), (torchs.get_module_state, _state_of)], kept=("fsdp_wrap.",))
+    states = torchs.module_states, ChainMap(torchs.module_states, cast(Any, _OurStates()))
+    installation.replace([*names.values(), states], kept=("fsdp_wrap.",))
     installation.replace(classes, kept=("fsdp_wrap.", *_BY_CLASS))
     for name in _LATER:
         installation.when_imported(name, _adapt_importer)
@@ -301,16 +306,6 @@ def adapt_fully_shard(installation: Installation) -> None:
         if theirs not in ours.__bases__:
             installation.callback(setattr, ours, "__bases__", ours.__bases__)
             ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
-    for name, function in _WITH_STATE.items():
-        if vars(function)["state"] is state_of:
-            installation.callback(_set_attributes, function, dict(vars(function)))
-            _set_attributes(function, {**vars(function), "state": _contracted_state_of(_TORCHS[name])})
-
-
-def _set_attributes(function: Any, attributes: dict[str, Any]) -> None:
-    """Gives a function of ours these attributes, and no others."""
-    vars(function).clear()
-    vars(function).update(attributes)
 
 
 def _adapt_importer(installation: Installation, module: Any) -> None:
@@ -324,11 +319,17 @@ def _adapt_importer(installation: Installation, module: Any) -> None:
         adapt_stages(installation)
 
 
-def _state_of(module: nn.Module) -> Any:
-    """Returns the state that our or torch's composable functions keep of a module, or None."""
-    return state_of(module) or torchs.get_module_state(module)
+class _OurStates(Mapping[nn.Module, Callable[[], UnitState]]):
+    """The states of our modules, as torch's registry has those of its own."""
 
+    def __getitem__(self, module: nn.Module) -> Callable[[], UnitState]:
+        state = state_of(module)
+        if state is None:
+            raise KeyError(module)
+        return lambda: state
 
-def _contracted_state_of(theirs: Any) -> Callable[[nn.Module], Any]:
-    """Returns the `state` function of ours that stands for one of torch's."""
-    return lambda module: state_of(module) or theirs.state(module)
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (module for module in REGISTRY.taken if state_of(module) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -22,8 +22,6 @@ from fsdp_wrap.compat.installation import Installation
 
 __all__ = ["adapt_stages"]
 
-_Method = Callable[..., Any]
-
 
 def adapt_stages(installation: Installation) -> None:
     """Lets torch's pipeline stages run modules that our `fully_shard` has sharded as they run torch's."""
@@ -32,7 +30,7 @@ def adapt_stages(installation: Installation) -> None:
         installation.rebind(stage, name, adapted(getattr(stage, name)))
 
 
-def _forward(theirs: _Method) -> _Method:
+def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def forward_one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward and isinstance(self.submod, FSDPModule):
@@ -43,7 +41,7 @@ def _forward(theirs: _Method) -> _Method:
     return forward_one_chunk
 
 
-def _backward(theirs: _Method) -> _Method:
+def _backward(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def backward_maybe_with_nosync(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         if backward_type == "full" or not units_in(self.submod):
@@ -70,8 +68,7 @@ def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
     """
     units = [*dict.fromkeys(units_in(module).values())]
     segments = chain.from_iterable(unit.handle.segments for unit in units if unit.handle is not None)
-    pairs = [zip(segment.layout.sources, segment.leaves) for segment in segments]
-    leaves = dict(chain.from_iterable(pairs))
+    leaves = dict(chain.from_iterable(zip(each.layout.sources, each.leaves) for each in segments))
     given = [leaves.get(param, param) for param in module.parameters()]
     vars(module)["parameters"] = lambda: iter(given)
     with ExitStack() as undo:

@@ -149,6 +149,11 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         assert state == _fsdp_state._get_module_fsdp_state(model) == torch_fsdp.fully_shard.state(model)
         assert isinstance(_composable_state._get_module_state(model), _fsdp_state.FSDPState)
         assert _fsdp_state._get_module_fsdp_state(model.head) is None
+        known = _composable_state._module_state_mapping  # programs look there for the unit around a module
+        assert [module for module in known if isinstance(module, HELD[1])] == [*model.blocks, model]
+        assert known[model]() == state and model.head not in known
+        theirs = HELD_OF_REPLICATE[0](nn.Linear(2, 2))
+        assert known[theirs]() is _composable_state._get_module_state(theirs) and theirs in list(known)
         assert state._is_root is None and state._modules == (model,)
         state._lazy_init()
         states = state._state_ctx.all_states

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_wrap._core import Computing, Span, SpanKind, encloses
 from fsdp_wrap.tools.timeline.clocks import ClockOffset
-from fsdp_wrap.tools.timeline.recorder import RecordKind, TimelineRecord, StreamRange, TimelineRecorder
+from fsdp_wrap.tools.timeline.recorder import RecordKind, StreamRange, TimelineRecord, TimelineRecorder
 from fsdp_wrap.tools.timeline.records import (
     AT_MOST,
     GATHER,
