@@ -45,6 +45,7 @@ traceback has them. `docs/messages.py` writes this page from the source.
 """
 AREAS = {
     ".": "Wrapping and sharding",
+    "_activations": "Activations in host memory",
     "_comm": "Ranks and process groups",
     "_comm/shared_memory": "Shared memory of a host",
     "_comm/watching": "Ranks that do not come",

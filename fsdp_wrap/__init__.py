@@ -40,6 +40,7 @@ from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
 
 __all__ = [
+    "ActivationOffload",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
@@ -95,6 +96,7 @@ __all__ = [
     "iter_full_params",
     "measure_machine",
     "observe_events",
+    "offload_activations",
     "param_aliases",
     "plan",
     "preset",
@@ -121,6 +123,7 @@ if TYPE_CHECKING:
     from fsdp_wrap import tools as tools
     from fsdp_wrap import weights as weights
     from fsdp_wrap import wrap as wrap
+    from fsdp_wrap._activations import ActivationOffload, offload_activations
     from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
     from fsdp_wrap._values import NonFinite, NonFiniteError, ValueRecord, find_nonfinite, record_values
@@ -146,7 +149,7 @@ else:
     __getattr__, __dir__ = _found_when_asked_for(
         __name__,
         ("checkpoint", "comm_hooks", "compat", "optim", "replica_groups", "tools", "weights", "wrap"),
-        exporting=("tools", "weights", "_uneven", "_reproducible", "_values"),
+        exporting=("tools", "weights", "_uneven", "_reproducible", "_values", "_activations"),
     )
 
 # It gives the front-ends what programs for torch's read of them. It may be left out.

@@ -156,7 +156,10 @@ def _fails(rank: int, device: Simulation, front: str, where: str, after: int = 0
     """Every rank raises at the same place, after some steps, and trains on."""
     model = wrapped(front, **options)
     train(model, rank, device, steps=after)
+    return _fails_in(model, rank, device, where, after)
 
+
+def _fails_in(model: Any, rank: int, device: Simulation, where: str, after: int = 0) -> object:
     def fail(*_: Any) -> None:
         raise ArithmeticError("on purpose")
 
@@ -182,6 +185,29 @@ def _together(rank: int, device: Simulation, front: str, nbytes: int | None, **o
         model(batch(rank, 8)).square().sum().backward()
         hook.remove()
     return train(model, rank, device, steps=2, accumulates=True)
+
+
+def sends_activations(rank: int, device: Simulation, front: str, doing: str, **options: Any) -> object:
+    """What autograd saves goes to the host, also that of several forwards, of checkpoints and of failures."""
+    model = wrapped(front, doing == "checkpoints inside", **options)
+    fsdp_wrap.offload_activations(model, min_bytes=1, keep=0 if doing == "waits at once" else 1)
+    if doing == "checkpoints around":
+        for layer in inner(model)[:-1]:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if doing == "fails":
+        return _fails_in(model, rank, device, "forward")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model(batch(rank, step + add)).square().sum() for add in (50, 0)[doing != "twice" :]]
+        for loss in losses if step else losses[::-1]:
+            loss.backward(retain_graph=doing == "retains")
+        if doing == "retains":
+            losses[0].backward()
+        model(batch(rank, step + 90))  # a graph without a backward
+        optimizer.step()
+        device.end_step()
+    return model, optimizer
 
 
 def _replicates(rank: int, device: Simulation, dtype: torch.dtype | None = None, **options: Any) -> object:
@@ -565,5 +591,18 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "offloads-steps_in_backward": (2, partial(offloads, front="orig", doing="steps in backward")),
     "offloads-evaluates-mixed": (2, partial(offloads, front="flat", doing="evaluates", mixed_precision=BF16)),
     "group_with_a_stream": (2, _group_with_a_stream),
+    **{
+        f"activations-{front}": (2, partial(sends_activations, front=front, doing="twice"))
+        for front in FRONTS
+    },
+    "activations-inside": (2, partial(sends_activations, front="orig", doing="checkpoints inside")),
+    "activations-around": (2, partial(sends_activations, front="composable", doing="checkpoints around")),
+    "activations-fails": (2, partial(sends_activations, front="orig", doing="fails")),
+    "activations-retains": (2, partial(sends_activations, front="composable", doing="retains")),
+    "activations-at_once": (2, partial(sends_activations, front="orig", doing="waits at once")),
+    "activations-offload": (
+        2,
+        partial(sends_activations, front="orig", doing="twice", cpu_offload=OFFLOAD, mixed_precision=BF16),
+    ),
 }
 """By name: on how many ranks, and what each does."""

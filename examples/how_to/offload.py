@@ -66,4 +66,12 @@ for batch in batches:
     model(batch).square().mean().backward()
 assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
 
+import fsdp_wrap
+
+offload = fsdp_wrap.offload_activations(model)
+for batch in batches:
+    model(batch).square().mean().backward()
+print(offload.nbytes, "bytes have gone to host memory")
+offload.remove()
+
 dist.destroy_process_group()

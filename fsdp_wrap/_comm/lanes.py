@@ -265,14 +265,14 @@ class ToHost:
         self._copying.wait()
 
 
-def copy_to_device(accelerator: Accelerator, pairs: Pairs) -> Pending:
+def copy_to_device(accelerator: Accelerator, pairs: Pairs, purpose: str = _TO_DEVICE) -> Pending:
     """Issues copies (target, source) from host memory, beside the computation."""
-    return lane_on(accelerator, _TO_DEVICE).issue(partial(_copy, pairs))
+    return lane_on(accelerator, purpose).issue(partial(_copy, pairs))
 
 
-def copy_to_host(accelerator: Accelerator, pairs: Pairs) -> Pending:
-    """Issues copies (target, source) to host memory; `await_arrivals` waits for them."""
-    return lane_on(accelerator, _TO_HOST).issue(partial(_copy, pairs))
+def copy_to_host(accelerator: Accelerator, pairs: Pairs, purpose: str = _TO_HOST) -> Pending:
+    """Issues copies (target, source) to host memory; `await_arrivals` waits for those of this purpose."""
+    return lane_on(accelerator, purpose).issue(partial(_copy, pairs))
 
 
 def _copy(pairs: Pairs, _: bool) -> None:

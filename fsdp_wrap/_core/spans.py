@@ -27,7 +27,7 @@ class SpanKind(Enum):
         AWAIT_GATHER: Waits for a unit's all-gather, and makes its parameters usable.
         REDUCE: Issues the reduction of the gradients of one or more units.
         AWAIT_REDUCTION: Waits for the reduction, and takes its result.
-        SEND_AHEAD: Issues the copy of a unit's shards from host memory.
+        COPY: Issues the copy of a unit's shards, or of its activations, between host memory and the device.
         AWAIT_COPIES: Blocks the host until copies from and to its memory are done.
         UPDATE: Updates a unit by its optimizer in the backward.
         HELP: Takes part in a forward and backward of other ranks, without a batch (`uneven`); for the root.
@@ -37,7 +37,7 @@ class SpanKind(Enum):
     AWAIT_GATHER = "await gather"
     REDUCE = "reduce"
     AWAIT_REDUCTION = "await reduction"
-    SEND_AHEAD = "send ahead"
+    COPY = "copy"
     AWAIT_COPIES = "await copies"
     UPDATE = "update"
     HELP = "help"
@@ -126,7 +126,7 @@ class StepWatcher:
         """Notes work issued on an accelerator's stream.
 
         Args:
-            purpose: Purpose of the stream: "gather", "reduce", "to device" or "to host".
+            purpose: Purpose of the stream: "gather", "reduce", "to device", "to host", or of activations.
             begin: Timing event before the work.
             end: Timing event after the work.
         """

@@ -61,6 +61,8 @@ except ImportError:  # a build without NCCL
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
     "torch.autograd.profiler._is_profiler_enabled": "whether ranges of units would be recorded",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "whose hooks see what autograd saves",
+    "torch._C._storage_Use_Count": "whether anything but autograd holds an activation",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
@@ -204,6 +206,8 @@ PURPOSES = {
 execution_engine = torch.autograd.Variable._execution_engine
 graph_task = torch._C._current_graph_task_id
 """Returns the id of the backward that runs in this thread, or -1."""
+storage_use_count = torch._C._storage_Use_Count
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
 set_version_counters = torch._C._autograd._unsafe_set_version_counter
 swap_tensor_impl = torch._C._swap_tensor_impl

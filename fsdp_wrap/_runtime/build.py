@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ def assemble_unit(
     for lender in lenders:
         lender.lend()
     modules = [each for _, each in contents.modules]
-    kinds = [_by_kind(_taken(contents, each), each.policy_of) for each in (spec, *beside)]
+    kinds = [_by_kind(contents, each) for each in (spec, *beside)]
     others = tuple(Unit(module, **_storage(*pair)) for pair in zip(beside, kinds[1:]))
     unit = Unit(
         module,
@@ -147,10 +147,6 @@ def assemble_unit(
         refuse_pieces(made)
     watch_steps()
     return unit
-
-
-def _taken(contents: UnitContents, spec: UnitSpec) -> list[ParamSlot]:
-    return [slot for slot in contents.slots if spec.only is None or slot.param in spec.only]
 
 
 def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str, Any]:
@@ -194,12 +190,10 @@ def _skip_runtime_frames() -> None:
 _Kind = tuple[torch.dtype, bool, bool, bool, SegmentPolicy]
 
 
-def _by_kind(
-    slots: Iterable[ParamSlot], policy_of: Callable[[nn.Parameter], SegmentPolicy]
-) -> dict[_Kind, list[ParamSlot]]:
+def _by_kind(contents: UnitContents, spec: UnitSpec) -> dict[_Kind, list[ParamSlot]]:
     by_kind: dict[_Kind, list[ParamSlot]] = {}
-    for slot in slots:
+    for slot in [each for each in contents.slots if spec.only is None or each.param in spec.only]:
         param = slot.param
-        kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), policy_of(param)
+        kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), spec.policy_of(param)
         by_kind.setdefault(kind, []).append(slot)
     return by_kind

@@ -61,7 +61,7 @@ class BackwardEnd:
     @property
     def automatic(self) -> bool:
         """Whether the final callback of the running backward waits and calls `finish`."""
-        return self._last and not self.manual
+        return self._last and not self._began_manual
 
     def finish(self) -> None:
         """Records that all reductions have been waited for, or dropped."""

@@ -73,7 +73,8 @@ def run_forward(
             args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs)
         if value_watchers:
             tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
-        output = compute(*args, **kwargs)
+        with unit.saving:
+            output = compute(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)
         for schedule, call, nodes in calls:

@@ -46,7 +46,7 @@ class Offloading:
         self._recall()
         handle.look()  # or the gather would notice changed values and copy again
         self._ahead = handle
-        with unit.span(SpanKind.SEND_AHEAD, None, sum(part.nbytes for part in handle.from_host)):
+        with unit.span(SpanKind.COPY, None, sum(part.nbytes for part in handle.from_host)):
             for each in handle.from_host:
                 each.send_ahead(handle.communicator.empty)
 

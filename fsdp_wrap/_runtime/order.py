@@ -52,9 +52,7 @@ class ExecOrder:
 
     def next_in_forward(self) -> Unit | None:
         """Returns the unit that followed the last started one in the last iteration."""
-        place, before = len(self.started), self._started_before
-        as_expected = place < len(before) and before[place - 1] is self.started[-1]
-        return before[place] if as_expected else None
+        return next(iter(_coming(self.started, self._started_before)), None)
 
     def begin_backward(self) -> None:
         """Moves the cursor of `next_in_backward` to the end of the forward; starts recording reductions."""
@@ -75,11 +73,8 @@ class ExecOrder:
 
     def coming_in_forward(self, unit: Unit) -> list[Unit]:
         """Returns the units that followed `unit` in the last forward, if this one has gone alike so far."""
-        place, before = len(self.started), self._started_before
-        if place >= len(before) or before[place] is not unit:
-            return []
-        alike = not place or before[place - 1] is self.started[-1]
-        return before[place + 1 : place + 1 + _FAR] if alike else []
+        found = _coming(self.started, self._started_before)
+        return found[1:] if found and found[0] is unit else []
 
     def coming_in_backward(self, unit: Unit) -> list[Unit]:
         """Returns the units whose backwards are expected to follow that of `unit`."""
@@ -90,9 +85,14 @@ class ExecOrder:
 
     def coming_to_reduce(self) -> list[Unit]:
         """Returns the units whose gradients came next last time, if this backward has gone alike so far."""
-        place, before = len(self.reduced), self._reduced_before.get(self.reduced[0], [])
-        alike = place <= len(before) and before[place - 1] is self.reduced[-1]
-        return before[place : place + _FAR] if alike else []
+        return _coming(self.reduced, self._reduced_before.get(self.reduced[0], []))
+
+
+def _coming(now: list[Unit], before: list[Unit]) -> list[Unit]:
+    """Returns the units that came next last time, if this time the last one was the same."""
+    place = len(now)
+    alike = place <= len(before) and (not place or before[place - 1] is now[-1])
+    return before[place : place + _FAR] if alike else []
 
 
 class OrderCheck:

@@ -187,6 +187,7 @@ class Unit:
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         updater: Updates the unit during backwards, if given.
+        saving: Context of its module's computation in forwards, which sees what autograd saves.
         casts: Whether it casts inputs or outputs.
         schedule: State of its tree's step; None before its first use.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
@@ -204,6 +205,7 @@ class Unit:
     lenders: Sequence[Unit] = ()
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
+    saving: Any = NO_SPAN
 
     def __init__(
         self,

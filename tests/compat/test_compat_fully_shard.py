@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         known = _composable_state._module_state_mapping  # programs look there for the unit around a module
         assert [module for module in known if isinstance(module, HELD[1])] == [*model.blocks, model]
         assert known[model]() == state and model.head not in known
-        theirs = HELD_OF_REPLICATE[0](nn.Linear(2, 2))
+        theirs: Any = HELD_OF_REPLICATE[0](nn.Linear(2, 2))
         assert known[theirs]() is _composable_state._get_module_state(theirs) and theirs in list(known)
         assert state._is_root is None and state._modules == (model,)
         state._lazy_init()

@@ -32,6 +32,12 @@ ADD_ONS = {
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
+    "activations": AddOn(
+        ["_activations/"],
+        ["activations/", "streams/"],
+        "fsdp_wrap.offload_activations",
+        "AttributeError: module 'fsdp_wrap' has no attribute 'offload_activations'",
+    ),
     "uneven ranks": AddOn(
         ["_uneven/"],
         ["uneven/", "tools/test_plan.py", "tools/test_timelines.py", "whole/test_benchmarks.py"],

@@ -19,6 +19,7 @@ INNER = [
     "_params",
     "_runtime",
     "_state",
+    "_activations",
     "_compression",
     "_uneven",
     "_reproducible",
@@ -27,7 +28,7 @@ INNER = [
 FLOORS = [*INNER, "", "checkpoint", "weights", "optim", "compat", "tools"]
 """Folders from the lowest on; the empty name is the top of the package."""
 
-MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 14, 16, 60, 9
+MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 15, 16, 60, 9
 
 ALL_MAY_READ = "fsdp_wrap._core.torch_private"
 """The one file that others import directly: its list of names is what it is for."""

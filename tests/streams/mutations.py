@@ -51,6 +51,7 @@ _LIKELY = {
     "schedule.py": ("by_hand", "evaluates"),
     "NotedReduction": ("compressed", "comm_hook", "users"),
     "_reproducible": ("reproducible",),
+    "_activations": ("activations",),
     "Reduction.abandon": ("fails",),
     "Reduction.finish": ("no_shard", "hybrid", "trains"),
     "ParamHandle.reshard": ("looks", "fails", "prefetches"),

@@ -26,6 +26,7 @@ NOT_CORE = {
     "compat",
     "tools",
     "weights",
+    "_activations",
     "_compression",
     "_uneven",
     "_reproducible",

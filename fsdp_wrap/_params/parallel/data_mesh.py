@@ -204,10 +204,6 @@ def _shard(dim: int, part: LocalPart | None, first: int) -> Placement:
     """
     parts = 1
     if part is not None:
-        sizes = zip(part.mesh.shape[first:], part.placements[first:])
-        parts = math.prod(size for size, placed in sizes if _is_cut(placed, dim))
+        cuts = zip(part.mesh.shape[first:], part.placements[first:])
+        parts = math.prod(n for n, how in cuts if isinstance(how, (Shard, StridedShard)) and how.dim == dim)
     return Shard(dim) if parts == 1 else StridedShard(dim, split_factor=parts)
-
-
-def _is_cut(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, StridedShard)) and placement.dim == dim

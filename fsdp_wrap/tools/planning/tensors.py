@@ -87,11 +87,7 @@ class MetaDispatch(TorchDispatchMode):
             return self._spoil(written)
         if len(planned) < len(tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
-        if "device" in kwargs:
-            kwargs.update(device=META)
-        for unknown in ("pin_memory", "generator"):
-            kwargs.pop(unknown, None)
-        result = self._call(func, name, args, kwargs)
+        result = self._call(func, name, args, _on_meta(kwargs))
         self._note(result, device)
         if not func.is_view:
             self._recorded(func, args, kwargs, result)
@@ -150,10 +146,7 @@ class MetaDispatch(TorchDispatchMode):
         if _written(func, args, kwargs) or name in _READING or func.is_view or name == "lift_fresh":
             return True
         args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
-        if "device" in kwargs:
-            kwargs["device"] = META
-        kwargs.pop("generator", None)
-        outcome = pytree.tree_leaves(func(*args, **kwargs))
+        outcome = pytree.tree_leaves(func(*args, **_on_meta(kwargs)))
         return all(_keeps_values(each) for each in outcome if isinstance(each, torch.Tensor))
 
     def _spoil(self, written: Iterable[torch.Tensor]) -> Any:
@@ -195,6 +188,12 @@ _READING = {
     "_unique2",
 }
 """Operators whose result, or its shape, depends on values."""
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of an operator for the meta device, which pins and draws nothing."""
+    changed = {"device": META, "generator": None}
+    return {name: changed.get(name, value) for name, value in kwargs.items() if name != "pin_memory"}
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ COLORS = {
     "reduce": "#4fa66b",
     "to device": "#c4a766",
     "to host": "#c4a766",
+    "activations to device": "#c4a766",
+    "activations to host": "#c4a766",
 }
 """Gathers and copies to the device lie above reductions and copies to the host, in one colour each."""
 _COMPUTE, _TRANSFERS = 0.0, -1.0
@@ -85,9 +87,9 @@ def _bars(record: RankRecord, found: Analysis) -> Iterator[_Rectangle]:
 
 def _draw_bar(axes: Any, bar: _Rectangle, row: int, begin: int, end: int) -> None:
     first, last = max(bar.begin, begin), min(bar.end, end)
-    travels = bar.what in ("gather", "reduce", "to device", "to host")
+    travels = bar.what.endswith(("gather", "reduce", "to device", "to host"))
     level, height = (_TRANSFERS, _HEIGHT / 2) if travels else (_COMPUTE, _HEIGHT)
-    if bar.what in ("reduce", "to host"):
+    if bar.what.endswith(("reduce", "to host")):
         level -= height
     axes.broken_barh(
         [((first - begin) / 1e6, (last - first) / 1e6)],

@@ -65,8 +65,8 @@ class Slice:
 
     Attributes:
         what: "forward", "recompute", "backward", "issue gather", "issue reduce", "wait for gather",
-            "wait for reduction", "wait for copies", "optimizer", "update", "help other ranks", "to device" or
-            "to host".
+            "wait for reduction", "wait for copies", "optimizer", "update", "help other ranks", "to device",
+            "to host", "activations to device" or "activations to host".
         unit: Its unit; "" for the root and where there is none.
         transfer: Index in the record of the transfer that it issues or waits for; -1 for none.
         nbytes: Bytes that it copies.

@@ -1,0 +1,194 @@
+"""Activations in host memory: the same bits in less memory; what travels, when, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_wrap
+from bed import ranks
+from bed.accelerator import Simulation, run_simulated
+from fronts import FRONTS, full_state, inner
+from stream_programs import WIDTH, Layer, batch, products_beside, wrapped
+
+ROWS, BLOCKS = 2048, 8
+INPUT, HIDDEN = ROWS * WIDTH * 4, ROWS * 2 * WIDTH * 4
+"""Bytes that a layer saves: its input, and what its tanh has computed."""
+
+
+def deep() -> nn.Sequential:
+    """Makes layers that save more than their parameters weigh."""
+    return nn.Sequential(*(Layer(number, False) for number in range(BLOCKS)))
+
+
+def long_batch(rank: int, step: int) -> torch.Tensor:
+    return batch(rank, step).repeat(ROWS // 4, 1)
+
+
+def trained(rank: int, device: Simulation, front: str, offloads: bool) -> tuple[Any, list[int]]:
+    """Trains; returns the model, and of each step the peak of the bytes of the computation's stream."""
+    model = wrapped(front, module=deep())
+    offload = fsdp_wrap.offload_activations(model, min_bytes=1024) if offloads else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peaks = []
+    for step in range(2):
+        model(long_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(int(device.end_step()[1]["compute"]))
+    # When the last layer begins, what the two before it have saved is still there. The test holds the input.
+    assert offload is None or offload.nbytes == 2 * ((BLOCKS - 1) * HIDDEN + (BLOCKS - 2) * INPUT)
+    return model, peaks
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_less_memory_and_the_same_bits(front):
+    states: dict[bool, list[dict[str, torch.Tensor]]] = {True: [], False: []}
+    peaks: dict[bool, int] = {}
+
+    def program(rank: int, device: Simulation, offloads: bool) -> None:
+        model, (_, peaks[offloads]) = trained(rank, device, front, offloads)
+        with device.aside():
+            states[offloads].append({name: value.clone() for name, value in full_state(model).items()})
+
+    for offloads in states:
+        run_simulated(2, partial(program, offloads=offloads))
+    for one, other in zip(states[True], states[False]):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert peaks[True] < 0.6 * peaks[False], peaks
+
+
+def test_copies_run_beside_the_computation():
+    devices = run_simulated(2, lambda rank, device: trained(rank, device, "orig", True) and None)
+    for queue in ("activations to host", "activations to device"):
+        copies = [each for each in devices[0].actions if (each.what, each.queue) == ("aten::copy_", queue)]
+        assert len(copies) > 2 * BLOCKS and all(products_beside(devices[0].actions, copies)), queue
+
+
+def test_a_plan_knows_the_peak():
+    measured: list[int] = []
+
+    def program(rank: int, device: Simulation) -> None:
+        _, (_, peak) = trained(rank, device, "orig", True)
+        measured.append(peak)
+
+    def setup() -> tuple[Any, Any, Callable[[], object]]:
+        model = wrapped("orig", module=deep(), device_id=0)
+        fsdp_wrap.offload_activations(model, min_bytes=1024)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            model(torch.empty(ROWS, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    run_simulated(2, program)
+    planned = fsdp_wrap.plan(setup, ranks=2, device="cuda")
+    assert planned.peak_bytes == pytest.approx(max(measured), rel=0.02)
+    assert planned.host.pinned >= HIDDEN
+
+
+class Saving(nn.Module):
+    """Saves a tensor of each kind: `first` has 1 kB, `second` as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+        self.register_buffer("scale", torch.ones(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x * self.weight  # saves the input, which the test holds, and the parameter
+        second = (first * self.scale).exp()  # saves the buffer, and what it has computed
+        halves = second.sin() + second.view(2, 128).cos().view(-1)  # the same storage
+        return halves + second[:8].square().sum()  # and a small part of it
+
+
+def kinds(rank: int, device: Simulation, held: list[Any], travelled: list[int]) -> None:
+    model = wrapped(module=nn.Sequential(Saving(), Saving(), Saving()), kinds={Saving})
+    if held:
+        inner(model)[0].register_forward_hook(lambda _, args, output: held.append(output))
+    offload = fsdp_wrap.offload_activations(model, min_bytes=1)
+    model(torch.ones(256)).sum().backward()
+    travelled.append(offload.nbytes)
+    offload.remove()
+    model(torch.ones(256)).sum().backward()
+    assert offload.nbytes == travelled[-1]
+
+
+@pytest.mark.parametrize(("held", "sent"), [([], 3), ([None], 2)], ids=["dropped", "held"])
+def test_what_travels(held, sent):
+    """Of two units what `exp` has computed, once, and the output of the first, if nobody holds it."""
+    travelled: list[int] = []
+    run_simulated(2, partial(kinds, held=held, travelled=travelled))
+    assert travelled == [sent * 1024] * 2
+
+
+def edits(rank: int, device: Simulation, late: bool) -> None:
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.saved = (x * self.weight).exp()
+            found = self.saved.sin()
+            if not late:
+                self.saved.add_(1)
+            return found
+
+    model = wrapped(module=nn.Sequential(Edits(), Edits(), Edits(), Edits()), kinds={Edits})
+    fsdp_wrap.offload_activations(model, min_bytes=1)
+    output = model(torch.ones(16)).sum()
+    if late:
+        with torch.no_grad():
+            inner(model)[0].saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in the forward", "after it"])
+def test_values_that_are_gone_are_not_taken(late):
+    run_simulated(2, partial(edits, late=late))
+
+
+@ranks(1)
+def test_without_an_accelerator_it_does_nothing_and_says_so(rank, world_size):
+    model = wrapped()
+    with pytest.warns(UserWarning, match="does nothing: this model computes in host memory"):
+        offload = fsdp_wrap.offload_activations(model)
+    model(batch(0, 0)).sum().backward()
+    assert offload.nbytes == 0
+
+
+def refusals(rank: int, device: Simulation) -> None:
+    model = wrapped()
+    for arguments, words in (
+        ({"keep": -1}, "keep=-1 must be a whole number"),
+        ({"min_bytes": 0.5}, "min_bytes=0.5 must be a whole number"),
+        (
+            {"units": ["0", "9"]},
+            r"\['9'\] are no units of this FullyShardedDataParallel, which has \['', '0'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fsdp_wrap.offload_activations(model, **arguments)
+    with pytest.raises(ValueError, match="has no wrapped or sharded module"):
+        fsdp_wrap.offload_activations(nn.Linear(2, 2))
+    offload = fsdp_wrap.offload_activations(model, ["0"], min_bytes=1)
+    with pytest.raises(ValueError, match="of unit '0' are offloaded already|of the root unit"):
+        fsdp_wrap.offload_activations(model)
+    model(batch(rank, 0)).sum().backward()
+    assert 0 < offload.nbytes <= 4 * 3 * WIDTH * 4
+    offload.remove()
+    fsdp_wrap.offload_activations(model).remove()
+
+
+def test_wrong_uses_are_refused():
+    run_simulated(2, refusals)
