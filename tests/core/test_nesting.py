@@ -20,8 +20,8 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 
 PACKAGE = str(Path(fsdp_wrap.__file__).parent)
-LOOKS = (f"{PACKAGE}/_comm/watching/", f"{PACKAGE}/_comm/positions.py")
-"""Files of looks at other ranks: the longer a wait takes, the more there are."""
+WAITS = f"{PACKAGE}/_comm/"
+"""Looks at other ranks: the longer a wait takes, the more there are."""
 
 
 class Chain(nn.Module):
@@ -43,14 +43,14 @@ def nested(front: str, depth: int) -> nn.Module:
 
 
 def calls(act: Callable[[], object]) -> int:
-    """Calls of the library's functions; generators, which torch's walks resume, and looks in waits aside."""
+    """Calls of the library's functions; generators, which torch's walks resume, and communication aside."""
     count = 0
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         nonlocal count
         code = frame.f_code
         own = event == "call" and code.co_filename.startswith(PACKAGE)
-        own = own and not code.co_filename.startswith(LOOKS)
+        own = own and not code.co_filename.startswith(WAITS)
         count += own and not code.co_flags & inspect.CO_GENERATOR
 
     gc.collect()  # what earlier tests have left, whose ends would be counted here
