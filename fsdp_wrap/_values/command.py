@@ -43,7 +43,7 @@ def add_commands(commands: Any, drawn: Drawn) -> None:
 
 def _run_diff(drawn: Drawn, options: argparse.Namespace) -> int:
     runs = [Run(files.read(path)) for path in (options.first, options.second)]
-    verdict = judge(*runs)
+    verdict = judge(runs[0], runs[1])
     print("\n".join(report(verdict, runs)))
     if options.svg is not None:
         _draw(verdict, options.svg, drawn)
