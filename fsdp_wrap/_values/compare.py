@@ -165,8 +165,9 @@ def departures(
             continue
         seam = key[0]
         same = first.ranks == second.ranks and first.contributors == second.contributors
-        linear = seam in (files.GRADIENT, files.REDUCED) and (not same or ours.passes != theirs.passes)
-        linear = linear and (seam == files.GRADIENT or ours.passes != theirs.passes)
+        alike = same and ours.passes == theirs.passes
+        summed = seam == files.REDUCED and max(ours.passes, theirs.passes) > 1
+        linear = not alike and (seam == files.GRADIENT or summed)
         scales = ours.scale, theirs.scale
         own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
         limit = own if begins and seam in _GIVEN else max(own, coarsest)

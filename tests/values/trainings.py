@@ -108,7 +108,9 @@ def setup(
         elif mistake == "penalty":
             inner = model.module if sharded and front != "composable" else model
             block = inner.blocks[1]
-            loss = loss + 0.5 * (block.module if sharded and front != "composable" else block).up.weight.norm()
+            loss = (
+                loss + 0.5 * (block.module if sharded and front != "composable" else block).down.weight.norm()
+            )
         return loss
 
     def syncing(last: bool) -> AbstractContextManager[None]:

@@ -36,6 +36,8 @@ _Check = Callable[[Pair], Cause | None]
 
 def causes_of(pair: Pair, verdict: Verdict | None) -> list[Cause]:
     """Returns the causes, the first one first; none for a run that is right."""
+    if (elsewhere := _other_optimizer(pair)) is not None:
+        return [elsewhere]
     found = [cause for check in _CHECKS if (cause := check(pair)) is not None]
     large = verdict.first if verdict is not None else None
     if not found and verdict is not None and large is not None and verdict.kind not in ("equal", "rounding"):
@@ -193,7 +195,7 @@ def _clipped_alone(pair: Pair) -> Cause | None:
     for step in pair.steps:
         norm = pair.norm(step, files.STEP)
         right = factor(pair.sketch(step, files.REDUCED), pair.sketch(step, files.STEP))
-        if right is None or right > 0.999:
+        if not right or right > 0.999:
             continue
         found = [_clipping_of(pair, step, rank, norm) for rank in range(pair.ranks.ranks)]
         held = [each for each in found if each is not None]
@@ -218,7 +220,7 @@ def _clipping_of(pair: Pair, step: int, rank: int, norm: float) -> float | None:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    *(_other_optimizer, _unsynchronised, _same_batch, _frozen, _other_options),
+    *(_unsynchronised, _same_batch, _frozen, _other_options),
     *(_unreduced, _without_gradients, _kept_gradients, _clipped_alone),
 )
 

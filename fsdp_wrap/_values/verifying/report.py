@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_wrap._core import listed
 from fsdp_wrap._values import files
+from fsdp_wrap._values.compare import Departure
 from fsdp_wrap._values.verdict import Verdict
 from fsdp_wrap._values.verifying.causes import Cause, causes_of
 from fsdp_wrap._values.verifying.pair import Pair
@@ -39,6 +41,11 @@ class VerifiedStep:
     plain_loss: float | None
     sharded_loss: float | None
     departures: dict[str, float]
+
+    @property
+    def largest(self) -> float:
+        """The largest departure of what counts in the end: gradients at the step, and not those before."""
+        return max((size for name, size in self.departures.items() if name != "gradients"), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,11 @@ class Verification:
         for cause in self.causes:
             lines += ["", f"{cause.kind}:", *_wrapped(f"{cause.told}."), *_wrapped(f"Cure: {cause.cure}.")]
         if self.ok and self.steps:
-            most = max(max(step.departures.values(), default=0.0) for step in self.steps)
-            told = f"differences are as rounding makes them, at most {most:.1e}" if most else "the same bits"
-            lines += _wrapped(f"All values that both have are equal: {told}.")
+            most = max(step.largest for step in self.steps)
+            told = (
+                f"Differences are as rounding makes them, at most {most:.1e}." if most else "The same bits."
+            )
+            lines += ["", *_wrapped(f"Nothing is wrong. {told}")]
         lines += self._table()
         for note in self.notes:
             lines += ["", *_wrapped(f"Note: {note}.")]
@@ -122,12 +131,17 @@ def _step(pair: Pair, step: int) -> VerifiedStep:
     found = pair.departures(step)
     sizes = {}
     for name, seams in _COLUMNS.items():
-        if these := [each.size for each in found if each.seam in seams]:
+        if these := [each.size for each in found if each.seam in seams and _is_comparable(each)]:
             sizes[name] = max(these)
     losses = [each.losses[step] for each in pair.sharded if step < len(each.losses)]
     known = [each for each in losses if each is not None]
     mean = sum(known) / len(known) if known else None
     return VerifiedStep(step, pair.plain.losses[step] if step < len(pair.plain.losses) else None, mean, sizes)
+
+
+def _is_comparable(each: Departure) -> bool:
+    """Whether the sums of both are over as many elements; frozen parameters may have gradients in one."""
+    return math.isfinite(each.size) or each.seam not in _COLUMNS["gradients"]
 
 
 def _notes(pair: Pair, against: str) -> list[str]:
