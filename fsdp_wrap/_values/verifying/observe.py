@@ -66,6 +66,7 @@ class Observed:
         begins: Checksums before the first step: of its pieces, of pieces that were asked for, of buffers.
         options: Options with which an optimizer holds a parameter, by name.
         trained: Names of parameters whose gradient at the first step is not zero.
+        early: Whether an optimizer has stepped before the first backward.
         optimizer: Class of the optimizer.
         dropouts: Names of the modules of dropout, which were turned off.
         batch_norms: Names of the modules that normalise over the rank's batch.
@@ -78,6 +79,7 @@ class Observed:
     begins: Mapping[Place, int]
     options: Mapping[str, str]
     trained: frozenset[str]
+    early: bool
     optimizer: str
     dropouts: tuple[str, ...]
     batch_norms: tuple[str, ...]
@@ -118,6 +120,7 @@ def observe(job: Job) -> Observed:
         begins=begins,
         options=options,
         trained=frozenset(witness.trained),
+        early=witness.early,
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         dropouts=dropouts,
         batch_norms=tuple(
@@ -137,6 +140,7 @@ class _Witness:
         self._model, self._seams, self._rows = model, seams, rows
         self.units = units_in(model)
         self.trained: set[str] = set()
+        self.early = False
         self.randoms: list[tuple[int, int]] = []
         self._begun = 0
         self._devices = sorted({param.device.type for param in model.parameters()} - {"cpu", "meta"})
@@ -163,6 +167,9 @@ class _Witness:
             self.randoms.append((self._begun, _state_of_randoms(self._devices)))
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        units = [*self.units, *(self._seams.by_unit if isinstance(self._seams, PlainSeams) else ())]
+        backward = any(self._rows.has(files.GRADIENT, unit) for unit in units)
+        self.early |= not backward
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit, piece in self._step_pieces(held):
             self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
