@@ -17,8 +17,8 @@ _ROUNDING = {"float64": 1e-11, "float32": 3e-4, "bfloat16": 0.1, "float16": 0.02
 """Relative differences that rounding makes in a step, by dtype; the coarser one counts."""
 
 
-_GIVEN = (files.SHARD, files.PARAMETER, files.AGAIN, files.INPUT)
-"""Seams at which values are rounded once at most: to their own dtype."""
+_GIVEN = (files.SHARD, files.PARAMETER, files.AGAIN)
+"""Seams at which values are rounded once at most, to their own dtype; so is the first input."""
 
 
 def rounding_of(dtype: str) -> float:
@@ -159,6 +159,7 @@ def departures(
     `begins` tells whether no step was rounded before. `grown` has sizes to which rounding may have grown.
     """
     coarsest = max(run.rounding(step) for run in (first, second))
+    entered = next((key for key in first.keys(step) if key[0] == files.INPUT), None)
     for key in first.keys(step):
         ours, theirs = first.totals(step, key), second.totals(step, key)
         if ours is None or theirs is None:
@@ -170,7 +171,8 @@ def departures(
         linear = not alike and (seam == files.GRADIENT or summed)
         scales = ours.scale, theirs.scale
         own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
-        limit = own if begins and seam in _GIVEN else max(own, coarsest)
+        given = seam in _GIVEN or key == entered
+        limit = own if begins and given else max(own, coarsest)
         noise = grown.get((step, *key), 0.0)
         limit = max(limit, noise)
         size = difference(ours.sums, theirs.sums, scales, linear)

@@ -14,7 +14,7 @@ INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of output", "gradient of input"
 GRADIENT, REDUCED = "gradient", "reduced gradient"
 STEP = "gradient at the step"
-"""Those that an optimizer sees: `verify` alone records them."""
+"""Gradients as an optimizer sees them; `verify` alone records them."""
 
 Key = tuple[str, str]
 """Seam and unit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -258,17 +258,21 @@ def _explained(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
     return Cause(verdict.kind, f"{_spot(large)}. {verdict.told}", "Compare by fsdp_wrap.record_values()")
 
 
+def _of_batch_norms(large: Departure, names: Sequence[str]) -> Cause:
+    return Cause(
+        "statistics of the rank's batch",
+        f"{_spot(large)}. {listed([quoted(name) for name in names])} normalises by the rows of a rank, and "
+        "in the plain run by all rows",
+        "Use torch.nn.SyncBatchNorm, or a norm over features, or freeze the statistics by eval()",
+    )
+
+
 def _of_forward(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
     norms = [
         name for name in pair.plain.batch_norms if large.seam == files.INPUT or encloses(large.unit, name)
     ]
     if norms:
-        return Cause(
-            "statistics of the rank's batch",
-            f"{_spot(large)}. {listed([quoted(name) for name in norms])} normalises by the rows of a rank, "
-            "and in the plain run by all rows",
-            "Use torch.nn.SyncBatchNorm, or a norm over features, or freeze the statistics by eval()",
-        )
+        return _of_batch_norms(large, norms)
     if any(before != after for before, after in (*pair.sharded[0].randoms, *pair.plain.randoms)):
         return Cause(
             "random numbers",
@@ -289,7 +293,7 @@ def _of_gradients(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
     weights = torch.linalg.lstsq(own.T, target.unsqueeze(1), driver="gelsd").solution.flatten()
     if apart(weights @ own, target) <= pair.tolerance(step):
         least, most = weights.min().item(), weights.max().item()
-        if most - least > 0.02 * most > 0:
+        if most - least > pair.tolerance(step) * most > 0:
             told = ", ".join(
                 f"those of rank {rank} {1 / w:.3g} times" for rank, w in enumerate(weights.tolist())
             )
@@ -300,8 +304,10 @@ def _of_gradients(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
                 "Divide each rank's sum by the mean number over all ranks (all_reduce it before the "
                 "backward), or use fsdp_wrap.uneven() and its weights",
             )
-        if abs(least - 1) > 0.01:
+        if abs(least - 1) > pair.tolerance(step) or verdict.kind in ("scale", "doubled sum"):
             return _scaled(large, 1 / least, count)
+    if pair.plain.batch_norms:
+        return _of_batch_norms(large, pair.plain.batch_norms)
     outputs = [each for each in verdict.steps if each.seam == files.OUTPUT_GRADIENT and each.exceeds]
     if large.seam == files.STEP:
         return Cause(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._values.verifying.observe import Job, Observed, observe, seed_as_of
+from fsdp_wrap._values.verifying.observe import Errand, Observed, WrongSetup, observe, seed_as_of
 
 _GRACE = 5.0
 """Seconds that other ranks have to end by themselves after one has failed."""
@@ -36,11 +36,13 @@ class Launch:
 
     timeout: float
 
-    def run(self, job: Job, ranks: int) -> list[Observed]:
+    def run(self, job: Errand, ranks: int) -> list[Observed]:
         """Returns what each rank has observed.
 
         Raises:
             RuntimeError: If a rank fails, or the time is over; it has the rank's traceback.
+            TypeError: If `setup` returns another type.
+            ValueError: If it returns a model that is sharded and should not be, or the other way around.
         """
         context = _context_for(job.setup)
         with tempfile.TemporaryDirectory(prefix="fsdp-wrap-verify-") as folder:
@@ -64,9 +66,11 @@ class Launch:
                 end = min(end, time.monotonic() + _GRACE)
             left = [each for each in left if each.exitcode is None]
 
-    def _check(self, processes: list[Any], folder: Path, job: Job) -> None:
+    def _check(self, processes: list[Any], folder: Path, job: Errand) -> None:
         """Raises the first error of a rank."""
         run = f"the {'sharded' if job.sharded else 'plain'} run"
+        for path in folder.glob("*.wrong"):
+            raise pickle.loads(path.read_bytes())
         errors = sorted(folder.glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
         if errors:
             raise RuntimeError(f"rank {errors[0].stem} has failed in {run}:\n{errors[0].read_text()}")
@@ -117,7 +121,7 @@ def _context_for(setup: Any) -> Any:
     )
 
 
-def _run_rank(rank: int, ranks: int, folder: str, job: Job, start_method: str, timeout: float) -> None:
+def _run_rank(rank: int, ranks: int, folder: str, job: Errand, start_method: str, timeout: float) -> None:
     """Runs a job as a rank, and writes what it has observed, or its error."""
     (Path(folder) / f"{rank}.begun").touch()
     try:
@@ -125,6 +129,9 @@ def _run_rank(rank: int, ranks: int, folder: str, job: Job, start_method: str, t
         done = pickle.dumps(observe(job))
         dist.barrier()
         (Path(folder) / f"{rank}.done").write_bytes(done)
+    except WrongSetup as wrong:
+        (Path(folder) / f"{rank}.wrong").write_bytes(pickle.dumps(wrong.error))
+        os._exit(1)
     except BaseException:
         written = Path(folder) / f"{rank}.written"
         written.write_text(traceback.format_exc())

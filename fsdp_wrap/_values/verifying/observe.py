@@ -36,8 +36,8 @@ _SEED = 20261
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a rank is to run.
+class Errand:
+    """Steps for a rank to run.
 
     Attributes:
         setup: The user's function.
@@ -71,7 +71,7 @@ class Observed:
         dropouts: Names of the modules of dropout, which were turned off.
         batch_norms: Names of the modules that normalise over the rank's batch.
         randoms: The state of random numbers before and after each forward that trains.
-        losses: What the steps returned, where it is a number.
+        losses: The numbers that the steps returned; None for other things.
     """
 
     values: files.RankValues
@@ -93,14 +93,13 @@ def seed_as_of(rank: int) -> None:
     random.seed(_SEED + rank)
 
 
-def observe(job: Job) -> Observed:
+def observe(job: Errand) -> Observed:
     """Runs a job in this process, a rank of the default group.
 
     Raises:
-        TypeError: If `setup` returns something else than a model, an optimizer and a step.
-        ValueError: If the model is sharded although it should not be, or the other way around.
+        WrongSetup: If `setup` returns something else than a program, sharded or not as it should be.
     """
-    model, optimizers, step = _checked(job.setup(job.sharded), job.sharded)
+    model, optimizers, step = _program(job)
     dropouts = _turn_off_dropout(model)
     taken: list[files.RecordedStep] = []
     rows = Rows(taken.append, 1)
@@ -131,6 +130,14 @@ def observe(job: Job) -> Observed:
         randoms=tuple(witness.randoms),
         losses=tuple(losses),
     )
+
+
+class WrongSetup(Exception):
+    """The user's `setup` returned something wrong; `error` tells it."""
+
+    def __init__(self, error: TypeError | ValueError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Witness:
@@ -222,6 +229,15 @@ class _Witness:
                 sums.add(piece.data, piece.fqn, piece.start)
                 found[piece.fqn, piece.start, numel] = sums.checksum
         return found
+
+
+def _program(job: Errand) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
+    """Makes the user's model, optimizers and step."""
+    made = job.setup(job.sharded)
+    try:
+        return _checked(made, job.sharded)
+    except (TypeError, ValueError) as error:
+        raise WrongSetup(error) from None
 
 
 def _checked(made: Any, sharded: bool) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:

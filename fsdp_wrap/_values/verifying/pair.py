@@ -26,8 +26,8 @@ class Pair:
     """A plain and a sharded run.
 
     Args:
-        plain: What the one rank has observed.
-        sharded: What each rank has observed.
+        plain: The observations of the one rank.
+        sharded: The observations of each rank.
         rounded: The plain run once more with rounded parameters; None if it was not needed.
     """
 

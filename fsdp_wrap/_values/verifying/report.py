@@ -31,7 +31,7 @@ class VerifiedStep:
 
     Attributes:
         number: Number of the step.
-        plain_loss: What the plain step returned; None if that is no number.
+        plain_loss: The number that the plain step returned; None if it was none.
         sharded_loss: The mean of what the ranks' steps returned; None likewise.
         departures: The largest relative difference of "weights", "inputs", "outputs", "gradients", gradients
             "at the step" of the optimizer, and "updates".
@@ -54,7 +54,7 @@ class Verification:
 
     Attributes:
         verdict: "equal", "rounding", or the kind of the first cause.
-        causes: What is wrong, each with `kind`, `told` and `cure`.
+        causes: Each thing that is wrong, with `kind`, `told` and `cure`.
         notes: What else is worth knowing.
         ranks: Number of ranks.
         steps: The steps of both runs.

@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from fsdp_wrap._values import files
 from fsdp_wrap._values.verifying.launch import Launch
-from fsdp_wrap._values.verifying.observe import Job, Observed, Setup, gathered, observe, places_of, seed_as_of
+from fsdp_wrap._values.verifying.observe import (
+    Errand,
+    Observed,
+    Setup,
+    WrongSetup,
+    gathered,
+    observe,
+    places_of,
+    seed_as_of,
+)
 from fsdp_wrap._values.verifying.pair import Pair
 from fsdp_wrap._values.verifying.report import Verification, verification_of
 
@@ -18,7 +27,7 @@ _AGAINST = ("plain", "one rank")
 _ROUNDED = {"float64": 1e-14, "bfloat16": 4e-3, "float16": 5e-4}
 """Relative sizes by which parameters are changed in a rounded run, by the coarsest dtype; else 1e-6."""
 
-Runs = Callable[[Job], list[Observed]]
+Runs = Callable[[Errand], list[Observed]]
 
 
 def verify(
@@ -105,14 +114,16 @@ def _check(setup: Any, ranks: Any, steps: Any, against: Any, timeout: Any) -> No
 
 
 def _verified(setup: Setup, steps: int, against: str, on_all: Runs, on_one: Runs) -> Verification:
-    sharded = on_all(Job(setup, True, steps))
+    sharded = on_all(Errand(setup, True, steps))
     places = places_of(sharded)
     units = tuple(dict.fromkeys(name.partition(" ")[0] for name in sharded[0].units))
-    alone = Job(setup, True, steps) if against == "one rank" else Job(setup, False, steps, units, places)
+    alone = (
+        Errand(setup, True, steps) if against == "one rank" else Errand(setup, False, steps, units, places)
+    )
     plain = on_one(alone)
     pair = Pair(plain, sharded)
     if against == "plain" and _may_be_grown(pair):
-        job = Job(setup, False, steps, units, rounding=_rounding_of(pair))
+        job = Errand(setup, False, steps, units, rounding=_rounding_of(pair))
         pair = Pair(plain, sharded, on_one(job))
     return verification_of(pair, against)
 
@@ -131,24 +142,27 @@ def _rounding_of(pair: Pair) -> float:
     return max(_ROUNDED.get(each.dtype, 1e-6 if each.dtype == "float32" else 0.0) for each in rows)
 
 
-def _on_all(job: Job) -> list[Observed]:
+def _on_all(job: Errand) -> list[Observed]:
     """Runs a job on the ranks of the process group."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         seed_as_of(dist.get_rank())
-        return gathered(observe(job))
+        try:
+            return gathered(observe(job))
+        except WrongSetup as wrong:
+            raise wrong.error from None
 
 
-def _on_first(launch: Launch, job: Job) -> list[Observed]:
+def _on_first(launch: Launch, job: Errand) -> list[Observed]:
     """Runs a job in a process of the first rank, and tells all ranks what it has observed."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             told[0] = launch.run(job, 1)
-        except (RuntimeError, ValueError) as error:
-            told[1] = str(error)
+        except (RuntimeError, TypeError, ValueError) as error:
+            told[1] = error
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
-        raise RuntimeError(told[1])
+        raise told[1]
     found: list[Observed] = told[0]
     return found
