@@ -96,7 +96,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "decay by p.ndim": (
         {"mistake": "decay", "front": "orig"},
         "other options of the optimizer",
-        "it has weight_decay=0.0, and in the plain one weight_decay=0.1",
+        "has weight_decay=0.0 in the sharded run, and weight_decay=0.1 in the plain one",
     ),
 }
 RIGHT: dict[str, dict[str, Any]] = {

@@ -15,6 +15,35 @@ from fsdp_wrap._values.finding import quoted
 from fsdp_wrap._values.verdict import Verdict
 from fsdp_wrap._values.verifying.pair import Pair, apart, factor
 
+_CURES = {
+    "optimizer of other parameters": "make it of model.parameters() after sharding",
+    "weights not synchronised": "seed ranks alike, pass sync_module_states=True, or load before sharding",
+    "the same batch on all ranks": "use a DistributedSampler, or seed what draws the batch by the rank",
+    "other parameters are trained": "freeze before wrapping: a flat parameter is trained as a whole",
+    "other options of the optimizer": "make groups by names, not by p.ndim: shards are flat or cut",
+    "gradients not reduced before the step": "leave no_sync() for the last micro-batch",
+    "step before the backward": "call loss.backward() before optimizer.step()",
+    "step without gradients": "call zero_grad() after optimizer.step(), not before it",
+    "zero_grad missing": "call optimizer.zero_grad() in each step",
+    "clipping by local norms": "use clip_grad_norm_() of the wrapper, or that of fsdp_wrap",
+    "other weights": "give both runs one seed or checkpoint, also for what is built on the meta device",
+    "other input": "let step() take the rows of rank get_rank() of get_world_size() out of one batch",
+    "other update": "use an optimizer that computes element by element, or fsdp_wrap.optim",
+    "not finite": "look with fsdp_wrap.find_nonfinite()",
+    "statistics of the rank's batch": "use SyncBatchNorm or a norm over features, or call eval() on it",
+    "random numbers": "turn functional dropout and noise off in setup(); modules of dropout are off",
+    "other computation": "look for what depends on the rank, or on other rows",
+    "mean of means": "divide each rank's sum by the mean number of all ranks, or use fsdp_wrap.uneven()",
+    "divided by the ranks twice": "do not divide the loss; multiply a sum over rows by the number of ranks",
+    "not divided by the ranks": "do not multiply the loss, and leave the divide factor as it is",
+    "scale": "look for a factor of the loss: micro-batches, rows, tokens, a loss scale",
+    "gradients changed before the step": "look for what changes param.grad on each rank alone",
+    "parameter used outside of its unit": "compute the loss in the root's forward, or of full_tensor()",
+    "other loss": "look how the loss counts rows, tokens and micro-batches: ranks are averaged",
+}
+_AT_LAST = "compare records of both runs: fsdp_wrap.record_values()"
+_GRADIENTS = (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT, files.REDUCED, files.STEP)
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -23,58 +52,54 @@ class Cause:
     Attributes:
         kind: Its name.
         told: Sentences about how it shows.
-        cure: A sentence about how to mend it.
     """
 
     kind: str
     told: str
-    cure: str
 
-
-_Check = Callable[[Pair], Cause | None]
+    @property
+    def cure(self) -> str:
+        """A sentence about how to mend it."""
+        return _CURES.get(self.kind, _AT_LAST)
 
 
 def causes_of(pair: Pair, verdict: Verdict | None) -> list[Cause]:
     """Returns the causes, the first one first; none for a run that is right."""
-    if (elsewhere := _other_optimizer(pair)) is not None:
-        return [elsewhere]
+    if not any(each.options for each in pair.sharded):
+        told = (
+            f"The optimizer ({pair.sharded[0].optimizer}) holds no parameter of the sharded model. No step "
+            "was run"
+        )
+        return [Cause("optimizer of other parameters", told)]
     found = [cause for check in _CHECKS if (cause := check(pair)) is not None]
-    large = verdict.first if verdict is not None else None
-    if not found and verdict is not None and large is not None and verdict.kind not in ("equal", "rounding"):
-        found.append(_explained(pair, verdict, large))
+    large = verdict.first if verdict is not None and verdict.kind not in ("equal", "rounding") else None
+    if not found and verdict is not None and large is not None:
+        kind, told = _explained(pair, verdict, large)
+        unit = quoted(large.unit)
+        spot = (
+            f"First at the {large.seam} of unit {unit} in step {large.step}, by {large.size:.1e} of its size"
+        )
+        found.append(Cause(kind, f"{spot}. {told}"))
     return found
 
 
-def _other_optimizer(pair: Pair) -> Cause | None:
-    if any(each.options for each in pair.sharded):
-        return None
-    return Cause(
-        "optimizer of other parameters",
-        f"The optimizer ({pair.sharded[0].optimizer}) holds no parameter of the sharded model, so it "
-        "trains nothing. No step was run",
-        "Make it of model.parameters() after sharding",
-    )
-
-
 def _unsynchronised(pair: Pair) -> Cause | None:
-    """Compares what each rank holds with the same pieces of the plain module."""
+    """Compares the pieces of each rank with the same pieces of the plain module."""
     plain = pair.plain.begins
     others = [
-        sorted({place[0] for place, value in each.begins.items() if plain.get(place, value) != value})
+        {place[0] for place, value in each.begins.items() if plain.get(place, value) != value}
         for each in pair.sharded
     ]
     if others[0] or not any(others):
         return None
     ranks = [rank for rank, names in enumerate(others) if names]
-    names = sorted({name for each in others for name in each})
-    return Cause(
-        "weights not synchronised",
-        f"Before the first step, rank 0 holds the values of the plain model, and {_ranks(ranks)} other "
-        f"ones, of {listed([quoted(name) for name in names])}: each rank has built a model of its own, and "
-        "what is trained is a mixture of them",
-        "Seed all ranks alike before the model is built, pass sync_module_states=True to the wrapper, or "
-        "broadcast or load the weights before sharding",
+    whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    names = listed(map(quoted, sorted(set[str]().union(*others))))
+    told = (
+        f"Before the first step, rank 0 holds the values of the plain model, and {whose} other ones, of "
+        f"{names}"
     )
+    return Cause("weights not synchronised", f"{told}: what is trained is a mixture of models")
 
 
 def _same_batch(pair: Pair) -> Cause | None:
@@ -86,12 +111,11 @@ def _same_batch(pair: Pair) -> Cause | None:
     sums = [{unit: (row.checksum, row.numel) for unit, row in rows.items()} for rows in by_rank]
     if not sums[0] or any(each != sums[0] for each in sums):
         return None
-    return Cause(
-        "the same batch on all ranks",
-        f"In the first step all {count} ranks compute with the same inputs, bit for bit: {count} ranks "
-        "learn no more than one would",
-        "Give each rank rows of its own: use a DistributedSampler, or seed what draws the batch by the rank",
+    told = (
+        f"In the first step all {count} ranks compute with the same inputs, bit for bit: they learn no more "
+        "than one"
     )
+    return Cause("the same batch on all ranks", told)
 
 
 def _frozen(pair: Pair) -> Cause | None:
@@ -103,30 +127,26 @@ def _frozen(pair: Pair) -> Cause | None:
     more, less = sorted(sharded - plain), sorted(plain - sharded)
     told = [f"The sharded run trains {listed(more)}, and the plain one does not"] if more else []
     told += [f"The plain run trains {listed(less)}, and the sharded one does not"] if less else []
-    return Cause(
-        "other parameters are trained",
-        ". ".join(told),
-        "Freeze parameters before wrapping: after it the modules show pieces or copies, and a flat "
-        "parameter is trained as a whole. Give the optimizer the same parameters in both",
-    )
+    return Cause("other parameters are trained", ". ".join(told))
 
 
 def _other_options(pair: Pair) -> Cause | None:
     """Compares the options with which optimizers hold each parameter."""
-    plain = pair.plain.options
     for each in pair.sharded:
-        for name in [name for name in plain if name not in each.options or each.options[name] != plain[name]]:
-            if each.options:
-                now = each.options.get(name)
-                told = "no optimizer holds it" if now is None else f"it has {_only(now, plain[name])}"
-                alone = "an optimizer holds it" if now is None else _only(plain[name], now)
-                return Cause(
-                    "other options of the optimizer",
-                    f"In the sharded run {told}, and in the plain one {alone}: the parameter {quoted(name)}",
-                    "Make parameter groups by names, not by p.ndim or p.shape: sharded parameters are "
-                    "flat or cut. Make the optimizer of all parameters after sharding",
+        for name, plain in pair.plain.options.items():
+            now = each.options.get(name, "no optimizer")
+            if now != plain:
+                told = (
+                    f"The parameter {quoted(name)} has {_only(now, plain)} in the sharded run, and "
+                    f"{_only(plain, now)} in the plain one"
                 )
+                return Cause("other options of the optimizer", told)
     return None
+
+
+def _only(options: str, others: str) -> str:
+    """Returns the options that differ."""
+    return ", ".join(each for each in options.split(", ") if each not in others.split(", "))
 
 
 def _unreduced(pair: Pair) -> Cause | None:
@@ -134,16 +154,14 @@ def _unreduced(pair: Pair) -> Cause | None:
     for step in pair.ranks.steps if pair.ranks.ranks > 1 else ():
         passes = pair.ranks.records[0].steps[step].passes
         own, reduced = pair.own_gradients(step).sum(0), pair.reduced(step)
-        missing = not reduced.numel() or not reduced.norm()
+        missing = not reduced.norm()
         if own.norm() and (missing or (passes > 1 and apart(own, reduced) > pair.tolerance(step))):
-            share = 0.0 if missing else (reduced.norm() / own.norm()).item()
-            return Cause(
-                "gradients not reduced before the step",
+            share = (reduced.norm() / own.norm()).item()
+            told = (
                 f"In step {step} the ranks have gradients of {passes} forwards, and the optimizer steps "
-                f"before they are summed: the reduced gradient has {share:.2g} times the size of their mean",
-                "Leave no_sync(), or call set_requires_gradient_sync(True), for the last micro-batch before "
-                "optimizer.step()",
+                f"before they are summed: the reduced gradient has {share:.2g} times the size of their mean"
             )
+            return Cause("gradients not reduced before the step", told)
     return None
 
 
@@ -153,33 +171,28 @@ def _without_gradients(pair: Pair) -> Cause | None:
     if not steps or not pair.norm(steps[0], files.REDUCED) or pair.norm(steps[0], files.STEP):
         return None
     if pair.plain.early:
-        return Cause(
-            "step before the backward",
-            "In both runs the optimizer steps before the backward of the step, so it sees no gradients in "
-            "the first",
-            "Call loss.backward() before optimizer.step()",
+        told = (
+            "In both runs the optimizer steps before the backward, so it sees no gradients in the first step"
         )
-    return Cause(
-        "step without gradients",
-        "In both runs there are gradients after the backward, and none when the optimizer steps: it "
-        "trains nothing",
-        "Call zero_grad() after optimizer.step(), not between the backward and the step",
+        return Cause("step before the backward", told)
+    told = (
+        "In both runs there are gradients after the backward, and none when the optimizer steps: it trains "
+        "nothing"
     )
+    return Cause("step without gradients", told)
 
 
 def _kept_gradients(pair: Pair) -> Cause | None:
     """Looks whether a step has its own gradients, or the sum with those of the step before."""
     for before, step in zip(pair.alone.steps, pair.alone.steps[1:]):
-        seen, own = pair.sketch(step, files.STEP), pair.sketch(step, files.REDUCED)
-        old = pair.sketch(before, files.STEP)
+        seen, own, old = (
+            pair.sketch(number, seam)
+            for number, seam in ((step, files.STEP), (step, files.REDUCED), (before, files.STEP))
+        )
         alone, together = factor(own, seen), factor(own + old, seen)
         if old.norm() and (alone is None or alone > 1.02) and together is not None and together <= 1.02:
-            return Cause(
-                "zero_grad missing",
-                f"In both runs the gradients of step {before} are still there in step {step}: the "
-                "optimizer sees the sum of all steps so far",
-                "Call optimizer.zero_grad() in each step",
-            )
+            told = f"In both runs the gradients of step {before} are still there in step {step}, and so on"
+            return Cause("zero_grad missing", told)
     return None
 
 
@@ -194,13 +207,11 @@ def _clipped_alone(pair: Pair) -> Cause | None:
         held = [each for each in found if each is not None]
         if len(held) == len(found) and any(abs(each / right - 1) > 0.01 for each in held):
             scaled = ", ".join(f"rank {rank} by {each:.3g}" for rank, each in enumerate(held))
-            return Cause(
-                "clipping by local norms",
+            told = (
                 f"In step {step} each rank has clipped its own shards to a norm of {norm:.3g}: {scaled}. "
-                f"The plain run has clipped the whole gradient to it, by {right:.3g}",
-                "Clip by model.clip_grad_norm_() of the wrapper, or fsdp_wrap.clip_grad_norm_(): "
-                "torch.nn.utils.clip_grad_norm_ sees the rank's pieces alone",
+                f"The plain run has clipped the whole gradient to it, by {right:.3g}"
             )
+            return Cause("clipping by local norms", told)
     return None
 
 
@@ -212,158 +223,94 @@ def _clipping_of(pair: Pair, step: int, rank: int, norm: float) -> float | None:
     return found if fits else None
 
 
-_CHECKS: tuple[_Check, ...] = (
+_CHECKS: tuple[Callable[[Pair], Cause | None], ...] = (
     *(_unsynchronised, _same_batch, _frozen, _other_options),
     *(_unreduced, _without_gradients, _kept_gradients, _clipped_alone),
 )
 
 
-# The first departure.
+# The first departure: its kind, and a sentence about it.
 
 
-def _explained(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
-    """Returns the cause of the first departure."""
+def _explained(pair: Pair, verdict: Verdict, large: Departure) -> tuple[str, str]:
     if verdict.kind == "not finite":
-        return Cause(verdict.kind, f"{_spot(large)}. {verdict.told}", "Look with fsdp_wrap.find_nonfinite()")
-    if large.seam in (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT, files.REDUCED, files.STEP):
+        return verdict.kind, "One run has values that are not finite"
+    if large.seam in _GRADIENTS:
         return _of_gradients(pair, verdict, large)
-    begins = large.step == pair.steps[0]
-    if large.seam == files.SHARD and begins:
-        return Cause(
-            "other weights",
-            f"{_spot(large)}. Before the first step the two runs have other weights, on rank 0 too",
-            "Let setup() give both the same: seed before the model is built, load one checkpoint, and "
-            "initialise what is built on the meta device as the plain module is",
-        )
+    if large.seam == files.SHARD and large.step == pair.steps[0]:
+        return "other weights", "The two runs begin with other weights, on rank 0 too"
     if verdict.kind == "other input":
         counts = [each.sums.numel for each in large.before]
-        told = f"the ranks have {counts[1]} elements together, and the plain run {counts[0]}"
-        return Cause(
-            verdict.kind,
-            f"{_spot(large)}: "
-            f"{told if counts[0] != counts[1] else 'the ranks have other values than the plain run'}",
-            "Let step() take the rows of one batch: those of torch.distributed.get_rank() of "
-            "get_world_size()",
-        )
+        if counts[0] != counts[1]:
+            return (
+                verdict.kind,
+                f"The ranks have {counts[1]} elements together, and the plain run {counts[0]}",
+            )
+        return verdict.kind, "The ranks have other values than the plain run"
     if large.seam in (files.INPUT, files.OUTPUT):
         return _of_forward(pair, verdict, large)
     if large.seam == files.UPDATE:
-        return Cause(
-            "other update",
-            f"{_spot(large)}. The optimizer ({pair.plain.optimizer}) gets equal gradients and makes "
-            "another update",
-            "Use one that computes element by element, or fsdp_wrap.optim: others need whole parameters, "
-            "not pieces",
-        )
-    return Cause(verdict.kind, f"{_spot(large)}. {verdict.told}", "Compare by fsdp_wrap.record_values()")
+        return "other update", f"{pair.plain.optimizer} gets equal gradients and makes another update"
+    return verdict.kind, verdict.told
 
 
-def _of_batch_norms(large: Departure, names: Sequence[str]) -> Cause:
-    return Cause(
-        "statistics of the rank's batch",
-        f"{_spot(large)}. {listed([quoted(name) for name in names])} normalises by the rows of a rank, and "
-        "in the plain run by all rows",
-        "Use torch.nn.SyncBatchNorm, or a norm over features, or freeze the statistics by eval()",
-    )
-
-
-def _of_forward(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
+def _of_forward(pair: Pair, verdict: Verdict, large: Departure) -> tuple[str, str]:
     norms = [
         name for name in pair.plain.batch_norms if large.seam == files.INPUT or encloses(large.unit, name)
     ]
     if norms:
-        return _of_batch_norms(large, norms)
+        return _of_batch_norms(norms)
     if any(before != after for before, after in (*pair.sharded[0].randoms, *pair.plain.randoms)):
-        return Cause(
-            "random numbers",
-            f"{_spot(large)}. What goes in is equal, and the forward draws random numbers",
-            "Turn functional dropout and noise off in setup(): modules of dropout are off already",
-        )
-    return Cause(
-        verdict.kind,
-        f"{_spot(large)}. What goes in is equal, and what comes out is not",
-        "Look for what depends on the rank, on the number of rows, or on other ranks' rows",
-    )
+        return "random numbers", "What goes in is equal, and the forward draws random numbers"
+    return verdict.kind, "What goes in is equal, and what comes out is not"
 
 
-def _of_gradients(pair: Pair, verdict: Verdict, large: Departure) -> Cause:
+def _of_batch_norms(names: Sequence[str]) -> tuple[str, str]:
+    told = f"{listed(map(quoted, names))} normalises by the rows of a rank, and in the plain run by all rows"
+    return "statistics of the rank's batch", told
+
+
+def _of_gradients(pair: Pair, verdict: Verdict, large: Departure) -> tuple[str, str]:
     """Finds how much the gradient of each rank counts."""
-    step, count = large.step, pair.ranks.ranks
-    target, own = pair.sketch(step, files.GRADIENT), pair.own_gradients(step)
+    target, own = pair.sketch(large.step, files.GRADIENT), pair.own_gradients(large.step)
     weights = torch.linalg.lstsq(own.T, target.unsqueeze(1), driver="gelsd").solution.flatten()
-    if apart(weights @ own, target) <= pair.tolerance(step):
+    tolerance = pair.tolerance(large.step)
+    if apart(weights @ own, target) <= tolerance:
         least, most = weights.min().item(), weights.max().item()
-        if most - least > pair.tolerance(step) * most > 0:
-            told = ", ".join(
+        if most - least > tolerance * most > 0:
+            counted = ", ".join(
                 f"those of rank {rank} {1 / w:.3g} times" for rank, w in enumerate(weights.tolist())
             )
-            return Cause(
-                "mean of means",
-                f"{_spot(large)}. Rows count otherwise than in one mean over all: {told} as much. Each "
-                "rank takes the mean of its own rows or tokens, and the ranks have other numbers of them",
-                "Divide each rank's sum by the mean number over all ranks (all_reduce it before the "
-                "backward), or use fsdp_wrap.uneven() and its weights",
+            told = (
+                f"Rows count otherwise than in one mean over all: {counted} as much. Each rank takes the "
+                "mean of its own rows or tokens, and the ranks have other numbers of them"
             )
-        if abs(least - 1) > pair.tolerance(step) or verdict.kind in ("scale", "doubled sum"):
-            return _scaled(large, 1 / least, count)
+            return "mean of means", told
+        if abs(least - 1) > tolerance or verdict.kind in ("scale", "doubled sum"):
+            return _scaled(1 / least, pair.ranks.ranks)
     if pair.plain.batch_norms:
-        return _of_batch_norms(large, pair.plain.batch_norms)
-    outputs = [each for each in verdict.steps if each.seam == files.OUTPUT_GRADIENT and each.exceeds]
+        return _of_batch_norms(pair.plain.batch_norms)
     if large.seam == files.STEP:
-        return Cause(
-            "gradients changed before the step",
-            f"{_spot(large)}. The reduced gradients are equal, and those that the optimizer sees are not",
-            "Look for what changes param.grad on each rank alone: clipping by value or norm, scaling, noise",
+        told = "The reduced gradients are equal, and those that the optimizer sees are not"
+        return "gradients changed before the step", told
+    if any(each.seam == files.OUTPUT_GRADIENT and each.exceeds for each in verdict.steps):
+        told = (
+            "Outputs are equal and their gradients are not: the loss of a rank's rows is no part of that "
+            "of all rows"
         )
-    if not outputs:
-        return Cause(
-            "parameter used outside of its unit",
-            f"{_spot(large)}. Outputs and their gradients are equal, so a parameter of this unit is used "
-            "outside of its forward, and the ranks' gradients of that are not averaged, or are those of a "
-            "piece",
-            "Compute the loss in the forward of the root, or use full_tensor() of the parameter "
-            "(fully_shard)",
-        )
-    return Cause(
-        "other loss",
-        f"{_spot(large)}. Outputs are equal and their gradients are not: the loss of the ranks' rows is no "
-        "part of that of all rows",
-        "Look how the loss counts rows, tokens and micro-batches: gradients are averaged over the ranks",
+        return "other loss", told
+    told = (
+        "Outputs and their gradients are equal, so a parameter of this unit is used outside of its "
+        "forward, and the gradients of that are not averaged, or are those of a piece"
     )
+    return "parameter used outside of its unit", told
 
 
-def _scaled(large: Departure, by: float, ranks: int) -> Cause:
-    told = f"{_spot(large)}. The gradients are {by:.3g} times those of the plain run"
+def _scaled(by: float, ranks: int) -> tuple[str, str]:
+    told = f"The gradients are {by:.3g} times those of the plain run"
     if math.isclose(by, 1 / ranks, rel_tol=0.02):
-        return Cause(
-            "divided by the ranks twice",
-            f"{told}: one of {ranks} ranks. Gradients are averaged over the ranks already",
-            "Do not divide the loss by the number of ranks. If it is a sum over rows, multiply it by the "
-            "number of ranks",
-        )
+        told += f": one of {ranks} ranks. Gradients are averaged over the ranks already"
+        return "divided by the ranks twice", told
     if math.isclose(by, ranks, rel_tol=0.02):
-        return Cause(
-            "not divided by the ranks",
-            f"{told}: the number of ranks",
-            "Do not multiply the loss by the number of ranks, and leave the divide factor as it is",
-        )
-    return Cause(
-        "scale",
-        told,
-        "Look for a factor of the loss: the number of micro-batches, of rows or tokens, or a loss scale",
-    )
-
-
-def _spot(large: Departure) -> str:
-    unit = quoted(large.unit)
-    return f"First at the {large.seam} of unit {unit} in step {large.step}, by {large.size:.1e} of its size"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _only(options: str, others: str) -> str:
-    """Returns the options that differ."""
-    found = [each for each in options.split(", ") if each not in others.split(", ")]
-    return ", ".join(found) or options
+        return "not divided by the ranks", f"{told}: the number of ranks"
+    return "scale", told

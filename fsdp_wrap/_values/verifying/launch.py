@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -131,13 +132,19 @@ def _run_rank(rank: int, ranks: int, folder: str, job: Errand, start_method: str
         (Path(folder) / f"{rank}.done").write_bytes(done)
     except WrongSetup as wrong:
         (Path(folder) / f"{rank}.wrong").write_bytes(pickle.dumps(wrong.error))
-        os._exit(1)
+        _end()
     except BaseException:
         written = Path(folder) / f"{rank}.written"
         written.write_text(traceback.format_exc())
         written.rename(written.with_suffix(".failed"))
-        os._exit(1)  # without waiting for collectives that others do not enter
+        _end()
     dist.destroy_process_group()
+
+
+def _end() -> None:
+    """Ends this process at once, without waiting for collectives that others do not enter."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _become(rank: int, ranks: int, folder: str, start_method: str, timeout: float) -> None:

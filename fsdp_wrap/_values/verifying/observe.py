@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -33,6 +31,8 @@ Place = tuple[str, int, int]
 """A piece of a parameter: its name, its first element and its number of elements."""
 
 _SEED = 20261
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def observe(job: Errand) -> Observed:
         batch_norms=tuple(
             clean_fqn(name)
             for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
+            if isinstance(module, _BATCH_NORMS) and module.training
         ),
         randoms=tuple(witness.randoms),
         losses=tuple(losses),
@@ -269,8 +269,8 @@ def _turn_off_dropout(model: nn.Module) -> tuple[str, ...]:
     """Sets dropout to 0: two numbers of ranks draw other masks. Returns the names of its modules."""
     found = []
     for name, module in model.named_modules():
-        attribute = "p" if isinstance(module, _DropoutNd) else "dropout"
-        known = isinstance(module, (_DropoutNd, nn.MultiheadAttention, nn.RNNBase))
+        attribute = "p" if isinstance(module, _DROPOUTS) else "dropout"
+        known = isinstance(module, (*_DROPOUTS, nn.MultiheadAttention, nn.RNNBase))
         if known and module.training and getattr(module, attribute):
             setattr(module, attribute, 0.0)
             found.append(clean_fqn(name))

@@ -83,12 +83,9 @@ class Pair:
 
     def reduced(self, step: int) -> torch.Tensor:
         """Returns the sketches of the reduced gradient of the sharded run."""
-        whole = torch.zeros(0, dtype=torch.float64)
-        for rank, record in enumerate(self.ranks.records):
-            if not max(record.header.copy.values(), default=0):
-                part = self.sketch(step, files.REDUCED, rank)
-                whole = whole + part if whole.numel() else part
-        return whole
+        copies = [max(record.header.copy.values(), default=0) for record in self.ranks.records]
+        parts = [self.sketch(step, files.REDUCED, rank) for rank, copy in enumerate(copies) if not copy]
+        return torch.stack(parts).sum(0)
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:

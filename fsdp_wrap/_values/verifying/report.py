@@ -55,7 +55,7 @@ class Verification:
     Attributes:
         verdict: "equal", "rounding", or the kind of the first cause.
         causes: Each thing that is wrong, with `kind`, `told` and `cure`.
-        notes: What else is worth knowing.
+        notes: Other facts worth knowing.
         ranks: Number of ranks.
         steps: The steps of both runs.
         against: What the sharded run was compared with.
