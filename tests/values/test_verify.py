@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import setup
 
 import fsdp_wrap
 from bed import ranks, run_ranks
@@ -18,6 +17,7 @@ from fsdp_wrap._values.verifying.launch import Launch
 from fsdp_wrap._values.verifying.observe import Errand, Observed, observe, places_of, seed_as_of
 from fsdp_wrap._values.verifying.pair import Pair
 from fsdp_wrap._values.verifying.report import Verification, verification_of
+from trainings import setup
 
 
 def observed(rank: int, world_size: int, sharded: bool, options: dict[str, Any], **given: Any) -> Observed:
@@ -198,27 +198,35 @@ def test_one_rank_is_what_a_large_model_is_compared_with():
     assert str(report).startswith("Sharded over 2 ranks, compared with one rank: ")
 
 
-def failing(sharded: bool, only: bool, kills: bool = False) -> Any:
-    rank = torch.distributed.get_rank()
-    if sharded is only and rank == int(only):
+def alone(setup: Any, sharded: bool = True, count: int = 1, timeout: float = 60.0) -> None:
+    """Runs what is no program, or one that fails."""
+    Launch(timeout).run(Errand(setup, sharded, 1), count)
+
+
+def returning(made: Any) -> Any:
+    return lambda sharded: made
+
+
+def failing(sharded: bool, on: int) -> Any:
+    if torch.distributed.get_rank() == on:
         raise ZeroDivisionError("a mistake of mine")
     return setup(sharded)
 
 
 def test_a_failure_is_told_with_rank_and_traceback():
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 has failed in the sharded run:.*a mistake of mine"):
-        Launch(60.0).run(Errand(lambda sharded: failing(sharded, True), True, 1), 2)
+        alone(lambda sharded: failing(sharded, 1), count=2)
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 has failed in the plain run:.*in failing"):
-        Launch(60.0).run(Errand(lambda sharded: failing(sharded, False), False, 1), 1)
+        alone(lambda sharded: failing(sharded, 0), sharded=False)
     with pytest.raises(RuntimeError, match=r"rank 0 has not ended the sharded run in 0.5 s, or was killed"):
-        Launch(0.5).run(Errand(lambda sharded: time.sleep(60), True, 1), 1)
-    assert time.monotonic() - began < 50
+        alone(lambda sharded: time.sleep(60), timeout=0.5)
 
 
 def test_wrong_uses_of_verify_are_refused():
+    wrong: Any = "setup"
     with pytest.raises(TypeError, match="setup must be a function of `sharded`"):
-        fsdp_wrap.verify("setup")
+        fsdp_wrap.verify(wrong)
+    options: dict[str, Any]
     for options, told in (
         ({"ranks": 1}, "ranks=1 must be a number from 2"),
         ({"steps": 0}, "steps=0 must be a number from 1"),
@@ -227,15 +235,16 @@ def test_wrong_uses_of_verify_are_refused():
     ):
         with pytest.raises(ValueError, match=told):
             fsdp_wrap.verify(setup, **options)
-    for made, told in (
+    programs: list[tuple[Any, str]] = [
         (None, r"setup\(sharded=True\) must return \(model, optimizer, step\), and returned NoneType"),
         ((1, 2, 3), "the model that .* must be an nn.Module, not int"),
         ((torch.nn.Linear(1, 1), 2, 3), "the optimizer that .* must be a torch.optim.Optimizer, not int"),
-    ):
+    ]
+    for made, told in programs:
         with pytest.raises(TypeError, match=told):
-            Launch(60.0).run(Errand(lambda sharded, made=made: made, True, 1), 1)
+            alone(returning(made))
     with pytest.raises(ValueError, match="returned a model that is not sharded: wrap it"):
-        Launch(60.0).run(Errand(lambda sharded: setup(False), True, 1), 1)
+        alone(lambda sharded: setup(False))
 
 
 @slow

@@ -120,33 +120,31 @@ def _same_batch(pair: Pair) -> Cause | None:
 
 def _frozen(pair: Pair) -> Cause | None:
     """Compares the names of the parameters that get gradients."""
-    sharded = frozenset[str]().union(*(each.trained for each in pair.sharded))
-    plain = pair.plain.trained
-    if not plain or not sharded or plain == sharded:
+    given = frozenset[str]().union(*(each.given for each in pair.sharded))
+    trained = frozenset[str]().union(*(each.trained for each in pair.sharded))
+    more, less = sorted(trained - pair.plain.given), sorted(pair.plain.trained - given)
+    if not pair.plain.given or not given or not (more or less):
         return None
-    more, less = sorted(sharded - plain), sorted(plain - sharded)
     told = [f"The sharded run trains {listed(more)}, and the plain one does not"] if more else []
     told += [f"The plain run trains {listed(less)}, and the sharded one does not"] if less else []
     return Cause("other parameters are trained", ". ".join(told))
 
 
 def _other_options(pair: Pair) -> Cause | None:
-    """Compares the options with which optimizers hold each parameter."""
+    """Compares the options with which optimizers hold each parameter, as far as both optimizers have them."""
     for each in pair.sharded:
         for name, plain in pair.plain.options.items():
-            now = each.options.get(name, "no optimizer")
-            if now != plain:
-                told = (
-                    f"The parameter {quoted(name)} has {_only(now, plain)} in the sharded run, and "
-                    f"{_only(plain, now)} in the plain one"
-                )
-                return Cause("other options of the optimizer", told)
+            now = each.options.get(name)
+            keys = [key for key in plain if now is not None and now.get(key, plain[key]) != plain[key]]
+            if now is not None and not keys:
+                continue
+            ours = "no optimizer" if now is None else ", ".join(f"{key}={now[key]}" for key in keys)
+            theirs = ", ".join(f"{key}={plain[key]}" for key in keys) or "one"
+            told = (
+                f"The parameter {quoted(name)} has {ours} in the sharded run, and {theirs} in the plain one"
+            )
+            return Cause("other options of the optimizer", told)
     return None
-
-
-def _only(options: str, others: str) -> str:
-    """Returns the options that differ."""
-    return ", ".join(each for each in options.split(", ") if each not in others.split(", "))
 
 
 def _unreduced(pair: Pair) -> Cause | None:
@@ -155,7 +153,7 @@ def _unreduced(pair: Pair) -> Cause | None:
         passes = pair.ranks.records[0].steps[step].passes
         own, reduced = pair.own_gradients(step).sum(0), pair.reduced(step)
         missing = not reduced.norm()
-        if own.norm() and (missing or (passes > 1 and apart(own, reduced) > pair.tolerance(step))):
+        if own.norm() and (missing or (passes > 1 and apart(own, reduced) > max(0.1, pair.tolerance(step)))):
             share = (reduced.norm() / own.norm()).item()
             told = (
                 f"In step {step} the ranks have gradients of {passes} forwards, and the optimizer steps "

@@ -1,4 +1,4 @@
-"""`Launch`: rank processes of this host that run a job, and end with it."""
+"""`Launch`: rank processes of this host that run a errand, and end with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Launch:
 
     timeout: float
 
-    def run(self, job: Errand, ranks: int) -> list[Observed]:
+    def run(self, errand: Errand, ranks: int) -> list[Observed]:
         """Returns what each rank has observed.
 
         Raises:
@@ -45,17 +45,18 @@ class Launch:
             TypeError: If `setup` returns another type.
             ValueError: If it returns a model that is sharded and should not be, or the other way around.
         """
-        context = _context_for(job.setup)
+        context = _context_for(errand.setup)
         with tempfile.TemporaryDirectory(prefix="fsdp-wrap-verify-") as folder:
             arguments = [
-                (rank, ranks, folder, job, context.get_start_method(), self.timeout) for rank in range(ranks)
+                (rank, ranks, folder, errand, context.get_start_method(), self.timeout)
+                for rank in range(ranks)
             ]
             processes = [context.Process(target=_run_rank, args=each) for each in arguments]
             with _ending(processes):
                 for process in processes:
                     process.start()
                 self._await(processes)
-            self._check(processes, Path(folder), job)
+            self._check(processes, Path(folder), errand)
             return [pickle.loads((Path(folder) / f"{rank}.done").read_bytes()) for rank in range(ranks)]
 
     def _await(self, processes: list[Any]) -> None:
@@ -67,27 +68,27 @@ class Launch:
                 end = min(end, time.monotonic() + _GRACE)
             left = [each for each in left if each.exitcode is None]
 
-    def _check(self, processes: list[Any], folder: Path, job: Errand) -> None:
+    def _check(self, processes: list[Any], folder: Path, errand: Errand) -> None:
         """Raises the first error of a rank."""
-        run = f"the {'sharded' if job.sharded else 'plain'} run"
+        run = f"the {'sharded' if errand.sharded else 'plain'} run"
         for path in folder.glob("*.wrong"):
             raise pickle.loads(path.read_bytes())
         errors = sorted(folder.glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
         if errors:
             raise RuntimeError(f"rank {errors[0].stem} has failed in {run}:\n{errors[0].read_text()}")
         for rank, process in enumerate(processes):
-            if not (folder / f"{rank}.done").exists():
-                if (folder / f"{rank}.begun").exists():
-                    raise RuntimeError(
-                        f"rank {rank} has not ended {run} in {self.timeout:g} s, or was killed (exit code "
-                        f"{process.exitcode}): look whether all ranks run the same collectives, or give a "
-                        "longer timeout"
-                    )
+            code = process.exitcode
+            if (folder / f"{rank}.done").exists():
+                continue
+            if code > 0 and not (folder / f"{rank}.begun").exists():
                 raise RuntimeError(
-                    f"rank {rank} could not begin {run} (exit code {process.exitcode}): its process "
-                    "imports the "
-                    'file of `setup`, so call verify() there under `if __name__ == "__main__":`'
+                    f"rank {rank} could not begin {run} (exit code {code}): its process imports the file of "
+                    'setup, so call verify() there under `if __name__ == "__main__":`'
                 )
+            raise RuntimeError(
+                f"rank {rank} has not ended {run} in {self.timeout:g} s, or was killed (exit code {code}): "
+                "look whether all ranks run the same collectives, or give a longer timeout"
+            )
 
 
 @contextmanager
@@ -122,12 +123,12 @@ def _context_for(setup: Any) -> Any:
     )
 
 
-def _run_rank(rank: int, ranks: int, folder: str, job: Errand, start_method: str, timeout: float) -> None:
-    """Runs a job as a rank, and writes what it has observed, or its error."""
+def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: str, timeout: float) -> None:
+    """Runs a errand as a rank, and writes what it has observed, or its error."""
     (Path(folder) / f"{rank}.begun").touch()
     try:
         _become(rank, ranks, folder, start_method, timeout)
-        done = pickle.dumps(observe(job))
+        done = pickle.dumps(observe(errand))
         dist.barrier()
         (Path(folder) / f"{rank}.done").write_bytes(done)
     except WrongSetup as wrong:

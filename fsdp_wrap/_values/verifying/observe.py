@@ -65,7 +65,8 @@ class Observed:
         units: Names of the units without the root.
         begins: Checksums before the first step: of its pieces, of pieces that were asked for, of buffers.
         options: Options with which an optimizer holds a parameter, by name.
-        trained: Names of parameters whose gradient at the first step is not zero.
+        given: Names of parameters that had a gradient when an optimizer stepped.
+        trained: Those of them whose gradient was not zero.
         early: Whether an optimizer has stepped before the first backward.
         optimizer: Class of the optimizer.
         dropouts: Names of the modules of dropout, which were turned off.
@@ -77,7 +78,8 @@ class Observed:
     values: files.RankValues
     units: tuple[str, ...]
     begins: Mapping[Place, int]
-    options: Mapping[str, str]
+    options: Mapping[str, Mapping[str, str]]
+    given: frozenset[str]
     trained: frozenset[str]
     early: bool
     optimizer: str
@@ -93,31 +95,32 @@ def seed_as_of(rank: int) -> None:
     random.seed(_SEED + rank)
 
 
-def observe(job: Errand) -> Observed:
-    """Runs a job in this process, a rank of the default group.
+def observe(errand: Errand) -> Observed:
+    """Runs a errand in this process, a rank of the default group.
 
     Raises:
         WrongSetup: If `setup` returns something else than a program, sharded or not as it should be.
     """
-    model, optimizers, step = _program(job)
+    model, optimizers, step = _program(errand)
     dropouts = _turn_off_dropout(model)
     taken: list[files.RecordedStep] = []
     rows = Rows(taken.append, 1)
-    seams = seams_of(model, job.units, rows)
+    seams = seams_of(model, errand.units, rows)
     witness = _Witness(model, seams, rows)
-    begins, options = witness.begins(job.asked), witness.options(optimizers)
-    if job.rounding:
-        _round(model, job.rounding)
+    begins, options = witness.begins(errand.asked), witness.options(optimizers)
+    if errand.rounding:
+        _round(model, errand.rounding)
     losses: list[float | None] = []
     if options:
         with ValueRecord(seams, rows), witness:
-            losses = [_number(step()) for _ in range(job.steps)]
+            losses = [_number(step()) for _ in range(errand.steps)]
     steps = {each.number: each for each in map(_filled, taken)}
     return Observed(
-        values=files.RankValues(header_of(witness.units, job.units), steps),
+        values=files.RankValues(header_of(witness.units, errand.units), steps),
         units=tuple(name for name in witness.units if name),
         begins=begins,
         options=options,
+        given=frozenset(witness.given),
         trained=frozenset(witness.trained),
         early=witness.early,
         optimizer=", ".join(type(each).__name__ for each in optimizers),
@@ -146,6 +149,7 @@ class _Witness:
     def __init__(self, model: nn.Module, seams: ShardedSeams | PlainSeams, rows: Rows) -> None:
         self._model, self._seams, self._rows = model, seams, rows
         self.units = units_in(model)
+        self.given: set[str] = set()
         self.trained: set[str] = set()
         self.early = False
         self.randoms: list[tuple[int, int]] = []
@@ -180,6 +184,7 @@ class _Witness:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit, piece in self._step_pieces(held):
             self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
+            self.given.add(piece.fqn)
             if piece.data.any():
                 self.trained.add(piece.fqn)
 
@@ -201,13 +206,12 @@ class _Witness:
             for params in self._seams.by_unit.values():
                 yield from params.items()
 
-    def options(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    def options(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, str]]:
         """Returns the options of the parameters that optimizers hold."""
         told = {}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            text = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
-            told.update({id(param): text for param in group["params"]})
+            values = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
+            told.update({id(param): values for param in group["params"]})
         return {name: told[id(param)] for name, param in self._sources() if id(param) in told}
 
     def begins(self, asked: frozenset[Place]) -> dict[Place, int]:
@@ -231,11 +235,11 @@ class _Witness:
         return found
 
 
-def _program(job: Errand) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
+def _program(errand: Errand) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
     """Makes the user's model, optimizers and step."""
-    made = job.setup(job.sharded)
+    made = errand.setup(errand.sharded)
     try:
-        return _checked(made, job.sharded)
+        return _checked(made, errand.sharded)
     except (TypeError, ValueError) as error:
         raise WrongSetup(error) from None
 

@@ -58,7 +58,7 @@ class Verification:
         notes: Other facts worth knowing.
         ranks: Number of ranks.
         steps: The steps of both runs.
-        against: What the sharded run was compared with.
+        against: The other run: "plain" or "one rank".
     """
 
     verdict: str

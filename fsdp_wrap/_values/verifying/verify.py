@@ -90,11 +90,15 @@ def verify(
     if not dist.is_initialized():
         count = ranks or 2
         return _verified(
-            setup, steps, against, lambda job: launch.run(job, count), lambda job: launch.run(job, 1)
+            setup,
+            steps,
+            against,
+            lambda errand: launch.run(errand, count),
+            lambda errand: launch.run(errand, 1),
         )
     if ranks not in (None, dist.get_world_size()):
         raise ValueError(f"ranks={ranks}, and the process group has {dist.get_world_size()}: leave it out")
-    return _verified(setup, steps, against, _on_all, lambda job: _on_first(launch, job))
+    return _verified(setup, steps, against, _on_all, lambda errand: _on_first(launch, errand))
 
 
 def _check(setup: Any, ranks: Any, steps: Any, against: Any, timeout: Any) -> None:
@@ -123,8 +127,8 @@ def _verified(setup: Setup, steps: int, against: str, on_all: Runs, on_one: Runs
     plain = on_one(alone)
     pair = Pair(plain, sharded)
     if against == "plain" and _may_be_grown(pair):
-        job = Errand(setup, False, steps, units, rounding=_rounding_of(pair))
-        pair = Pair(plain, sharded, on_one(job))
+        errand = Errand(setup, False, steps, units, rounding=_rounding_of(pair))
+        pair = Pair(plain, sharded, on_one(errand))
     return verification_of(pair, against)
 
 
@@ -142,23 +146,23 @@ def _rounding_of(pair: Pair) -> float:
     return max(_ROUNDED.get(each.dtype, 1e-6 if each.dtype == "float32" else 0.0) for each in rows)
 
 
-def _on_all(job: Errand) -> list[Observed]:
-    """Runs a job on the ranks of the process group."""
+def _on_all(errand: Errand) -> list[Observed]:
+    """Runs a errand on the ranks of the process group."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         seed_as_of(dist.get_rank())
         try:
-            return gathered(observe(job))
+            return gathered(observe(errand))
         except WrongSetup as wrong:
             raise wrong.error from None
 
 
-def _on_first(launch: Launch, job: Errand) -> list[Observed]:
-    """Runs a job in a process of the first rank, and tells all ranks what it has observed."""
+def _on_first(launch: Launch, errand: Errand) -> list[Observed]:
+    """Runs a errand in a process of the first rank, and tells all ranks what it has observed."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = launch.run(job, 1)
+            told[0] = launch.run(errand, 1)
         except (RuntimeError, TypeError, ValueError) as error:
             told[1] = error
     dist.broadcast_object_list(told, src=0)
