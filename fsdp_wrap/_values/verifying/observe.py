@@ -66,7 +66,7 @@ class Observed:
         begins: Checksums before the first step: of its pieces, of pieces that were asked for, of buffers.
         options: Options with which an optimizer holds a parameter, by name.
         given: Names of parameters that had a gradient when an optimizer stepped.
-        trained: Those of them whose gradient was not zero.
+        trained: Names of parameters whose gradient was not zero then.
         early: Whether an optimizer has stepped before the first backward.
         optimizer: Class of the optimizer.
         dropouts: Names of the modules of dropout, which were turned off.
