@@ -86,6 +86,7 @@ __all__ = [
     "UnshardHandle",
     "allow_skipping",
     "ValueRecord",
+    "Verification",
     "clip_grad_norm_",
     "explain_memory_errors",
     "find_nonfinite",
@@ -110,6 +111,7 @@ __all__ = [
     "share_comm_ctx",
     "timeline",
     "uneven",
+    "verify",
     "weight_changes",
     "weight_source",
 ]
@@ -126,7 +128,15 @@ if TYPE_CHECKING:
     from fsdp_wrap._activations import ActivationOffload, offload_activations
     from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
-    from fsdp_wrap._values import NonFinite, NonFiniteError, ValueRecord, find_nonfinite, record_values
+    from fsdp_wrap._values import (
+        NonFinite,
+        NonFiniteError,
+        ValueRecord,
+        Verification,
+        find_nonfinite,
+        record_values,
+        verify,
+    )
     from fsdp_wrap.tools import (
         Choice,
         Fit,

@@ -1,4 +1,4 @@
-"""`fsdp-wrap values diff`: compares two records of `fsdp_wrap.record_values`."""
+"""`fsdp-wrap values diff` and `fsdp-wrap verify`: compare two records of values, or make and compare them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from fsdp_wrap._values import files
 from fsdp_wrap._values.compare import Departure, Run
 from fsdp_wrap._values.finding import quoted
 from fsdp_wrap._values.verdict import Verdict, judge
+from fsdp_wrap._values.verifying import verify
+from fsdp_wrap._values.verifying.observe import Setup
 
 Drawn = Callable[[Path, tuple[float, float]], AbstractContextManager[Any]]
 """Yields a figure of a size, and saves it to a path."""
@@ -28,10 +30,12 @@ _DRAWN = {
 }
 
 
-def add_commands(commands: Any, drawn: Drawn) -> None:
-    """Adds `values` with its own commands to the command line; `drawn` makes pictures."""
+def add_commands(commands: Any, drawn: Drawn, load: Callable[[str], Setup]) -> None:
+    """Adds `values` and `verify` to the command line; `drawn` makes pictures, `load` finds functions."""
     values = commands.add_parser(
-        "values", help="compare recordings of fsdp_wrap.record_values()", description=__doc__
+        "values",
+        help="compare recordings of fsdp_wrap.record_values()",
+        description="Compare two recordings of fsdp_wrap.record_values().",
     )
     inner = values.add_subparsers(required=True, metavar="diff")
     diff = inner.add_parser("diff", help="name the first seam at which two records depart")
@@ -39,11 +43,27 @@ def add_commands(commands: Any, drawn: Drawn) -> None:
     diff.add_argument("second", type=Path, metavar="B", help="the folder of another one")
     diff.add_argument("--svg", type=Path, default=None, help="draw departure against depth to this file")
     diff.set_defaults(run=partial(_run_diff, drawn))
+    told = "run a few steps sharded and plain, and tell what differs; the status is 1 if anything is wrong"
+    command = commands.add_parser("verify", help="is sharded training right?", description=told)
+    command.add_argument(
+        "setup", metavar="FILE.py:setup", help="the function, as fsdp_wrap.verify() takes it"
+    )
+    command.add_argument("--ranks", type=int, default=2, metavar="N", help="default: 2")
+    command.add_argument("--steps", type=int, default=3, metavar="N", help="default: 3")
+    against = "what to compare with; default: plain"
+    command.add_argument("--against", choices=("plain", "one rank"), default="plain", help=against)
+    command.set_defaults(run=partial(_run_verify, load))
+
+
+def _run_verify(load: Callable[[str], Setup], options: argparse.Namespace) -> int:
+    report = verify(load(options.setup), options.ranks, options.steps, against=options.against)
+    print(report)
+    return int(not report.ok)
 
 
 def _run_diff(drawn: Drawn, options: argparse.Namespace) -> int:
     runs = [Run(files.read(path)) for path in (options.first, options.second)]
-    verdict = judge(*runs)
+    verdict = judge(runs[0], runs[1])
     print("\n".join(report(verdict, runs)))
     if options.svg is not None:
         _draw(verdict, options.svg, drawn)

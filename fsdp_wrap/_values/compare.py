@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_wrap._values import files
 from fsdp_wrap._values.files import Key, RankValues
 from fsdp_wrap._values.statistics import Statistics
 
-_OF_SHARDS = (files.SHARD, files.REDUCED, files.UPDATE)
+_OF_SHARDS = (files.SHARD, files.REDUCED, files.STEP, files.UPDATE)
 _WHOLE = (files.PARAMETER, files.AGAIN)
 _GRADIENTS = (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT)
 _ROUNDING = {"float64": 1e-11, "float32": 3e-4, "bfloat16": 0.1, "float16": 0.02, "int64": 0.0}
 """Relative differences that rounding makes in a step, by dtype; the coarser one counts."""
 
 
-_GIVEN = (files.SHARD, files.PARAMETER, files.AGAIN, files.INPUT)
-"""Seams at which values are rounded once at most: to their own dtype."""
+_GIVEN = (files.SHARD, files.PARAMETER, files.AGAIN)
+"""Seams at which values are rounded once at most, to their own dtype; so is the first input."""
 
 
 def rounding_of(dtype: str) -> float:
@@ -99,6 +99,7 @@ class Departure:
         rounds: Size up to which rounding may make it.
         ranks: The ranks whose values differ by more than that, where both runs have as many.
         before: The totals of both.
+        grown: Size to which rounding is known to have grown.
     """
 
     step: int
@@ -108,6 +109,7 @@ class Departure:
     rounds: float
     ranks: tuple[int, ...]
     before: tuple[SeamTotals, SeamTotals]
+    grown: float = 0.0
 
     @property
     def exceeds(self) -> bool:
@@ -149,23 +151,30 @@ def difference(one: Statistics, other: Statistics, scales: tuple[float, float], 
     return max(*sizes, 1e-12)
 
 
-def departures(first: Run, second: Run, step: int, begins: bool) -> Iterator[Departure]:
+def departures(
+    first: Run, second: Run, step: int, begins: bool, grown: Mapping[tuple[int, str, str], float]
+) -> Iterator[Departure]:
     """Yields the difference at each seam of a step that both have, in the order of the first one's step.
 
-    `begins` tells whether no step was rounded before.
+    `begins` tells whether no step was rounded before. `grown` has sizes to which rounding may have grown.
     """
     coarsest = max(run.rounding(step) for run in (first, second))
+    entered = next((key for key in first.keys(step) if key[0] == files.INPUT), None)
     for key in first.keys(step):
         ours, theirs = first.totals(step, key), second.totals(step, key)
         if ours is None or theirs is None:
             continue
         seam = key[0]
         same = first.ranks == second.ranks and first.contributors == second.contributors
-        linear = seam in (files.GRADIENT, files.REDUCED) and (not same or ours.passes != theirs.passes)
-        linear = linear and (seam == files.GRADIENT or ours.passes != theirs.passes)
+        alike = same and ours.passes == theirs.passes
+        summed = seam == files.REDUCED and max(ours.passes, theirs.passes) > 1
+        linear = not alike and (seam == files.GRADIENT or summed)
         scales = ours.scale, theirs.scale
         own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
-        limit = own if begins and seam in _GIVEN else max(own, coarsest)
+        given = seam in _GIVEN or key == entered
+        limit = own if begins and given else max(own, coarsest)
+        noise = grown.get((step, *key), 0.0)
+        limit = max(limit, noise)
         size = difference(ours.sums, theirs.sums, scales, linear)
         ranks: list[int] = []
         if same and not linear and _cut_alike(first, second, ours, theirs):
@@ -175,4 +184,4 @@ def departures(first: Run, second: Run, step: int, begins: bool) -> Iterator[Dep
             }
             size = max(size, *alone.values()) if seam not in _OF_SHARDS else size
             ranks = [rank for rank, apart in alone.items() if not apart <= limit]
-        yield Departure(step, *key, size, limit, tuple(ranks), (ours, theirs))
+        yield Departure(step, *key, size, limit, tuple(ranks), (ours, theirs), noise)

@@ -13,6 +13,8 @@ SHARD, PARAMETER, AGAIN, UPDATE = "shard", "parameter", "parameter in backward",
 INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of output", "gradient of input"
 GRADIENT, REDUCED = "gradient", "reduced gradient"
+STEP = "gradient at the step"
+"""Gradients as an optimizer sees them; `verify` alone records them."""
 
 Key = tuple[str, str]
 """Seam and unit."""

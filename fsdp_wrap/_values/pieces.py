@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import joined
 from fsdp_wrap._params import Cut, Layout, to_local
@@ -76,6 +77,22 @@ def gradient_pieces(unit: Unit, layout: Layout, name: str, reduced: torch.Tensor
         return
     for each, data in zip(layout.intervals(), layout.pieces(reduced.detach())):
         yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))
+
+
+def step_pieces(unit: Unit, name: str, held: Collection[int]) -> Iterator[Piece]:
+    """Yields the pieces of the gradients of the parameters with these ids, as an optimizer sees them."""
+    for layout in unit.layouts:
+        if cuts := _cuts(layout):
+            seen = [(cut, source.grad) for cut, source in zip(cuts, layout.sources) if id(source) in held]
+            there = [(cut, to_local(grad)) for cut, grad in seen if grad is not None]
+            yield from _runs(unit, name, [cut for cut, _ in there], [grad for _, grad in there])
+            continue
+        for each in layout.intervals():
+            if each.source.grad is not None and id(each.source) in held:
+                data = to_local(each.source.grad).reshape(-1)
+                if not isinstance(each.source.grad, DTensor):
+                    data = data.narrow(0, each.offset, each.data.numel())
+                yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data)
 
 
 def _cuts(layout: Layout) -> list[Cut]:

@@ -26,6 +26,9 @@ class PlainSeams:
         units: Names of the modules that count as units, without the root.
         rows: The rows of the running step.
         alone: Whether no other rank computes gradients, which are reduced then.
+
+    Attributes:
+        by_unit: The parameters of each unit by name.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str], rows: Rows, alone: bool) -> None:
@@ -37,11 +40,11 @@ class PlainSeams:
         self._units = {names[name]: name for name in units}
         self._units[model] = ""
         owners = sorted(self._units.values(), key=len, reverse=True)
-        self._params: dict[str, dict[str, nn.Parameter]] = {name: {} for name in owners}
+        self.by_unit: dict[str, dict[str, nn.Parameter]] = {name: {} for name in owners}
         for name, param in model.named_parameters():
             fqn = clean_fqn(name)
             owner = next(each for each in owners if encloses(each, fqn))
-            self._params[owner][fqn] = param
+            self.by_unit[owner][fqn] = param
         self._hooks = ExitStack()
         self._kept: list[Any] = []  # nodes live as long as their hooks
         rows.at_end = self._look_at_ends
@@ -51,7 +54,7 @@ class PlainSeams:
         enter: Callable[..., Any] = self._enter  # torch's annotation admits no changed inputs
         self._hooks.callback(register_module_forward_pre_hook(enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, with_kwargs=True).remove)
-        for unit, params in self._params.items():
+        for unit, params in self.by_unit.items():
             for fqn, param in params.items():
                 if param.requires_grad:
                     node = get_gradient_edge(param).node
@@ -117,12 +120,12 @@ class PlainSeams:
 
     def _add_params(self, seam: str, unit: str) -> None:
         row = self._rows.at(seam, unit)
-        for fqn, param in self._params[unit].items():
+        for fqn, param in self.by_unit[unit].items():
             row.add(param, fqn)
 
     def _look_at_ends(self) -> None:
-        for unit in self._params:
+        for unit in self.by_unit:
             if self._alone and self._rows.has(files.GRADIENT, unit):
                 self._rows.at(files.REDUCED, unit).merge(self._rows.at(files.GRADIENT, unit))
-        for unit in self._params:
+        for unit in self.by_unit:
             self._add_params(files.UPDATE, unit)

@@ -91,12 +91,21 @@ def record_values(
     found = units_in(model)
     if found and units:
         raise ValueError(f"units={[*units]} are for a plain module, and {type(model).__name__} has units")
-    if not found:
-        header = _header_of_plain(units)
-        rows = Rows(files.Writer(path, header), every)
-        return ValueRecord(PlainSeams(model, units, rows, alone=header.ranks == 1), rows)
-    rows = Rows(files.Writer(path, _header(found)), every)
-    return ValueRecord(ShardedSeams(found, rows), rows)
+    rows = Rows(files.Writer(path, header_of(found, units)).write, every)
+    return ValueRecord(seams_of(model, units, rows), rows)
+
+
+def seams_of(model: nn.Module, units: Sequence[str], rows: Rows) -> ShardedSeams | PlainSeams:
+    """Returns the seams of a model; `units` are those of a plain module."""
+    found = units_in(model)
+    if found:
+        return ShardedSeams(found, rows)
+    return PlainSeams(model, units, rows, alone=_header_of_plain(units).ranks == 1)
+
+
+def header_of(found: dict[str, Unit], units: Sequence[str]) -> files.Header:
+    """Returns the facts about this rank; `found` are the model's own units."""
+    return _header(found) if found else _header_of_plain(units)
 
 
 def _header(units: dict[str, Unit]) -> files.Header:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_wrap._values.files import Key, RecordedStep, Writer
+from fsdp_wrap._values.files import Key, RecordedStep
 from fsdp_wrap._values.statistics import Statistics
 
 
@@ -17,8 +17,8 @@ class Rows:
         at_end: Adds what is known once a step has ended.
     """
 
-    def __init__(self, writer: Writer, every: int) -> None:
-        self._writer, self._every = writer, every
+    def __init__(self, write: Callable[[RecordedStep], object], every: int) -> None:
+        self._write, self._every = write, every
         self._number = self._passes = 0
         self._rows: dict[Key, Statistics] = {}
         self.recording = self.stepped = False
@@ -49,6 +49,6 @@ class Rows:
         self.recording = False
         if self._rows:
             self.at_end()
-            self._writer.write(RecordedStep(self._number, self._passes, self._rows))
+            self._write(RecordedStep(self._number, self._passes, self._rows))
         self._number += self.stepped
         self._rows, self._passes, self.stepped = {}, 0, False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fsdp_wrap._values import files
 from fsdp_wrap._values.compare import Departure, Run, SeamTotals, departures, difference, length
@@ -37,8 +38,19 @@ class Verdict:
     steps: Sequence[Departure]
 
 
-def judge(first: Run, second: Run) -> Verdict:
+def judge(
+    first: Run,
+    second: Run,
+    grown: Mapping[tuple[int, str, str], float] = MappingProxyType({}),
+    suspects: Callable[[Sequence[Departure]], Sequence[Departure]] = lambda found: found,
+) -> Verdict:
     """Compares two records, step by step.
+
+    Args:
+        first: One of them.
+        second: The other one.
+        grown: Sizes to which rounding may have grown, by step, seam and unit, where that is known.
+        suspects: Chooses the departures of a step that may be faults.
 
     Raises:
         ValueError: If they have no step, or no seam, in common.
@@ -49,13 +61,13 @@ def judge(first: Run, second: Run) -> Verdict:
     rounded: Verdict | None = None
     found: list[Departure] = []
     for step in common:
-        found = [*departures(first, second, step, step == common[0])]
+        found = [*departures(first, second, step, step == common[0], grown)]
         if not found:
             raise ValueError(
                 f"the records have no unit in common in step {step}: give record_values() of the plain "
                 "module the names of the units"
             )
-        large = next((each for each in found if each.exceeds or _is_scaled(each)), None)
+        large = next((each for each in suspects(found) if each.exceeds or is_scaled(each)), None)
         if large is not None:
             kind, told = _explain(first, second, large, found)
             return Verdict(kind, told, large, found)
@@ -65,9 +77,9 @@ def judge(first: Run, second: Run) -> Verdict:
     return rounded or Verdict("equal", "All that both have recorded is equal, bit for bit", None, found)
 
 
-def _is_scaled(each: Departure) -> bool:
+def is_scaled(each: Departure) -> bool:
     """Whether a factor explains a difference that could be rounding by its size."""
-    return each.size > _LEAST_FACTOR and _factor(each) is not None
+    return each.size > max(_LEAST_FACTOR, each.grown) and _factor(each) is not None
 
 
 def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departure]) -> tuple[str, str]:

@@ -25,15 +25,15 @@ CODE_LINES = {
     "_runtime": 3313,
     "_state": 3125,
     "_uneven": 899,
-    "_values": 1435,
+    "_values": 2385,
     "checkpoint": 2449,
     "compat": 802,
     "optim": 2086,
     "tools": 4095,
-    "top level": 2295,
+    "top level": 2305,
     "weights": 795,
-    "core": 16456,
-    "all": 31147,
+    "core": 16466,
+    "all": 32107,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

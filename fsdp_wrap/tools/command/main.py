@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_wrap._core import __version__
 from fsdp_wrap.tools.command import doctor, plans, timelines
-from fsdp_wrap.tools.command.users_code import UsersError
+from fsdp_wrap.tools.command.users_code import UsersError, load_function
 from fsdp_wrap.tools.drawing import drawn
 
 _INTERRUPTED = 130  # as shells have it
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fsdp-wrap {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    commands = parser.add_subparsers(required=True, metavar="plan|timeline|values|checkpoint|doctor")
+    commands = parser.add_subparsers(required=True, metavar="plan|timeline|values|verify|checkpoint|doctor")
     plans.add_command(commands)
     timelines.add_commands(commands)
     _add_values(commands)
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_values(commands: Any) -> None:
     """Adds the commands of recorded values, which are an add-on and may be left out."""
     if find_spec("fsdp_wrap._values") is not None:
-        import_module("fsdp_wrap._values.command").add_commands(commands, drawn)
+        import_module("fsdp_wrap._values.command").add_commands(commands, drawn, load_function)
 
 
 def _add_checkpoint(commands: Any) -> None:

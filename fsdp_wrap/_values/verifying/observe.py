@@ -1,0 +1,318 @@
+"""`observe`: a few steps of the user's program in this process, and what is seen of them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._core.torch_private import graph_task
+from fsdp_wrap._params import to_local
+from fsdp_wrap._runtime import units_in
+from fsdp_wrap._values import files
+from fsdp_wrap._values.pieces import Piece, shard_pieces, step_pieces, whole_name
+from fsdp_wrap._values.plain import PlainSeams
+from fsdp_wrap._values.record import ShardedSeams, ValueRecord, header_of, seams_of
+from fsdp_wrap._values.rows import Rows
+from fsdp_wrap._values.statistics import Statistics
+
+Setup = Callable[[bool], tuple[nn.Module, Any, Callable[[], object]]]
+Place = tuple[str, int, int]
+"""A piece of a parameter: its name, its first element and its number of elements."""
+
+_SEED = 20261
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """Steps for a rank to run.
+
+    Attributes:
+        setup: The user's function.
+        sharded: Its argument.
+        steps: How many steps.
+        units: Names of the modules that count as units in a plain run.
+        asked: Pieces whose checksums a plain run tells.
+        rounding: Relative size of a change of all parameters before the first step; 0 for none.
+    """
+
+    setup: Setup
+    sharded: bool
+    steps: int
+    units: Sequence[str] = ()
+    asked: frozenset[Place] = frozenset()
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One rank of a run.
+
+    Attributes:
+        values: Its record.
+        units: Names of the units without the root.
+        begins: Checksums before the first step: of its pieces, of pieces that were asked for, of buffers.
+        options: Options with which an optimizer holds a parameter, by name.
+        given: Names of parameters that had a gradient when an optimizer stepped.
+        trained: Names of parameters whose gradient was not zero then.
+        early: Whether an optimizer has stepped before the first backward.
+        optimizer: Class of the optimizer.
+        dropouts: Names of the modules of dropout, which were turned off.
+        batch_norms: Names of the modules that normalise over the rank's batch.
+        randoms: The state of random numbers before and after each forward that trains.
+        losses: The numbers that the steps returned; None for other things.
+    """
+
+    values: files.RankValues
+    units: tuple[str, ...]
+    begins: Mapping[Place, int]
+    options: Mapping[str, Mapping[str, str]]
+    given: frozenset[str]
+    trained: frozenset[str]
+    early: bool
+    optimizer: str
+    dropouts: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+    randoms: tuple[tuple[int, int], ...]
+    losses: tuple[float | None, ...]
+
+
+def seed_as_of(rank: int) -> None:
+    """Seeds torch and Python: other numbers on each rank, and equal ones in each run."""
+    torch.manual_seed(_SEED + rank)
+    random.seed(_SEED + rank)
+
+
+def observe(errand: Errand) -> Observed:
+    """Runs a errand in this process, a rank of the default group.
+
+    Raises:
+        WrongSetup: If `setup` returns something else than a program, sharded or not as it should be.
+    """
+    model, optimizers, step = _program(errand)
+    dropouts = _turn_off_dropout(model)
+    taken: list[files.RecordedStep] = []
+    rows = Rows(taken.append, 1)
+    seams = seams_of(model, errand.units, rows)
+    witness = _Witness(model, seams, rows)
+    begins, options = witness.begins(errand.asked), witness.options(optimizers)
+    if errand.rounding:
+        _round(model, errand.rounding)
+    losses: list[float | None] = []
+    if options:
+        with ValueRecord(seams, rows), witness:
+            losses = [_number(step()) for _ in range(errand.steps)]
+    steps = {each.number: each for each in map(_filled, taken)}
+    return Observed(
+        values=files.RankValues(header_of(witness.units, errand.units), steps),
+        units=tuple(name for name in witness.units if name),
+        begins=begins,
+        options=options,
+        given=frozenset(witness.given),
+        trained=frozenset(witness.trained),
+        early=witness.early,
+        optimizer=", ".join(type(each).__name__ for each in optimizers),
+        dropouts=dropouts,
+        batch_norms=tuple(
+            clean_fqn(name)
+            for name, module in model.named_modules()
+            if isinstance(module, _BATCH_NORMS) and module.training
+        ),
+        randoms=tuple(witness.randoms),
+        losses=tuple(losses),
+    )
+
+
+class WrongSetup(Exception):
+    """The user's `setup` returned something wrong; `error` tells it."""
+
+    def __init__(self, error: TypeError | ValueError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Witness:
+    """Sees, beside the seams, what optimizers get and how random numbers go on."""
+
+    def __init__(self, model: nn.Module, seams: ShardedSeams | PlainSeams, rows: Rows) -> None:
+        self._model, self._seams, self._rows = model, seams, rows
+        self.units = units_in(model)
+        self.given: set[str] = set()
+        self.trained: set[str] = set()
+        self.early = False
+        self.randoms: list[tuple[int, int]] = []
+        self._begun = 0
+        self._devices = sorted({param.device.type for param in model.parameters()} - {"cpu", "meta"})
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> None:
+        before: Callable[..., Any] = self._before
+        self._hooks.callback(register_module_forward_pre_hook(before).remove)
+        self._hooks.callback(register_module_forward_hook(self._after).remove)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _trains(self, module: nn.Module) -> bool:
+        return module is self._model and torch.is_grad_enabled() and graph_task() == -1
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self._trains(module):
+            self._begun = _state_of_randoms(self._devices)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._trains(module):
+            self.randoms.append((self._begun, _state_of_randoms(self._devices)))
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        units = [*self.units, *(self._seams.by_unit if isinstance(self._seams, PlainSeams) else ())]
+        backward = any(self._rows.has(files.GRADIENT, unit) for unit in units)
+        self.early |= not backward
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for unit, piece in self._step_pieces(held):
+            self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
+            self.given.add(piece.fqn)
+            if piece.data.any():
+                self.trained.add(piece.fqn)
+
+    def _step_pieces(self, held: set[int]) -> Iterator[tuple[str, Piece]]:
+        for name, unit in self.units.items():
+            yield from ((name, piece) for piece in step_pieces(unit, name, held))
+        if isinstance(self._seams, PlainSeams):
+            for name, params in self._seams.by_unit.items():
+                for fqn, param in params.items():
+                    if param.grad is not None and id(param) in held:
+                        yield name, Piece(fqn, param.shape, 0, to_local(param.grad))
+
+    def _sources(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that an optimizer should hold, by the names of the original ones."""
+        for name, unit in self.units.items():
+            for layout in unit.layouts:
+                yield from ((whole_name(name, fqn), param) for fqn, param in zip(layout.fqns, layout.sources))
+        if isinstance(self._seams, PlainSeams):
+            for params in self._seams.by_unit.values():
+                yield from params.items()
+
+    def options(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, str]]:
+        """Returns the options of the parameters that optimizers hold."""
+        told = {}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            values = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
+            told.update({id(param): values for param in group["params"]})
+        return {name: told[id(param)] for name, param in self._sources() if id(param) in told}
+
+    def begins(self, asked: frozenset[Place]) -> dict[Place, int]:
+        """Returns checksums of buffers, and of pieces: this rank's, or those asked for of a plain module."""
+        pieces = [piece for name, unit in self.units.items() for piece in shard_pieces(unit, name)]
+        if isinstance(self._seams, PlainSeams):
+            params = {fqn: param for held in self._seams.by_unit.values() for fqn, param in held.items()}
+            for fqn, start, numel in asked:
+                if fqn in params and start + numel <= params[fqn].numel():
+                    data = params[fqn].detach().reshape(-1)[start : start + numel]
+                    pieces.append(Piece(fqn, params[fqn].shape, start, data))
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_floating_point():
+                pieces.append(Piece(f"buffer {clean_fqn(name)}", buffer.shape, 0, to_local(buffer)))
+        found = {}
+        for piece in pieces:
+            if numel := piece.data.numel():
+                sums = Statistics()
+                sums.add(piece.data, piece.fqn, piece.start)
+                found[piece.fqn, piece.start, numel] = sums.checksum
+        return found
+
+
+def _program(errand: Errand) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
+    """Makes the user's model, optimizers and step."""
+    made = errand.setup(errand.sharded)
+    try:
+        return _checked(made, errand.sharded)
+    except (TypeError, ValueError) as error:
+        raise WrongSetup(error) from None
+
+
+def _checked(made: Any, sharded: bool) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
+    call = f"setup(sharded={sharded})"
+    if not isinstance(made, tuple) or len(made) != 3:
+        returned = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise TypeError(f"{call} must return (model, optimizer, step), and returned {returned}")
+    model, optimizer, step = made
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model that {call} returns must be an nn.Module, not {type(model).__name__}")
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"the optimizer that {call} returns must be a torch.optim.Optimizer, not "
+                f"{type(each).__name__}"
+            )
+    if not callable(step):
+        raise TypeError(f"the step that {call} returns must be a function, not {type(step).__name__}")
+    if bool(units_in(model)) != sharded:
+        raise ValueError(
+            f"{call} returned a model that {'is not' if sharded else 'is'} sharded: wrap it by "
+            "FullyShardedDataParallel or fully_shard if `sharded` is true, and only then"
+        )
+    return model, optimizers, step
+
+
+def _turn_off_dropout(model: nn.Module) -> tuple[str, ...]:
+    """Sets dropout to 0: two numbers of ranks draw other masks. Returns the names of its modules."""
+    found = []
+    for name, module in model.named_modules():
+        attribute = "p" if isinstance(module, _DROPOUTS) else "dropout"
+        known = isinstance(module, (*_DROPOUTS, nn.MultiheadAttention, nn.RNNBase))
+        if known and module.training and getattr(module, attribute):
+            setattr(module, attribute, 0.0)
+            found.append(clean_fqn(name))
+    return tuple(found)
+
+
+def _round(model: nn.Module, size: float) -> None:
+    """Changes each parameter by a relative size, up or down."""
+    generator = torch.Generator().manual_seed(_SEED)
+    for param in model.parameters():
+        local = to_local(param.detach())
+        signs = torch.randint(0, 2, local.shape, generator=generator).mul_(2).sub_(1)
+        local.mul_(1 + size * signs.to(local.device, torch.float64)) if local.is_floating_point() else None
+
+
+def _state_of_randoms(devices: Iterable[str]) -> int:
+    states = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state() for each in devices)]
+    return zlib.crc32(b"".join(each.numpy().tobytes() for each in states))
+
+
+def _number(told: object) -> float | None:
+    if isinstance(told, torch.Tensor) and told.numel() == 1:
+        return float(to_local(told.detach()).float())
+    return float(told) if isinstance(told, (int, float)) else None
+
+
+def _filled(step: files.RecordedStep) -> files.RecordedStep:
+    rows = {key: each for key, each in step.rows.items() if each.tensors}
+    return files.RecordedStep(step.number, step.passes, rows)
+
+
+def gathered(own: Observed) -> list[Observed]:
+    """Returns what all ranks of the default group have observed. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def places_of(observed: Iterable[Observed]) -> frozenset[Place]:
+    """Returns the pieces of all ranks."""
+    return frozenset(place for each in observed for place in each.begins)

@@ -1,0 +1,111 @@
+"""`Pair`: what was observed of a plain and of a sharded run, and sums over both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fsdp_wrap._values import files
+from fsdp_wrap._values.compare import Departure, Run, departures
+from fsdp_wrap._values.statistics import WIDTH, Statistics
+from fsdp_wrap._values.verdict import Verdict, is_scaled, judge
+from fsdp_wrap._values.verifying.observe import Observed
+
+_BACKWARD = (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT, files.REDUCED)
+_GROWTH = 5.0
+"""How many times as large as that of a rounded run a difference may be."""
+_CLOSE = 0.02
+"""Relative size of what may be left of a difference that is explained."""
+
+Grown = Mapping[tuple[int, str, str], float]
+
+
+class Pair:
+    """A plain and a sharded run.
+
+    Args:
+        plain: The observations of the one rank.
+        sharded: The observations of each rank.
+        rounded: The plain run once more with rounded parameters; None if it was not needed.
+    """
+
+    def __init__(
+        self,
+        plain: Sequence[Observed],
+        sharded: Sequence[Observed],
+        rounded: Sequence[Observed] | None = None,
+    ) -> None:
+        self.plain, self.sharded = plain[0], sharded
+        self.alone, self.ranks = (Run([each.values for each in run]) for run in (plain, sharded))
+        self.steps = [step for step in self.alone.steps if step in self.ranks.steps]
+        self.grown: Grown = {} if rounded is None else self._growth(Run([each.values for each in rounded]))
+
+    def _growth(self, rounded: Run) -> Grown:
+        steps = [step for step in self.steps if step in rounded.steps]
+        found = (each for step in steps for each in departures(self.alone, rounded, step, False, {}))
+        return {(each.step, each.seam, each.unit): _GROWTH * each.size for each in found}
+
+    def verdict(self) -> Verdict:
+        """Compares the two, seam by seam."""
+        return judge(self.alone, self.ranks, self.grown, _suspects)
+
+    def departures(self, step: int) -> list[Departure]:
+        """Returns how far the seams of a step depart."""
+        return [*departures(self.alone, self.ranks, step, step == self.steps[0], self.grown)]
+
+    def tolerance(self, step: int) -> float:
+        """Returns the relative difference that may be left of one that is explained."""
+        return max(_CLOSE, self.alone.rounding(step), self.ranks.rounding(step))
+
+    def rows(self, step: int, seam: str, rank: int | None = None) -> dict[str, Statistics]:
+        """Returns the statistics of a seam by unit: of a rank of the sharded run, or of the plain one."""
+        run = self.alone.records[0] if rank is None else self.ranks.records[rank]
+        return {unit: row for (each, unit), row in run.steps[step].rows.items() if each == seam}
+
+    def sketch(self, step: int, seam: str, rank: int | None = None) -> torch.Tensor:
+        """Returns the sketches of all units, one after the other; zeros where there is none."""
+        rows = self.rows(step, seam, rank)
+        units = sorted({"", *self.plain.units, *self.sharded[0].units})
+        return torch.tensor(
+            [rows[unit].sketch if unit in rows else [0.0] * WIDTH for unit in units], dtype=torch.float64
+        ).flatten()
+
+    def norm(self, step: int, seam: str, rank: int | None = None) -> float:
+        """Returns the norm over all units."""
+        return math.sqrt(sum(row.squares for row in self.rows(step, seam, rank).values()))
+
+    def own_gradients(self, step: int) -> torch.Tensor:
+        """Returns the sketches of the ranks' own gradients, by rank, each as its part of the mean."""
+        own = [self.sketch(step, files.GRADIENT, rank) for rank in range(self.ranks.ranks)]
+        return torch.stack(own) / self.ranks.contributors
+
+    def reduced(self, step: int) -> torch.Tensor:
+        """Returns the sketches of the reduced gradient of the sharded run."""
+        copies = [max(record.header.copy.values(), default=0) for record in self.ranks.records]
+        parts = [self.sketch(step, files.REDUCED, rank) for rank, copy in enumerate(copies) if not copy]
+        return torch.stack(parts).sum(0)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the relative size of a difference."""
+    size = max(one.norm().item(), other.norm().item())
+    return (one - other).norm().item() / size if size else 0.0
+
+
+def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    """Returns the number by which the first is to be multiplied to be the second, if there is one."""
+    square = one.dot(other).item(), one.dot(one).item()
+    if not square[1]:
+        return None
+    found = square[0] / square[1]
+    return found if apart(one * found, other) <= _CLOSE else None
+
+
+def _suspects(found: Sequence[Departure]) -> Sequence[Departure]:
+    """Leaves out the seams of the backward, if optimizers see equal gradients in the end."""
+    last = [each for each in found if each.seam == files.STEP]
+    if not last or any(each.exceeds or is_scaled(each) for each in last):
+        return found
+    return [each for each in found if each.seam not in _BACKWARD]
