@@ -1,5 +1,7 @@
 """The rank processes' life, from pytest's collecting to the session's end; which tests are of which tier."""
 
+import gc
+
 import pytest
 
 import bed
@@ -50,6 +52,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         bed.warm_up()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # no collection looks at thousands of collected tests again, which takes a second
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
