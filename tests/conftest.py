@@ -54,9 +54,11 @@ def pytest_collection(session: pytest.Session) -> None:
         bed.warm_up()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def only_new_garbage() -> None:
+    """Hides earlier objects from the garbage collector: a session holds a million, and some tests collect."""
     gc.collect()
-    gc.freeze()  # no collection looks at thousands of collected tests again, which takes a second
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
