@@ -395,14 +395,13 @@ class Simulation(Accelerator):
         frame: FrameType | None = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
-            if _tells(frame.f_code):
-                local = frame.f_locals
-                for name in ("unit", "self", "use"):
-                    found = local.get(name)
-                    found = getattr(found, "unit", found) if name == "use" else found
-                    unit = unit or (found if isinstance(found, Unit) else None)
-                found = local.get("phase")
-                phase = phase or (found if isinstance(found, Phase) else None)
+            for name in _telling(frame.f_code):
+                found = frame.f_locals.get(name)
+                found = getattr(found, "unit", found) if name == "use" else found
+                if isinstance(found, Unit):
+                    unit = unit or found
+                elif isinstance(found, Phase):
+                    phase = phase or found
             frame = frame.f_back
         if unit is not None:
             with suppress(AssertionError):  # its module is gone
@@ -412,10 +411,10 @@ class Simulation(Accelerator):
 
 
 @cache
-def _tells(code: Any) -> bool:
-    """Whether the frames of some code may tell a unit or a phase."""
+def _telling(code: Any) -> Sequence[str]:
+    """Returns the variables of some code that may tell a unit or a phase."""
     names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-    return _OURS in code.co_filename and any(each in names for each in _TELLING)
+    return [each for each in _TELLING if each in names] if _OURS in code.co_filename else []
 
 
 class _Operators(TorchDispatchMode):
