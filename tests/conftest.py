@@ -1,5 +1,7 @@
 """The rank processes' life, from pytest's collecting to the session's end; which tests are of which tier."""
 
+import gc
+
 import pytest
 
 import bed
@@ -50,6 +52,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         bed.warm_up()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_new_garbage() -> None:
+    """Hides earlier objects from the garbage collector: a session holds a million, and some tests collect."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

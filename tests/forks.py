@@ -28,41 +28,55 @@ class End(NamedTuple):
     value: Any
 
 
-def run_forks(body: Callable[..., Any], cases: Iterable[tuple[Any, ...]], world_size: int) -> list[list[End]]:
-    """Calls `body(rank, world_size, *case)` in fresh ranks for each case in turn, and waits for their ends.
+def run_forks(
+    body: Callable[..., Any], cases: Iterable[tuple[Any, ...]], world_size: int, together: bool = False
+) -> list[list[End]]:
+    """Calls `body(rank, world_size, *case)` in fresh ranks for each case, and waits for their ends.
 
-    Ranks that return live until all have. A rank that raises fails the test.
+    Ranks that return live until all of their case have. A rank that raises fails the test. The cases run in
+    turn, or `together` where they wait more than they compute.
     """
     __tracebackhide__ = True
-    (outcome,) = run_isolated(_run_all, body, [*cases], world_size, backend=None, timeout=NEVER)
+    rest = (body, [*cases], world_size, together)
+    (outcome,) = run_isolated(_run_all, *rest, backend=None, timeout=NEVER)
     assert outcome.kind == "passed", outcome
     found: list[list[End]] = outcome.value
     return found
 
 
-def _run_all(rank: int, world_size: int, body: Any, cases: list[tuple[Any, ...]], size: int) -> Any:
-    return [_run(body, case, size) for case in cases]
-
-
-def _run(body: Any, case: tuple[Any, ...], size: int) -> list[End]:
-    context = multiprocessing.get_context("fork")
-    ranks, links = [], []
+def _run_all(rank: int, world_size: int, body: Any, cases: list[Any], size: int, together: bool) -> Any:
     with tempfile.TemporaryDirectory() as folder:
+        if not together:
+            return [_Case(body, case, size, f"{folder}/{n}").end() for n, case in enumerate(cases)]
+        started = [_Case(body, case, size, f"{folder}/{n}") for n, case in enumerate(cases)]
+        return [each.end() for each in started]
+
+
+class _Case:
+    """The ranks of one case, which it starts, and waits for in `end`."""
+
+    def __init__(self, body: Any, case: tuple[Any, ...], size: int, store: str) -> None:
+        context = multiprocessing.get_context("fork")
+        self._case, self._ranks, self._links = case, [], []
         for rank in range(size):
             link, far_end = context.Pipe()
-            ranks.append(context.Process(target=_live, args=(far_end, rank, size, folder, body, case)))
-            ranks[-1].start()
+            args = (far_end, rank, size, store, body, case)
+            self._ranks.append(context.Process(target=_live, args=args))
+            self._ranks[-1].start()
             far_end.close()  # so that a rank's death shows as the end of its link
-            links.append(link)
-        answers = [_receive(link) for link in links]
-        for link in links:
+            self._links.append(link)
+
+    def end(self) -> list[End]:
+        answers = [_receive(link) for link in self._links]
+        for link in self._links:
             with contextlib.suppress(OSError):  # its rank has died
                 link.send("all have ended")
-        for each in ranks:
+        for each in self._ranks:
             each.join()
-    for number, (_, failure) in enumerate(answers):
-        assert not failure, f"{case}, rank {number}: {failure}"
-    return [End(each.pid or 0, each.exitcode or 0, value) for each, (value, _) in zip(ranks, answers)]
+        for number, (_, failure) in enumerate(answers):
+            assert not failure, f"{self._case}, rank {number}: {failure}"
+        ended = zip(self._ranks, answers)
+        return [End(each.pid or 0, each.exitcode or 0, value) for each, (value, _) in ended]
 
 
 def _receive(link: Connection) -> Any:
@@ -72,10 +86,10 @@ def _receive(link: Connection) -> Any:
         return None, ""
 
 
-def _live(link: Connection, rank: int, size: int, folder: str, body: Any, case: tuple[Any, ...]) -> None:
+def _live(link: Connection, rank: int, size: int, path: str, body: Any, case: tuple[Any, ...]) -> None:
     faulthandler.dump_traceback_later(HANGS, exit=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, limit = dist.FileStore(f"{folder}/store", size), timedelta(seconds=NEVER)
+    store, limit = dist.FileStore(path, size), timedelta(seconds=NEVER)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     try:
         link.send((body(rank, size, *case), ""))

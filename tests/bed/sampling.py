@@ -8,12 +8,10 @@ is left over, drawn anew for each commit. Unless it is to be thorough: then it r
 
 import itertools
 import os
-import random
 import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import pytest
 
@@ -24,8 +22,6 @@ THOROUGH = os.environ.get("FSDP_WRAP_THOROUGH") == "1"
 DRAW = "FSDP_WRAP_DRAW"
 """The variable of the environment that says which left-over combinations the slow tier runs: any text."""
 _ONE_IN = 8
-
-_T = TypeVar("_T")
 
 _Together = tuple[tuple[int, str], ...]
 """Values that are to meet, by the number of the parameter."""
@@ -84,15 +80,6 @@ def few_fast(values: Iterable[object], step: int) -> list[object]:
     """Leaves all but every n-th value of a parameter over to the slow tier."""
     left_over = pytest.mark.left_over
     return [one if n % step == 0 else pytest.param(one, marks=left_over) for n, one in enumerate(values)]
-
-
-def part_of(values: Iterable[_T], one_in: int) -> list[_T]:
-    """Draws one in so many values, the same each time, in their order; all where tests are thorough."""
-    every = [*values]
-    if THOROUGH:
-        return every
-    chosen = sorted(random.Random(0).sample(range(len(every)), -(-len(every) // one_in)))
-    return [every[number] for number in chosen]
 
 
 def _meetings(item: pytest.Item) -> set[_Together]:

@@ -108,10 +108,10 @@ def run_until(rank, world_size, end, strategy, way, width):
     return str(caught.value), str(caught.value.__cause__), [str(each.message) for each in told]
 
 
-def survivors(world_size, *cases):
+def survivors(world_size, *cases, together=False):
     """What the ranks were told that neither were killed nor stopped, by case."""
     found = []
-    for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size)):
+    for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size, together)):
         expected = -signal.SIGKILL if end.act is kill else 0
         assert [each.exitcode for each in ends] == [expected * (r == end.victim) for r in range(world_size)]
         found.append([each.value for number, each in enumerate(ends) if number != end.victim])
@@ -142,7 +142,7 @@ def test_killed_rank():
 def test_stopped_rank():
     ways = [("plain", "forward"), ("exchange", "backward"), ("at once", "forward"), ("shared", "backward")]
     cases = [(End(stop, 1, phase, "b", 2), "FULL_SHARD", way, 8) for way, phase in ways]
-    for (_, phase), ((error, _, warned),) in zip(ways, survivors(2, *cases)):
+    for (_, phase), ((error, _, warned),) in zip(ways, survivors(2, *cases, together=True)):
         for text in (error, *warned):
             assert f"the group's time limit is {TIME_LIMIT} s" in text
             assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text

@@ -10,6 +10,8 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,9 +122,17 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
-OWN = {name for tree in TREES.values() for name in defined(tree)} - {path.split(".")[-1] for path in PURPOSES}
 LISTED = {path.split(".")[-1] for path in PURPOSES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def own() -> set[str]:
+    return {name for tree in trees().values() for name in defined(tree)} - LISTED
 
 
 def touched(tree: ast.AST) -> list[str]:
@@ -131,20 +141,20 @@ def touched(tree: ast.AST) -> list[str]:
     named = [
         whole
         for name, whole in attributes(tree)
-        if re.match(r"(torch|dist)\.", whole) or name not in OWN | LISTED | NOT_TORCHS
+        if re.match(r"(torch|dist)\.", whole) or name not in own() | LISTED | NOT_TORCHS
     ]
     return imported + named
 
 
 def test_no_other_file_names_what_is_private_to_torch():
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path not in {PRIVATE, IMPORTED_LATE} and path.name not in OF_CLIENTS:
             assert touched(tree) == [], f"{path}: see {PRIVATE.name}"
 
 
 def test_nothing_is_listed_without_need():
-    used = {name for tree in TREES.values() for name, _ in attributes(tree)}
-    for tree in TREES.values():
+    used = {name for tree in trees().values() for name, _ in attributes(tree)}
+    for tree in trees().values():
         strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         used.update(value for value in strings if isinstance(value, str) and value.isidentifier())
         used.update(part for path in imports(tree) for part in path.split("."))
@@ -154,7 +164,7 @@ def test_nothing_is_listed_without_need():
 
 @pytest.mark.parametrize("path", [PRIVATE, IMPORTED_LATE], ids=lambda path: path.parent.name)
 def test_it_imports_and_reads_what_is_listed(path):
-    tree = TREES[path]
+    tree = trees()[path]
     paths = {path for path in imports(tree) if any(map(is_private, path.split(".")))}
     read = {whole for _, whole in attributes(tree) if re.match(r"(torch|dist)\.", whole)}
     read = {re.sub(r"^dist\.", "torch.distributed.", whole) for whole in read}

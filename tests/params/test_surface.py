@@ -277,6 +277,7 @@ class Situations:
 
 
 def run_situations(rank: int, world_size: int, wrap: str, use_orig_params: bool) -> None:
+    torch.set_printoptions(threshold=4, edgeitems=1)  # `tolist` reads the rest sooner
     Situations(wrap, use_orig_params).run()
 
 
@@ -313,6 +314,7 @@ MISUSES: list[Callable[[Any], Any]] = [
 
 
 def run_misuses(rank: int, world_size: int, use_orig_params: bool) -> None:
+    torch.set_printoptions(threshold=4, edgeitems=1)
     for misuse in MISUSES:
         model = Situations("nested", use_orig_params).model
         loss_of(model, tokens()[0]).backward()

@@ -158,7 +158,7 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("first", "last"), [(0, 8), pytest.param(8, 32, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("first", "last"), [(0, 5), pytest.param(5, 32, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @ranks(2, 3, 4)
 def test_gradients_are_those_of_all_ranks(rank, world_size, first, last):

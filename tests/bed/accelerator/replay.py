@@ -158,7 +158,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._bytes: dict[Block, torch.Tensor] = {}
-        self._storages: dict[Block, torch.UntypedStorage] = {}
+        self._wholes: dict[tuple[Block, torch.dtype], torch.Tensor] = {}
 
     def bytes(self, block: Block) -> torch.Tensor:
         if block not in self._bytes:
@@ -172,10 +172,12 @@ class Memory:
         self.bytes(block).fill_(_POISON)
 
     def tensor(self, view: View) -> torch.Tensor:
-        storage = self._storages.get(view.block)
-        if storage is None:
-            storage = self._storages[view.block] = self.bytes(view.block).untyped_storage()
-        return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
+        whole = self._wholes.get((view.block, view.dtype))
+        if whole is None:
+            storage = self.bytes(view.block).untyped_storage()
+            whole = torch.empty(0, dtype=view.dtype).set_(storage, 0, (0,))  # type: ignore[call-overload]
+            self._wholes[view.block, view.dtype] = whole
+        return whole.as_strided(view.size, view.stride, view.offset)
 
     def tensors(self, tree: Any) -> Any:
         """Puts tensors in the place of views."""
@@ -203,7 +205,10 @@ class _Queue:
         """Whether its next action may run, beside the queues of its rank."""
         if self.in_meeting or self.done == len(self.actions):
             return False
-        return all(others[name].done >= ticks for name, ticks in self.needs[self.done])
+        for name, ticks in self.needs[self.done]:  # sooner than `all`, and asked for each action
+            if others[name].done < ticks:
+                return False
+        return True
 
 
 def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int]]]:
@@ -266,15 +271,18 @@ class _Run:
         return len(arrived)
 
 
+_KINDS = (View, torch.Tensor, list, tuple, dict)
+"""Kinds of arguments that are replaced, or hold what is."""
+
+
 def _replaced(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Returns arguments with something else in the place of all of a kind."""
-    if isinstance(tree, kind):
-        return change(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_replaced(each, kind, change) for each in tree])
+        found = [_replaced(each, kind, change) if isinstance(each, _KINDS) else each for each in tree]
+        return type(tree)(found)
     if isinstance(tree, dict):
         return {name: _replaced(each, kind, change) for name, each in tree.items()}
-    return tree
+    return change(tree) if isinstance(tree, kind) else tree
 
 
 def poison(storage: torch.UntypedStorage) -> None:

@@ -29,6 +29,7 @@ from bed.accelerator.streams import HOST, Clock, Event, Stream, join
 from fsdp_wrap._comm import device
 from fsdp_wrap._comm.device import Accelerator
 from fsdp_wrap._core import Phase
+from fsdp_wrap._core.optimizers import optimizer_steps
 from fsdp_wrap._runtime.unit import Unit
 
 _OURS = "/fsdp_wrap/"
@@ -394,14 +395,13 @@ class Simulation(Accelerator):
         frame: FrameType | None = sys._getframe(2)
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
-            if _tells(frame.f_code):
-                local = frame.f_locals
-                for name in ("unit", "self", "use"):
-                    found = local.get(name)
-                    found = getattr(found, "unit", found) if name == "use" else found
-                    unit = unit or (found if isinstance(found, Unit) else None)
-                found = local.get("phase")
-                phase = phase or (found if isinstance(found, Phase) else None)
+            for name in _telling(frame.f_code):
+                found = frame.f_locals.get(name)
+                found = getattr(found, "unit", found) if name == "use" else found
+                if isinstance(found, Unit):
+                    unit = unit or found
+                elif isinstance(found, Phase):
+                    phase = phase or found
             frame = frame.f_back
         if unit is not None:
             with suppress(AssertionError):  # its module is gone
@@ -411,10 +411,10 @@ class Simulation(Accelerator):
 
 
 @cache
-def _tells(code: Any) -> bool:
-    """Whether the frames of some code may tell a unit or a phase."""
+def _telling(code: Any) -> Sequence[str]:
+    """Returns the variables of some code that may tell a unit or a phase."""
     names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-    return _OURS in code.co_filename and any(each in names for each in _TELLING)
+    return [each for each in _TELLING if each in names] if _OURS in code.co_filename else []
 
 
 class _Operators(TorchDispatchMode):
@@ -452,7 +452,8 @@ def simulations() -> Iterator[None]:
 
     Some of what matters is no operator: how storages lose and get memory, how the host reads numbers, and
     which tensors lie in its memory. The few functions of torch that do so are replaced. A mode for all of
-    torch's functions would see them too, but every other call would pay for it.
+    torch's functions would see them too, but every other call would pay for it. Trials of optimizers are
+    hidden.
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "_simulated", Simulation.here))
@@ -503,6 +504,12 @@ def _made(simulation: Simulation, make: Any, *args: Any, device: Any = None, **k
     return tensor
 
 
+def _tried(simulation: Simulation, sees_wholes: Any, *args: Any) -> Any:
+    """Hides the trial of an optimizer: its thousands of operators touch no memory but their own."""
+    with simulation.aside(), _disable_current_modes():
+        return sees_wholes(*args)
+
+
 _REPLACED = (
     (torch.UntypedStorage, "resize_", _resized),
     (torch.Tensor, "tolist", _read),
@@ -510,5 +517,6 @@ _REPLACED = (
     (torch.Tensor, "cpu", _to_host),
     (torch.Tensor, "to", _to),
     (torch, "tensor", _made),
+    (optimizer_steps, "_sees_wholes", _tried),
 )
 """Owner and name of each replaced function, and its replacement."""
