@@ -71,7 +71,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    optimizer = fsdp_wrap.optim.on_shards(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if rank == 0:
         whole, kept = (
             sum(map(torch.Tensor.numel, each)) / 1e6

@@ -26,6 +26,7 @@ from fsdp_wrap._core import (
     UnitContents,
     check_kind,
     find_replicated,
+    watch_distributed_steps,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
 from fsdp_wrap._params import DataMesh, DTensorLayout, ExtensionLayout, Layout, is_extension
@@ -76,6 +77,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     from fsdp_wrap._torch_helpers import adapt_torch_helpers
 
     adapt_torch_helpers()
+    watch_distributed_steps()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     replicated = find_replicated(parts)  # by torch's `replicate()`
     theirs = (param for each in replicated for param in each.parameters(recurse=False))

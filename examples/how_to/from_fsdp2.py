@@ -32,7 +32,7 @@ for block in model.layers:
     fully_shard(block, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
 
-optimizer = fsdp_wrap.optim.on_shards(torch.optim.AdamW(model.parameters(), lr=1e-3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for micro_batch in range(2):
     model.set_requires_gradient_sync(micro_batch == 1)
     model(batch).float().square().mean().backward()

@@ -98,12 +98,13 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
-    note_elsewhere,
     note_pieces,
     reason_against_pieces,
     refuse_in_steps,
+    shard_steps,
     steps_taken,
     warn_of_lost_decay,
+    watch_distributed_steps,
     watch_steps,
 )
 from fsdp_wrap._core.optimizers.probe import (

@@ -78,6 +78,7 @@ PURPOSES = {
     "torch.Tensor._post_accumulate_grad_hooks": "refuses such hooks of parameters, calls those of shards",
     "torch.UntypedStorage._cdata": "whether two tensors share memory",
     "torch.UntypedStorage._swap_data_ptr_": "lends a buffer memory that other ranks see; without, over gloo",
+    "torch.optim.AdamW._init_group": "whether a subclass makes state of its own",
     "torch._foreach_copy_": "many small copies in one call",
     "torch._foreach_zero_": "many small fills in one call",
     "torch._foreach_mul_": "scales many gradients in one call",

@@ -92,10 +92,8 @@ class HostAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: If a parameter is not in host memory.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -166,10 +166,8 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: If some ranks have a gradient of a matrix and others have none, on all ranks and
                 before anything changes; it names the parameter.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for piece in self._pieces:
             piece.follow()
         self._step_matrices(self.param_groups[0])

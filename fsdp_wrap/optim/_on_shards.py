@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain, repeat
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from itertools import chain, compress, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +25,8 @@ from fsdp_wrap._core import (
     TrialGroup,
     by_rows,
     computes_with_wholes,
+    is_owned,
     knows_its_shards,
-    note_elsewhere,
 )
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import holding, to_local
@@ -34,6 +36,7 @@ from fsdp_wrap.optim._shard_runs import ShardRun, ShardRuns, State, same
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _SHARDS = "_fsdp_shards"
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _LOCAL = operator.attrgetter("_local_tensor")
 _GRAD_SPEC, _GRAD_LOCAL = operator.attrgetter("grad._spec"), operator.attrgetter("grad._local_tensor")
 
@@ -60,14 +63,17 @@ def on_shards(optimizer: AnyOptimizer) -> AnyOptimizer:
         ValueError: If it is found not to be elementwise, is differentiable, or its `step` was replaced, as a
             learning rate scheduler does: make that afterwards.
     """
-    if isinstance(optimizer, torch.optim.Optimizer) and _SHARDS in optimizer.__dict__:
+    if _is_converted(optimizer):
         return optimizer
     check_elementwise(optimizer, "on_shards")
     kind = type(optimizer)
-    optimizer.__dict__[_SHARDS] = _PlainShards(joins=kind.__module__.startswith("torch.optim."))
-    note_elsewhere(optimizer)
+    optimizer.__dict__.pop(_SHARDS, None)  # of steps before
     optimizer.__class__ = _stepping_on_shards(kind)  # type: ignore[arg-type]
     return optimizer
+
+
+def _is_converted(optimizer: Any) -> bool:
+    return vars(type(optimizer)).get("__reduce__") is _reduce
 
 
 def check_elementwise(optimizer: Any, by: str) -> None:
@@ -105,24 +111,35 @@ def _tried(group: dict[str, Any]) -> TrialGroup:
 
 @functools.cache
 def _stepping_on_shards(kind: type[Any]) -> type[Any]:
-    """Returns a class like another, whose instances have `_PlainShards` and step on these."""
-    step_of_kind = getattr(kind.step, "__wrapped__", kind.step)  # without hooks, which see the `DTensor`s
+    """Returns a class like another, whose instances step on plain shards."""
+    return stepping_within(kind, shards_shown_to, __reduce__=_reduce)
+
+
+def stepping_within(
+    kind: type[Any], around: Callable[[Any], AbstractContextManager[None]], **members: Any
+) -> type[Any]:
+    """Returns a class like another with other members, whose steps, after a closure, run in a context."""
+    step_of_kind = without_hooks(kind.step)  # which see the `DTensor`s
 
     @functools.wraps(step_of_kind)
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        if closure is None:
-            loss = None
-        else:  # which may look at parameters and gradients
-            with torch.enable_grad():
-                loss = closure()
-        with self.__dict__[_SHARDS].shown_to(self):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()  # which may look at parameters and gradients
+        with around(self):
             found = step_of_kind(self, *args, **kwargs)
         return found if closure is None else loss
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # else torch would do so again
-    members = {"step": hooked, "__reduce__": _reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    members |= {"step": hooked, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), members)
+
+
+def without_hooks(step: Any) -> Any:
+    """Returns the step of an optimizer's class without torch's wrapper, which calls hooks."""
+    while getattr(step, "__code__", None) is _CALLS_HOOKS:
+        step = step.__wrapped__
+    return step
 
 
 def _reduce(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -148,41 +165,60 @@ def put_in_order(state: dict[Any, State], params: Sequence[Any]) -> None:
             state[param] = state.pop(param)
 
 
-class UnitShards:
-    """The plain shards of one unit, for an optimizer of `on_shards` that steps unit by unit."""
+def shards_shown_to(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Gives an optimizer plain shards in place of `DTensor`s."""
+    shards = optimizer.__dict__[_SHARDS] = optimizer.__dict__.get(_SHARDS) or _KeptShards()
+    return shards.shown_to(optimizer)
+
+
+def exchange_shards(optimizer: torch.optim.Optimizer, shards: Any) -> Any:
+    """Gives an optimizer the shards of other parameters; returns those that it had, or None."""
+    before, optimizer.__dict__[_SHARDS] = optimizer.__dict__.get(_SHARDS), shards
+    return before
+
+
+class _KeptShards:
+    """The plain shards of an optimizer from step to step, as long as nobody drops what is public of them.
+
+    So memory goes when others replace parameters or state, as those do who move them to the host.
+    """
 
     def __init__(self) -> None:
         self._shards: _PlainShards | None = None
+        self._gone = partial(_let_go, weakref.ref(self))
 
-    @contextmanager
-    def shown_by(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Lets the optimizer, whose groups have just these parameters now, step so."""
-        whole = optimizer.__dict__.get(_SHARDS)
-        if whole is None:
-            yield
-            return
-        self._shards = self._shards or _PlainShards(whole.joins)
-        optimizer.__dict__[_SHARDS] = self._shards
-        try:
-            yield
-        finally:
-            optimizer.__dict__[_SHARDS] = whole
+    def shown_to(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Gives an optimizer shards, with gradients and state, in place of `DTensor`s."""
+        if self._shards is None or not self._shards.are_of(optimizer.param_groups):
+            self._shards = _PlainShards(optimizer, self._gone)
+        return self._shards.shown_to(optimizer)
+
+
+def _let_go(kept: weakref.ref[_KeptShards], _: Any) -> None:
+    """Frees the shards; a step that goes on keeps its own."""
+    if (found := kept()) is not None:
+        found._shards = None
 
 
 class _PlainShards:
     """Plain shards in place of the `DTensor`s of one optimizer in its steps.
+
     The state of a shard has the memory of that of its `DTensor`. Which tensors both have is compared before
-    and after each step: what others have put there is taken over.
+    and after each step: what others have put there is taken over. `gone` is called when others drop any.
     """
 
-    def __init__(self, joins: bool) -> None:
-        self.joins = joins
-        self._known: list[nn.Parameter] = []  # all parameters
-        self._all: list[Any] = []  # the `DTensor`s among them
-        self._plain: list[nn.Parameter] = []  # all others
-        self._locals: list[torch.Tensor] = []  # the memory of the `DTensor`s
-        self._keeps_state = True  # to the next step, also what others have put elsewhere meanwhile
-        self._runs = ShardRuns(())
+    def __init__(self, optimizer: torch.optim.Optimizer, gone: Callable[[Any], None]) -> None:
+        groups, kind = optimizer.param_groups, type(optimizer)
+        chosen = [_chosen(group, takes_all=_is_converted(optimizer)) for group in groups]
+        self._known = _params_in(groups)
+        self._fused = [group.get("fused") for group in groups]
+        self._all = [*chain.from_iterable(chosen)]  # the `DTensor`s that are shown as shards
+        shown = {*self._all}
+        self._others = [each for each in self._known if each not in shown]
+        self._memory, self._gone = _memory_of(self._all), gone
+        self._watched = self._watching(map(_LOCAL, self._all))
+        joins = kind.__module__.startswith("torch.optim.") and not any(map(is_state_offloaded, self._all))
+        self._runs = ShardRuns(found for found, fused in zip(chosen, self._fused) if joins and not fused)
         self._wanted: list[ShardRun] = []  # those whose gradients lie as the shards do
         self._joint: list[ShardRun] = []  # those of them that are updated as one
         self._params: list[Any] = []  # the `DTensor`s in none of these
@@ -192,11 +228,15 @@ class _PlainShards:
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._public, self._own = _StateSnapshot(), _StateSnapshot()
 
+    def are_of(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether groups have these parameters, with the memory that they had."""
+        known = same(_params_in(groups), self._known) and _memory_of(self._all) == self._memory
+        return known and [group.get("fused") for group in groups] == self._fused
+
     @contextmanager
     def shown_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Gives an optimizer shards, with gradients and state, in place of `DTensor`s."""
         groups, public = optimizer.param_groups, optimizer.state
-        self._follow(groups)
         grads = self._runs.joint_gradients()
         self._arrange(groups, public, [*grads])
         lists = [group["params"] for group in groups]
@@ -211,20 +251,6 @@ class _PlainShards:
                 for group, params in zip(groups, lists):
                     group["params"] = params
                 self._hand_back(public)
-
-    def _follow(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Notes the parameters, where they or their memory are others than before."""
-        params = [*chain.from_iterable(group["params"] for group in groups)]
-        if same(params, self._known) and same([*map(_LOCAL, self._all)], self._locals):
-            return
-        distributed = [[each for each in group["params"] if isinstance(each, DTensor)] for group in groups]
-        self._known, self._all = params, [*chain.from_iterable(distributed)]
-        self._plain = [each for each in params if not isinstance(each, DTensor)]
-        self._locals = [*map(_LOCAL, self._all)]
-        self._keeps_state = not any(map(is_state_offloaded, self._all))
-        joins = self.joins and self._keeps_state
-        self._runs = ShardRuns(distributed if joins else ())
-        self._public = _StateSnapshot()  # so that all of it is taken over
 
     def _arrange(
         self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[ShardRun]
@@ -243,12 +269,11 @@ class _PlainShards:
             [each for param in group["params"] for each in stand_ins.get(param, [param])] for group in groups
         ]
         self._state = defaultdict(dict, {run.shard: state for run, state in joint.items()})
-        for key, state in public.items():
-            if key not in stand_ins:
-                self._state[key] = state
-        for param, shard in zip(self._params, self._shards):
-            if param in public:
-                self._state[shard] = {name: local_of(value) for name, value in public[param].items()}
+        self._state |= {key: state for key, state in public.items() if key not in stand_ins}
+        taken = [
+            (public[param], shard) for param, shard in zip(self._params, self._shards) if param in public
+        ]
+        self._state |= {shard: {key: local_of(each[key]) for key in each} for each, shard in taken}
         self._note(public)
 
     @contextmanager
@@ -257,7 +282,7 @@ class _PlainShards:
         grads = self._local_gradients()
         written = [param for param, grad in zip(self._params, grads) if grad is not None]
         written += chain.from_iterable(run.params for run in self._joint)
-        written += [param for param in self._plain if param.grad is not None]
+        written += [param for param in self._others if param.grad is not None]
         shards = [*self._shards, *(run.shard for run in self._joint)]
         _set_all(shards, "grad", [*grads, *joint])
         try:
@@ -267,11 +292,9 @@ class _PlainShards:
             increment_version(written)
 
     def _local_gradients(self) -> list[torch.Tensor | None]:
-        try:
+        with suppress(AttributeError):  # there is none
             if same([*map(_GRAD_SPEC, self._params)], self._grad_specs):
                 return [*map(_GRAD_LOCAL, self._params)]
-        except AttributeError:  # there is none
-            pass
         grads = [as_placed(param) for param in self._params]
         self._grad_specs = [grad._spec for grad in grads if grad is not None]
         return [None if grad is None else grad._local_tensor for grad in grads]
@@ -282,18 +305,12 @@ class _PlainShards:
             self._hand_back_singly(public)
             put_in_order(public, self._known)
             self._note(public)
-        if not self._keeps_state:
-            self._state, self._public, self._own = defaultdict(dict), _StateSnapshot(), _StateSnapshot()
 
     def _hand_back_singly(self, public: dict[Any, State]) -> None:
         owners = dict(zip(self._shards, self._params))
-        joint = {run.shard for run in self._joint}
-        for key, state in self._state.items():
-            if key not in owners:
-                if key not in joint:
-                    public[key] = state
-                continue
-            param = owners[key]
+        shards = {*owners, *(run.shard for run in self._joint)}
+        public.update({key: state for key, state in self._state.items() if key not in shards})
+        for param, state in [(owners[key], state) for key, state in self._state.items() if key in owners]:
             known = public.setdefault(param, {})
             for name in known.keys() - state.keys():
                 del known[name]
@@ -302,25 +319,53 @@ class _PlainShards:
                     known[name] = placed_like(param, name, value)
 
     def _note(self, public: dict[Any, State]) -> None:
-        self._public, self._own = _StateSnapshot(public, self._all), _StateSnapshot(self._state, self._shards)
+        self._public = _StateSnapshot(public, self._all, self._watching)
+        self._own = _StateSnapshot(self._state, self._shards)
+
+    def _watching(self, values: Iterable[Any]) -> list[Any]:
+        return [weakref.ref(each, self._gone) if isinstance(each, torch.Tensor) else each for each in values]
 
 
 class _StateSnapshot:
-    """The values in an optimizer's state, compared by identity to see whether others have changed it."""
+    """The values in an optimizer's state, compared by identity to see whether others have changed it.
 
-    def __init__(self, state: dict[Any, dict[str, Any]] | None = None, params: Sequence[Any] = ()) -> None:
-        self._state = state
-        self._by_param = [] if state is None else [*state.values()]
-        self._looked_at = [] if state is None else [state[param] for param in params if param in state]
-        self._values = self._found()
+    `hold` returns what is kept of them.
+    """
 
-    def is_in(self, state: dict[Any, dict[str, Any]]) -> bool:
+    def __init__(
+        self, state: Any = None, params: Sequence[Any] = (), hold: Callable[..., Any] = list
+    ) -> None:
+        known = {*params}
+        self._looked_at = [param in known for param in state or ()]
+        values = self._values_in(state or {})
+        self._ids = None if state is None else self._ids_of(state, values)
+        self._held = hold(values)
+
+    def is_in(self, state: dict[Any, State]) -> bool:
         """Whether a state is the same object, with the same values."""
-        known = state is self._state and same([*state.values()], self._by_param)
-        return known and same(self._found(), self._values)
+        return self._ids_of(state, self._values_in(state)) == self._ids
 
-    def _found(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._looked_at))]
+    def _values_in(self, state: dict[Any, State]) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, compress(state.values(), self._looked_at)))]
+
+    def _ids_of(self, state: dict[Any, State], values: list[Any]) -> list[int]:
+        return [id(state), *map(id, state.values()), *map(id, values)]
+
+
+def _chosen(group: dict[str, Any], takes_all: bool) -> list[Any]:
+    """Returns the `DTensor`s of a group that are shown as shards: all, or none if one is not to be."""
+    found: list[Any] = [each for each in group["params"] if isinstance(each, DTensor)]
+    ours = all(is_owned(each) and type(each._local_tensor) is torch.Tensor for each in found)
+    return found if takes_all or ours else []
+
+
+def _params_in(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    return [*chain.from_iterable(group["params"] for group in groups)]
+
+
+def _memory_of(params: Sequence[Any]) -> list[int]:
+    locals_ = [*map(_LOCAL, params)]
+    return [*map(id, locals_), *map(torch.Tensor.data_ptr, locals_)]
 
 
 def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -> None:

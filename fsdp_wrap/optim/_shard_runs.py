@@ -20,6 +20,9 @@ from fsdp_wrap._params import copyable, holding, memory_around
 _PADDING = 16
 """Units begin each shard at a multiple of so many bytes; what is between is nobody's."""
 
+_ALIKE = (torch.float32, torch.float64)
+"""Kernels of other dtypes, and fused ones, may round an element otherwise at the end of a tensor."""
+
 _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _GRAD, _SPEC = operator.attrgetter("grad"), operator.attrgetter("_spec")
 _LOCAL, _GRAD_LOCAL = operator.attrgetter("_local_tensor"), operator.attrgetter("grad._local_tensor")
@@ -37,10 +40,11 @@ class ShardRun:
 
     def __init__(self, params: Sequence[Any]) -> None:
         self.params = params
-        self._locals = [param._local_tensor for param in params]
-        first, sizes = self._locals[0], [local.numel() for local in self._locals]
+        locals_ = [param._local_tensor for param in params]
+        self._shapes = [local.shape for local in locals_]
+        first, sizes = locals_[0], [local.numel() for local in locals_]
         begin, size = first.data_ptr(), first.element_size()
-        self.offsets = [(local.data_ptr() - begin) // size for local in self._locals]
+        self.offsets = [(local.data_ptr() - begin) // size for local in locals_]
         self._bounds = [*zip(self.offsets, map(operator.add, self.offsets, sizes))]
         self.numel = self._bounds[-1][1]
         memory = torch.as_strided(first.detach(), (self.numel,), (1,))
@@ -80,7 +84,7 @@ class ShardRun:
         locals_ = [getattr(value, "_local_tensor", value) for value in values]
         if {*map(_DTYPE, locals_)} != {values[0].dtype}:
             return _UNLIKE
-        if name != "step" and [*map(_SHAPE, locals_)] == [*map(_SHAPE, self._locals)]:
+        if name != "step" and [*map(_SHAPE, locals_)] == self._shapes:
             around = self._around(locals_)
             return self._copied(locals_) if around is None else around
         numbers = all(value.dim() == 0 for value in locals_)
@@ -94,7 +98,7 @@ class ShardRun:
         return joint
 
     def _views(self, joint: torch.Tensor) -> Iterator[torch.Tensor]:
-        return (joint[start:stop].view_as(local) for (start, stop), local in zip(self._bounds, self._locals))
+        return (joint[start:stop].view(shape) for (start, stop), shape in zip(self._bounds, self._shapes))
 
     def show_in(self, public: dict[Any, State]) -> None:
         """Replaces the `DTensor`s' state by views of the joint one."""
@@ -217,7 +221,7 @@ def _has_room(first: torch.Tensor, run: ShardRun) -> bool:
 def runs_in(params: Iterable[Any]) -> list[ShardRun]:
     """Returns the runs of several among the `DTensor`s of one group; those that fit no run are left out."""
     found: list[list[Any]] = []
-    filled = [param for param in params if param._local_tensor.numel()]
+    filled = [param for param in params if param.dtype in _ALIKE and param._local_tensor.numel()]
     for param in sorted(filled, key=lambda param: param._local_tensor.data_ptr()):
         if found and _follows(param, found[-1][-1]):
             found[-1].append(param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Originals
-from fsdp_wrap.optim._on_shards import AnyOptimizer, as_placed, check_elementwise, local_of, placed_like
+from fsdp_wrap.optim._on_shards import (
+    AnyOptimizer,
+    as_placed,
+    check_elementwise,
+    local_of,
+    placed_like,
+    stepping_within,
+)
 from fsdp_wrap.optim._shard_runs import same
 
 _ROUNDING = "_fsdp_rounding"
@@ -74,26 +81,16 @@ def stochastic_rounding(optimizer: AnyOptimizer, model: nn.Module, *, seed: int 
 @functools.cache
 def _rounding(kind: type[Any]) -> type[Any]:
     """Returns a class like another, whose instances have `_Rounding`."""
-    step_of_kind = getattr(kind.step, "__wrapped__", kind.step)
-
-    def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        if closure is None:
-            loss = None
-        else:
-            with torch.enable_grad():
-                loss = closure()
-        with self.__dict__[_ROUNDING].in_float32(self, rounds=True):
-            found = step_of_kind(self, *args, **kwargs)
-        return found if closure is None else loss
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         with self.__dict__[_ROUNDING].in_float32(self, rounds=False):  # to whose dtype state is cast
             kind.load_state_dict(self, state_dict, *args, **kwargs)
 
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # else torch would do so again
-    members = {"step": hooked, "load_state_dict": load_state_dict, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
+    return stepping_within(kind, _in_float32, load_state_dict=load_state_dict)
+
+
+def _in_float32(optimizer: Any) -> Any:
+    return optimizer.__dict__[_ROUNDING].in_float32(optimizer, rounds=True)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._params import to_local
-from fsdp_wrap.optim._on_shards import UnitShards
+from fsdp_wrap.optim._on_shards import exchange_shards
 
 
 class UnitParams:
@@ -28,7 +28,7 @@ class UnitParams:
         self._lists: list[list[nn.Parameter]] = []  # of each group of the optimizer
         self._sizes: list[int] = []
         self._changed: dict[int, dict[str, Any]] = {}
-        self._shards = UnitShards()
+        self._shards: Any = None
 
     @property
     def has_gradients(self) -> bool:
@@ -56,7 +56,7 @@ class UnitParams:
 
     def step(self) -> None:
         """Steps the optimizer with these parameters."""
-        with self._alone(), self._shards.shown_by(self._optimizer):
+        with self._alone():
             self._optimizer.step()
 
     @contextmanager
@@ -71,9 +71,11 @@ class UnitParams:
             else:
                 self._state.pop(param, None)
         optimizer.param_groups, optimizer.state = own, self._state
+        whole = exchange_shards(optimizer, self._shards)
         try:
             yield
         finally:
+            self._shards = exchange_shards(optimizer, whole)
             optimizer.param_groups, optimizer.state = groups, state
             state.update(self._state)
             for number, used in zip(numbers, own):

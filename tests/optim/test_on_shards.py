@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import operator
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from fronts import FRONTS, full, full_state
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as ours
-from fsdp_wrap.optim import Muon, on_shards, stochastic_rounding
+from fsdp_wrap.optim import Muon, on_shards, steps_on_shards, stochastic_rounding
 from fsdp_wrap.optim._stochastic_rounding import draws_of, rounded
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -53,9 +56,9 @@ class Net(nn.Module):
         return self.last(self.sometimes(x) if often else x)
 
 
-def sharded(**options: Any) -> nn.Module:
+def sharded(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = Net().double()
+    model = Net().to(dtype)
     fully_shard(model.first, **options)
     return fully_shard(model, **options)
 
@@ -118,20 +121,41 @@ def assert_alike(one: Any, other: Any) -> None:
         assert one == other
 
 
+def itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"by itself": itself, "asked for": on_shards}
+each_way = pytest.mark.parametrize("way", WAYS)
+mostly_by_itself = pytest.mark.parametrize(
+    "way", ["by itself", pytest.param("asked for", marks=pytest.mark.slow)]
+)
+
+
 class Both:
     """Two models of the same values: an optimizer's steps on `DTensor`s, and on shards."""
 
-    def __init__(self, kind: str = "AdamW", given: Any = None, sharding: Any = None, **options: Any) -> None:
+    def __init__(
+        self, kind: str = "AdamW", way: str = "by itself", sharding: Any = None, **options: Any
+    ) -> None:
         self.models = sharded(**(sharding or {})), sharded(**(sharding or {}))
         self.usual = make(kind, self.models[0], **options)
-        self.converted = on_shards(make(kind, self.models[1], **options, **(given or {})))
+        self.converted = WAYS[way](make(kind, self.models[1], **options))
         self.optimizers = self.usual, self.converted
 
     def step(self, *numbers: int) -> Both:
         for at in numbers:
             for model, optimizer in zip(self.models, self.optimizers):
-                step(model, optimizer, at)
+                optimizer.zero_grad()
+                backward(model, at, dist.get_rank())
+            self.take()
         return self
+
+    def take(self) -> None:
+        """Takes a step of each."""
+        with steps_on_shards(False):
+            self.usual.step()
+        self.converted.step()
 
     def assert_alike(self) -> None:
         """Parameters and state have the same bits, and the optimizer still has the `DTensor`s."""
@@ -142,7 +166,7 @@ class Both:
 
 
 @ranks(2)
-def test_numbers_are_those_of_a_plain_model_and_bits_those_of_steps_on_dtensors(rank, world_size):
+def test_numbers_are_those_of_a_plain_model(rank, world_size):
     for kind in KINDS:
         torch.manual_seed(0)
         plain, model = Net().double(), sharded()
@@ -154,28 +178,51 @@ def test_numbers_are_those_of_a_plain_model_and_bits_those_of_steps_on_dtensors(
         for (name, param), same in zip(plain.named_parameters(), model.parameters()):
             message = f"{kind}: {name}"
             torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10, msg=message)
+
+
+FUSED = ("Adam", "AdamW")  # for DTensors
+BITS = [
+    *((kind, {}, torch.float32) for kind in KINDS),
+    *((kind, {"foreach": True}, torch.float64) for kind in ("SGD", "NAdam")),
+    *((kind, {"fused": True}, torch.float32) for kind in FUSED),
+    *((kind, {}, torch.bfloat16) for kind in ("SGD", "AdamW")),  # ends of tensors are rounded otherwise
+]
+ALL_BITS = [
+    (kind, {loop: True} if loop else {}, dtype)
+    for kind in KINDS
+    for loop in ("", "foreach", "fused")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    if loop != "fused" or kind in FUSED
+]
+
+
+def assert_same_bits(cases: Any, way: str) -> None:
+    for kind, options, dtype in cases:
         if kind != "Rprop":  # which takes no DTensors
-            Both(kind).step(*range(4)).assert_alike()
-    for way in ("foreach", "fused"):
-        both = Both(given={way: True}).step(*range(4))
-        for param, same in zip(*(model.parameters() for model in both.models)):
-            torch.testing.assert_close(param.to_local(), same.to_local(), rtol=1e-12, atol=1e-12)
+            options = {"weight_decay": 0.1, **options}
+            Both(kind, way, {"dtype": dtype}, **options).step(*range(4)).assert_alike()
 
 
+@mostly_by_itself
 @ranks(2)
-def test_neighbours_are_updated_as_one_and_by_no_operator_on_dtensors(rank, world_size):
-    model = sharded()
-    backward(model, 1, rank)
-    for stepping, expected in ((make("AdamW", model), True), (on_shards(make("AdamW", model)), False)):
-        stepping.step()
-        with _Operators(DTensor) as found:
-            stepping.step()
-        assert bool(found.operators) == expected
+def test_bits_are_those_of_steps_on_dtensors(rank, world_size, way):
+    assert_same_bits(BITS, way)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_bits_of_all_kinds_loops_and_dtypes(rank, world_size):
+    assert_same_bits([case for case in ALL_BITS if case not in BITS], "by itself")
+
+
+@each_way
+@ranks(2)
+def test_neighbours_are_updated_as_one(rank, world_size, way):
     for lrs, count in (((0.1,), 2), ((0.1, 0.2), 7)):
         torch.manual_seed(0)
         plain, model = Net().double(), sharded()
         one, other = (torch.optim.AdamW(_groups(each, lrs)) for each in (plain, model))
-        on_shards(other)
+        WAYS[way](other)
         for at in (0, 2, 1, 4):  # in the last but one some have no gradients
             plain_step(plain, one, at)
             with _Operators() as found:
@@ -190,6 +237,149 @@ def test_neighbours_are_updated_as_one_and_by_no_operator_on_dtensors(rank, worl
         assert len({count.data_ptr() for count in steps.values()}) == 7  # each its own
 
 
+class Inherited(torch.optim.AdamW):
+    """Another class with torch's step."""
+
+
+class Overridden(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Initial(torch.optim.AdamW):
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
+
+def scheduled(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return optimizer
+
+
+MAKERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
+    "torch's": (torch.optim.AdamW, True),
+    "of another class": (Inherited, True),
+    "with a scheduler": (scheduled, True),
+    "asked for": (lambda params: on_shards(torch.optim.AdamW(params)), True),
+    "with a step of its own": (Overridden, False),
+    "with state of its own": (Initial, False),
+    "not elementwise": (lambda params: torch.optim.LBFGS(params, max_iter=1), False),
+}
+
+
+@ranks(2)
+def test_steps_that_are_taken_and_those_that_are_left_to_torch(rank, world_size):
+    model = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+
+    def takes(optimizer: torch.optim.Optimizer) -> bool:
+        with _Operators(DTensor) as found:
+            optimizer.step(lambda: 1.0)
+        return not found.operators
+
+    for name, (maker, taken) in MAKERS.items():
+        assert takes(maker(model.parameters())) == taken, name
+    optimizer = torch.optim.AdamW(model.parameters())
+    for enabled in (False, True):
+        with steps_on_shards(enabled):
+            with steps_on_shards(not enabled):
+                assert takes(optimizer) != enabled
+            assert takes(optimizer) == enabled
+    assert takes(optimizer)
+    steps_on_shards(False)
+    assert not takes(optimizer)
+    steps_on_shards(True)
+    around = functools.wraps(torch.optim.AdamW.step)(partial(torch.optim.AdamW.step))
+    with mock.patch.object(torch.optim.AdamW, "step", lambda *args: around(*args)):
+        assert not takes(torch.optim.AdamW(model.parameters()))
+
+
+def failing(optimizer: torch.optim.Optimizer) -> None:
+    with mock.patch("torch.optim.adamw.adam", side_effect=ZeroDivisionError, create=True):
+        with mock.patch("torch.optim.adam.adam", side_effect=ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+
+
+def reloaded(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def moved(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.update({key: value.clone() for key, value in state.items()})
+
+
+def in_groups(optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    for group in optimizer.param_groups:
+        group.update(options)
+
+
+def by_a_closure(optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> float:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = None if param.grad is None else param.grad * 2
+        assert torch.is_grad_enabled()
+        return 3.0
+
+    assert optimizer.step(closure) == optimizer.step(closure=closure) == 3.0
+
+
+def by_a_scaler(optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(torch.ones(()))
+    optimizer.param_groups[0]["params"][0].grad.to_local().fill_(torch.inf)
+    scaler.step(optimizer)
+
+
+def by_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Hooks before a step may change gradients, and give it another closure."""
+
+    def double(_: Any, args: Any, kwargs: Any) -> Any:
+        optimizer.param_groups[0]["params"][0].grad *= 2
+        return (args[0], lambda: None), {}
+
+    handle = optimizer.register_step_pre_hook(double)
+    optimizer.step()
+    handle.remove()
+
+
+EVENTS: dict[str, Callable[[Any], Any]] = {
+    "a step that raises": failing,
+    "a state dict": reloaded,
+    "state that has moved": moved,
+    "state that is gone": lambda optimizer: optimizer.state.clear(),
+    "a scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "fused from now on": partial(in_groups, fused=True),
+    "foreach from now on": partial(in_groups, foreach=True),
+    "a learning rate in a tensor": partial(in_groups, lr=torch.tensor(0.01)),
+    "a closure": by_a_closure,
+    "a scaler": by_a_scaler,
+    "hooks": by_hooks,
+}
+
+
+@mostly_by_itself
+@ranks(2)
+def test_what_happens_between_steps_changes_both_alike(rank, world_size, way):
+    for name, event in EVENTS.items():
+        if way == "asked for" and name == "hooks":  # the closure is its own then
+            continue
+        for first in ((), (0, 1)):
+            both = Both("AdamW", way).step(*first)
+            for model in both.models:
+                backward(model, 0, rank)
+            with steps_on_shards(False):
+                event(both.usual)
+            event(both.converted)
+            both.assert_alike()
+            both.step(2, 3).assert_alike()
+
+
 def otherwise(grad: DTensor) -> DTensor:
     local = grad._local_tensor
     turned = local.as_strided(local.shape, (1, local.shape[0]))
@@ -198,10 +388,11 @@ def otherwise(grad: DTensor) -> DTensor:
     )
 
 
+@each_way
 @ranks(2)
-def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size):
+def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size, way):
     """After steps in which all lay side by side; also clipping takes them as they are. Versions move."""
-    both = Both()
+    both = Both(way=way)
     for change in (None, None, torch.clone, otherwise, None, lambda grad: None, None):
         for model, optimizer in zip(both.models, both.optimizers):
             optimizer.zero_grad()
@@ -211,7 +402,8 @@ def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size):
                 model.first.weight.grad = change(model.first.weight.grad)  # type: ignore[operator]
             clip_grad_norm_(model, 0.01)
             versions = [param._version for param in params if param.grad is not None]
-            optimizer.step()
+            with steps_on_shards(optimizer is both.converted):
+                optimizer.step()
             after = [param._version for param in params if param.grad is not None]
             assert all(map(operator.lt, versions, after))
         both.assert_alike()
@@ -225,10 +417,11 @@ def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
     return [{"params": params[first::count], "lr": lr} for first, lr in enumerate(lrs)]
 
 
+@each_way
 @ranks(2)
-def test_copies_and_groups_that_come_later(rank, world_size):
+def test_copies_and_groups_that_come_later(rank, world_size, way):
     model = sharded()
-    optimizer: torch.optim.Optimizer = on_shards(torch.optim.AdamW([model.first.weight], lr=0.1))
+    optimizer: torch.optim.Optimizer = WAYS[way](torch.optim.AdamW([model.first.weight], lr=0.1))
     step(model, optimizer, 0)
     before = model.last.weight.to_local().clone()
     optimizer.add_param_group({"params": [model.last.weight, plain := nn.Parameter(torch.ones(3))]})
@@ -237,7 +430,7 @@ def test_copies_and_groups_that_come_later(rank, world_size):
     optimizer.step()
     assert not torch.equal(before, model.last.weight.to_local()) and plain[0] != 1
     assert {*optimizer.state} == {model.first.weight, model.last.weight, plain}
-    optimizer = on_shards(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    optimizer = WAYS[way](torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(again) is type(optimizer)
         again.param_groups[0]["params"][0].grad = torch.ones(1)
@@ -245,10 +438,11 @@ def test_copies_and_groups_that_come_later(rank, world_size):
         assert again.param_groups[0]["params"][0].item() == 0
 
 
+@each_way
 @ranks(2)
-def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
+def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size, way):
     model = sharded()
-    optimizer = on_shards(make("AdamW", model))
+    optimizer = WAYS[way](make("AdamW", model))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     seen = []
 
@@ -270,14 +464,19 @@ def test_closures_schedulers_and_hooks_see_dtensors(rank, world_size):
     assert seen == [True] * 5 and optimizer.param_groups[0]["lr"] == 0.015
 
 
+OFFLOADED = CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
+
+
+@pytest.mark.parametrize("sharding", [{}, {"offload_policy": OFFLOADED}])
+@each_way
 @ranks(2)
-def test_memory_goes_with_gradients_models_and_state_that_moves_to_the_host(rank, world_size):
-    policy = CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
-    both = Both(sharding={"offload_policy": policy})
+def test_memory_goes_with_gradients_models_and_state_that_moves(rank, world_size, sharding, way):
+    both = Both("AdamW", way, sharding)
     gc.disable()
     for at in range(3):
         both.step(at)
-        known = [weakref.ref(state["exp_avg"]._local_tensor) for state in both.converted.state.values()]
+        known = [each["exp_avg"]._local_tensor for each in both.converted.state.values()]
+        known = [weakref.ref(each if each._base is None else each._base) for each in known]
         for state in both.converted.state.values():  # as the offload does where there is an accelerator
             state["exp_avg"] = state["exp_avg"].clone()
         assert all(each() is None for each in known)
@@ -293,11 +492,12 @@ def test_memory_goes_with_gradients_models_and_state_that_moves_to_the_host(rank
     gc.enable()
 
 
+@each_way
 @ranks(2)
-def test_precision_offload_and_conversion(rank, world_size):
+def test_precision_offload_and_conversion(rank, world_size, way):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({"mp_policy": policy}, {"offload_policy": CPUOffloadPolicy()}):
-        both = Both("SGD", sharding=options, momentum=0).step(0, 1)
+        both = Both("SGD", way, options, momentum=0).step(0, 1)
         for model in both.models:  # the parameters' memory is another then
             model.float()
         both.step(2, 3).assert_alike()
@@ -313,15 +513,17 @@ def test_parameters_of_several_meshes_and_of_a_wrapper(rank, world_size):
 
     for made in (distributed, lambda: FSDP(tp_nets.net(), use_orig_params=True)):
         sides = []
-        for convert in (lambda optimizer: optimizer, on_shards):
+        for convert, enabled in ((itself, False), (itself, True), (on_shards, True)):
             model = made()
             optimizer = convert(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
             for at in range(3):
                 optimizer.zero_grad()
                 tp_nets.loss_of(model, tp_nets.batches(1, at)[0])
-                optimizer.step()
+                with steps_on_shards(enabled):
+                    optimizer.step()
             sides.append(([*model.parameters()], optimizer.state_dict()))
-        assert_alike(*sides)
+        assert_alike(sides[0], sides[1])
+        assert_alike(sides[0], sides[2])
 
 
 class Foreign(torch.optim.Optimizer):

@@ -3,10 +3,10 @@
     python tests/tools/walk.py [--list]
 
 Four units of one linear layer each, and their root, on two ranks over gloo, with the default options, but
-without shared memory and without batches of collectives. Rank 0 traces the sharding of the model and its
-third step, in fresh processes for each front-end: functions of `fsdp_wrap`, and for comparison those of
-`torch.distributed` under torch's `fully_shard`. `--list` prints the functions in order of first entry.
-`tests/core/test_budgets.py` bounds the numbers.
+without shared memory, without batches of collectives, and with the optimizer's own step. Rank 0 traces the
+sharding of the model and its third step, in fresh processes for each front-end: functions of `fsdp_wrap`, and
+for comparison those of `torch.distributed` under torch's `fully_shard`. `--list` prints the functions in
+order of first entry. `tests/core/test_budgets.py` bounds the numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 import fsdp_wrap  # noqa: E402
 from bed import run_isolated  # noqa: E402
 from fsdp_wrap._comm import positions  # noqa: E402
+from fsdp_wrap.optim import steps_on_shards  # noqa: E402
 
 UNITS, WIDTH = 4, 8
 PLAIN: dict[str, Any] = {"shared_memory": False, "travel_together_bytes": 0}
@@ -83,6 +84,7 @@ def walk(rank: int, world_size: int, front: str) -> dict[str, Walk]:
     torch.manual_seed(0)
     positions._LEFT_OVER_AFTER = math.inf  # files of other runs on this host are not on the way
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+    steps_on_shards(False)  # the step is torch's
     constructed, sharded = _traced(partial(FRONTS[front], model), f"{folder}/")
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     inputs = torch.randn(2, WIDTH)

@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_wrap._core.add_ons import Seam
 from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
 from fsdp_wrap._core.optimizers.probe import TrialGroup, computes_with_wholes, flattened, in_pieces, joined
+
+shard_steps: Seam[Callable[..., Any]] = Seam("optimizers", "fsdp_wrap.optim")
+"""Takes steps of optimizers over `DTensor`s."""
 
 _ASKED = "_fsdp_asked_in_steps"  # an attribute is fast to look up, for each parameter at each step
 
@@ -29,7 +34,6 @@ _steps = 0
 _refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
 _pieces = WeakIdKeyDictionary()  # by parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
-_noted_elsewhere: WeakSet[torch.optim.Optimizer] = WeakSet()  # they move version counters themselves
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,16 @@ def watch_steps() -> None:
     register_optimizer_step_post_hook(_note)
 
 
-def note_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Leaves it to an optimizer to move the version counters of the tensors that it writes to."""
-    _noted_elsewhere.add(optimizer)
+@functools.cache
+def watch_distributed_steps() -> RemovableHandle:
+    """Registers the hook by which the add-on takes steps; it is imported at the first one."""
+    return register_optimizer_step_pre_hook(_offer)
+
+
+def _offer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Returns other arguments for a step that the add-on takes."""
+    take = None if torch.compiler.is_compiling() else shard_steps.filled
+    return take and take(optimizer, args, kwargs)
 
 
 def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None]]]) -> None:
@@ -169,8 +180,6 @@ def _sees_wholes(
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     global _steps
     _steps += 1
-    if optimizer in _noted_elsewhere:
-        return
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])
