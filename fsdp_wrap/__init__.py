@@ -40,10 +40,13 @@ from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_wrap.replicate import ReplicateModule, replicate
 
 __all__ = [
+    "Audit",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "Choice",
+    "Corruption",
+    "CorruptionError",
     "DataParallelMeshDims",
     "Event",
     "EventKind",
@@ -85,6 +88,7 @@ __all__ = [
     "UnshardHandle",
     "allow_skipping",
     "ValueRecord",
+    "audit",
     "clip_grad_norm_",
     "explain_memory_errors",
     "find_nonfinite",
@@ -123,7 +127,17 @@ if TYPE_CHECKING:
     from fsdp_wrap import wrap as wrap
     from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
-    from fsdp_wrap._values import NonFinite, NonFiniteError, ValueRecord, find_nonfinite, record_values
+    from fsdp_wrap._values import (
+        Audit,
+        Corruption,
+        CorruptionError,
+        NonFinite,
+        NonFiniteError,
+        ValueRecord,
+        audit,
+        find_nonfinite,
+        record_values,
+    )
     from fsdp_wrap.tools import (
         Choice,
         Fit,

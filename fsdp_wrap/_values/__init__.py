@@ -1,12 +1,24 @@
-"""Values of steps: what made one NaN or infinite, and records of them to compare.
+"""Values of steps: what made one NaN or infinite, records of them to compare, and silent corruption.
 
-Lives here: the context `find_nonfinite`, `record_values`, and the comparison of two records.
+Lives here: the context `find_nonfinite`, `record_values` and the comparison of two records, and `audit`.
 May import: `_core`, `_comm`, `_params`, `_runtime`, `_state`.
 Must never know: which front-end made a unit.
 """
 
+from fsdp_wrap._values.auditing.audit import Audit, audit
+from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError
 from fsdp_wrap._values.find import find_nonfinite
 from fsdp_wrap._values.finding import NonFinite, NonFiniteError
 from fsdp_wrap._values.record import ValueRecord, record_values
 
-__all__ = ["NonFinite", "NonFiniteError", "ValueRecord", "find_nonfinite", "record_values"]
+__all__ = [
+    "Audit",
+    "Corruption",
+    "CorruptionError",
+    "NonFinite",
+    "NonFiniteError",
+    "ValueRecord",
+    "audit",
+    "find_nonfinite",
+    "record_values",
+]

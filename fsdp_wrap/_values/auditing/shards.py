@@ -1,0 +1,169 @@
+"""`Shards`: sums over the bits of shards, and of each owner's part of what was gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from fsdp_wrap._params import Layout
+from fsdp_wrap._runtime import Unit
+from fsdp_wrap._values.auditing.corruption import GATHER, SHARD, UPDATE, Corruption
+from fsdp_wrap._values.auditing.places import (
+    Element,
+    Key,
+    Sums,
+    changed_element,
+    difference,
+    keyed,
+    own_part,
+    sums_of,
+)
+from fsdp_wrap._values.statistics import bit_sums
+
+
+class Look(NamedTuple):
+    """Sums over a shard, and the versions of its parameters, which writes change."""
+
+    written: object
+    sums: Sums
+
+
+class _Gathered(NamedTuple):
+    """Sums over each owner's part of a gathered buffer, still on the device."""
+
+    unit: Unit
+    layout: Layout
+    key: Key
+    where: str
+    sums: torch.Tensor
+
+
+class Shards:
+    """The shards and gathered parameters of one rank in a drawn step.
+
+    Args:
+        units: Units by name.
+        rank: Global rank.
+
+    Attributes:
+        looks: The last look at each shard.
+        sent: Sums over the shards in the dtype in which they are gathered.
+    """
+
+    def __init__(self, units: Mapping[Unit, str], rank: int) -> None:
+        self._units, self._rank = units, rank
+        self.looks: dict[Key, Look] = {}
+        self.sent: dict[Key, Sums] = {}
+        self._gathered: list[_Gathered] = []
+
+    def look(self) -> None:
+        """Looks at all shards."""
+        layouts = keyed(self._units)
+        self.looks = {
+            key: Look(layout.written(), sums_of(own_part(layout, layout.dtype)))
+            for layout, (_, key) in layouts.items()
+        }
+
+    def take(self, unit: Unit, again: bool) -> None:
+        """Takes sums over the parts of a unit's full parameters; `again` in a backward."""
+        assert unit.handle is not None
+        for number, segment in enumerate(unit.segments):
+            layout, key = segment.layout, Key(self._units[unit], number)
+            if layout.extended or unit.handle.communicator.size == 1:
+                continue
+            if key not in self.sent:
+                self.sent[key] = sums_of(own_part(layout, segment.dtypes.param))
+            full = layout.pack(segment.full.data)
+            gaps = layout.padding(full) if layout.in_place else []
+            if gaps:
+                full = full.clone()
+                for gap in layout.padding(full):
+                    gap.zero_()
+            rows = full.view(unit.handle.communicator.size, -1)
+            where = "backward" if again else "forward"
+            self._gathered.append(_Gathered(unit, layout, key, where, bit_sums(rows)))
+
+    def check_gathered(self, step: int, sent: Mapping[int, Mapping[Key, Sums]]) -> Iterator[Corruption]:
+        """Yields parts that are not the shards of their owners; `sent` has the sums of all, by rank."""
+        taken, self._gathered = self._gathered, []
+        for unit, layout, key, where, sums in taken:
+            assert unit.handle is not None
+            owners = sorted(unit.handle.communicator.members)
+            for row, (owner, found) in enumerate(zip(owners, sums.tolist())):
+                expected = sent.get(owner, {}).get(key)
+                if expected is None or (*found,) == expected:
+                    continue
+                apart = difference((found[0], found[1]), expected)
+                element = changed_element(layout, key.unit, row, apart)
+                told = f"Its part of rank {owner} is not the shard there, in the {where}"
+                yield _of(self._rank, step, GATHER, key, layout, element, told, owner)
+
+    def check_kept(self, step: int, phase: str, bit_alone: bool) -> Iterator[Corruption]:
+        """Looks again, and yields the shards that have changed although nobody has written to them.
+
+        Args:
+            step: Number of the step.
+            phase: The phase to name.
+            bit_alone: Whether only a change of one bit counts, where a program may have written by `.data`.
+        """
+        before = self.looks
+        self.look()
+        for layout, (_, key) in keyed(self._units).items():
+            old, new = before.get(key), self.looks[key]
+            if old is None or old.written != new.written or old.sums == new.sums:
+                continue
+            apart = difference(new.sums, old.sums)
+            own = sorted(self._members(key.unit)).index(self._rank)
+            element = changed_element(layout, key.unit, own, apart)
+            if bit_alone and (element is None or abs(apart[0]) & (abs(apart[0]) - 1)):
+                continue
+            told = "It has changed since the last look, and nobody has written to it"
+            yield _of(self._rank, step, phase, key, layout, element, told)
+
+    def _members(self, name: str) -> frozenset[int]:
+        unit = next(each for each, own in self._units.items() if own == name)
+        return frozenset() if unit.handle is None else unit.handle.communicator.members
+
+    def check_replicas(
+        self, step: int, phase: str, looks: Mapping[int, Mapping[Key, Sums]]
+    ) -> Iterator[Corruption]:
+        """Yields shards that differ between replicas, on the first rank of each; `looks` are all ranks'."""
+        for layout, (unit, key) in keyed(self._units).items():
+            assert unit.handle is not None
+            held = {
+                rank: looks[rank].get(key) for rank in sorted(unit.handle.replicas.members) if rank in looks
+            }
+            if self._rank != min(held, default=-1) or len({*held.values()}) < 2:
+                continue
+            values = [*held.values()]
+            most = max(values, key=values.count)
+            wrong = tuple(rank for rank, sums in held.items() if sums != most)
+            if 2 * values.count(most) <= len(values):
+                wrong = tuple(held)
+            told = "Replicas of the shard differ" + (": they were alike before the step" * (phase == UPDATE))
+            for rank in wrong[:1] if len(wrong) == len(held) else wrong:
+                suspects = wrong if len(wrong) == len(held) else ()
+                found = _of(rank, step, phase, key, layout, None, told)
+                yield Corruption(**{**vars(found), "suspects": suspects})
+
+
+def _of(
+    rank: int,
+    step: int,
+    phase: str,
+    key: Key,
+    layout: Layout,
+    element: Element | None,
+    told: str,
+    owner: int = -1,
+) -> Corruption:
+    what = {SHARD: "the shard", GATHER: "the gathered buffer", UPDATE: "the updated shard"}[phase]
+    if element is None:
+        return Corruption(
+            rank, step, phase, key.unit, f"{what} of '{layout.fqns[0]}' and others", told, owner=owner
+        )
+    name, index, shape = element
+    tensor = f"{what} of '{name}'"
+    return Corruption(rank, step, phase, key.unit, tensor, told, index, shape, 1, owner=owner)
