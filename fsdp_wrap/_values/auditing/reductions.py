@@ -16,11 +16,11 @@ from fsdp_wrap._values.statistics import block_sums
 
 _LEAST_BLOCK = 16
 _MOST_BLOCKS = 4096
-"""Of a shard: what travels stays small, and large shards have larger blocks."""
+"""Bound for each shard: large ones have larger blocks, so that little travels."""
 
 
 @dataclass
-class _Reduction:
+class _Sum:
     """Block sums of one segment: of all owners' parts as sent, and of this rank's reduced shard."""
 
     unit: Unit
@@ -41,8 +41,8 @@ class Reductions:
 
     def __init__(self, members: Sequence[int], rank: int) -> None:
         self._members, self._rank = {*members}, rank
-        self._sent: dict[Key, _Reduction] = {}
-        self._done: dict[Key, _Reduction] = {}
+        self._sent: dict[Key, _Sum] = {}
+        self._done: dict[Key, _Sum] = {}
 
     @property
     def done(self) -> list[Key]:
@@ -73,7 +73,7 @@ class Reductions:
             sums, passes = sums + before.sent, before.passes + 1
         elif segment.gradients.partial is not None:
             return  # of a step that was not drawn
-        self._sent[key] = _Reduction(unit, layout, segment, sums, passes)
+        self._sent[key] = _Sum(unit, layout, segment, sums, passes)
 
     def take(self, key: Key, reduced: torch.Tensor) -> None:
         """Notes a reduced shard."""
@@ -124,7 +124,7 @@ def _block_of(layout: Layout) -> int:
     return max(_LEAST_BLOCK, -(-layout.shard_numel // _MOST_BLOCKS))
 
 
-def _wrong_blocks(each: _Reduction, own: torch.Tensor, ranks: int) -> torch.Tensor:
+def _wrong_blocks(each: _Sum, own: torch.Tensor, ranks: int) -> torch.Tensor:
     """Returns the numbers of the blocks that differ by more than rounding can explain."""
     dtypes, gradients, numel = each.segment.dtypes, each.segment.gradients, _block_of(each.layout)
     factor = 1.0 if gradients.factor is None else gradients.factor.item()

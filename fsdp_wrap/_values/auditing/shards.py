@@ -30,7 +30,7 @@ class Look(NamedTuple):
     sums: Sums
 
 
-class _Gathered(NamedTuple):
+class _Arrived(NamedTuple):
     """Sums over each owner's part of a gathered buffer, still on the device."""
 
     unit: Unit
@@ -56,7 +56,7 @@ class Shards:
         self._units, self._rank = units, rank
         self.looks: dict[Key, Look] = {}
         self.sent: dict[Key, Sums] = {}
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[_Arrived] = []
 
     def look(self) -> None:
         """Looks at all shards."""
@@ -68,11 +68,15 @@ class Shards:
 
     def take(self, unit: Unit, again: bool) -> None:
         """Takes sums over the parts of a unit's full parameters; `again` in a backward."""
-        assert unit.handle is not None
         for number, segment in enumerate(unit.segments):
+            assert unit.handle is not None
             layout, key = segment.layout, Key(self._units[unit], number)
-            if layout.extended or unit.handle.communicator.size == 1:
-                continue
+            if (
+                layout.extended
+                or unit.handle.communicator.size == 1
+                or segment.gradients.buffer is segment.full
+            ):
+                continue  # nothing travels, or gradients lie there
             if key not in self.sent:
                 self.sent[key] = sums_of(own_part(layout, segment.dtypes.param))
             full = layout.pack(segment.full.data)
@@ -83,11 +87,11 @@ class Shards:
                     gap.zero_()
             rows = full.view(unit.handle.communicator.size, -1)
             where = "backward" if again else "forward"
-            self._gathered.append(_Gathered(unit, layout, key, where, bit_sums(rows)))
+            self._gathered.append(_Arrived(unit, layout, key, where, bit_sums(rows)))
 
     def check_gathered(self, step: int, sent: Mapping[int, Mapping[Key, Sums]]) -> Iterator[Corruption]:
         """Yields parts that are not the shards of their owners; `sent` has the sums of all, by rank."""
-        taken, self._gathered = self._gathered, []
+        taken, self._gathered, self.sent = self._gathered, [], {}
         for unit, layout, key, where, sums in taken:
             assert unit.handle is not None
             owners = sorted(unit.handle.communicator.members)
@@ -100,13 +104,10 @@ class Shards:
                 told = f"Its part of rank {owner} is not the shard there, in the {where}"
                 yield _of(self._rank, step, GATHER, key, layout, element, told, owner)
 
-    def check_kept(self, step: int, phase: str, bit_alone: bool) -> Iterator[Corruption]:
-        """Looks again, and yields the shards that have changed although nobody has written to them.
+    def check_kept(self, step: int) -> Iterator[Corruption]:
+        """Looks again, and yields the shards in which one bit has changed without a write.
 
-        Args:
-            step: Number of the step.
-            phase: The phase to name.
-            bit_alone: Whether only a change of one bit counts, where a program may have written by `.data`.
+        Other changes may be writes of the program by `.data`, which nothing tells of.
         """
         before = self.looks
         self.look()
@@ -117,10 +118,9 @@ class Shards:
             apart = difference(new.sums, old.sums)
             own = sorted(self._members(key.unit)).index(self._rank)
             element = changed_element(layout, key.unit, own, apart)
-            if bit_alone and (element is None or abs(apart[0]) & (abs(apart[0]) - 1)):
-                continue
-            told = "It has changed since the last look, and nobody has written to it"
-            yield _of(self._rank, step, phase, key, layout, element, told)
+            if element is not None and not abs(apart[0]) & (abs(apart[0]) - 1):
+                told = "One bit has changed since the last look, and no optimizer has written to it"
+                yield _of(self._rank, step, SHARD, key, layout, element, told)
 
     def _members(self, name: str) -> frozenset[int]:
         unit = next(each for each, own in self._units.items() if own == name)

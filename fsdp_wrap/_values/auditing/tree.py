@@ -21,17 +21,18 @@ from fsdp_wrap._values.auditing.places import Key, Sums, keyed
 from fsdp_wrap._values.auditing.reductions import Reductions
 from fsdp_wrap._values.auditing.shards import Shards
 from fsdp_wrap._values.auditing.twice import Twice, can_be_twice
-from fsdp_wrap._values.auditing.updates import Updates
+from fsdp_wrap._values.auditing.updates import RepeatedUpdate
 from fsdp_wrap._values.council import Council
 
 
 class _Told(NamedTuple):
-    """What each rank tells all others in a meeting."""
+    """The evidence that each rank tells all others in a meeting."""
 
     looks: Mapping[Key, Sums]
     sent: Mapping[Key, Sums]
     done: Sequence[Key]
     differs: bool
+    refused: str
 
 
 class TreeAudit(ValueWatcher):
@@ -78,7 +79,7 @@ class TreeAudit(ValueWatcher):
         """Drops the evidence of a step."""
         self._shards = Shards(self._units, self._rank)
         self._reductions = Reductions(self._council.members, self._rank)
-        self._updates = Updates()
+        self._updates = RepeatedUpdate()
         self._reported: set[tuple[str, int, str]] = set()
         self._updated: list[Corruption] = []
         self._twice.draw(None)
@@ -133,8 +134,9 @@ class TreeAudit(ValueWatcher):
         if self._begun:
             found = self._updates.check(self._rank, self._number)
             self._updated += [] if found is None else [found]
-            self._shards.look()
         if self._leads(optimizer):
+            if self._begun:
+                self._shards.look()
             self.end_step()
 
     def close(self, meets: bool) -> None:
@@ -207,18 +209,20 @@ class TreeAudit(ValueWatcher):
     def _meet(self) -> None:
         """Compares the evidence of a forward and backward with that of the other ranks."""
         step, looks = self._number, self._looks()
-        own = _Told(looks, self._shards.sent, self._reductions.done, self._twice.differs())
+        differs = self._twice.differs()
+        own = _Told(looks, self._shards.sent, self._reductions.done, differs, self._twice.refused)
         told = dict(zip(self._council.members, self._council.gather(own)))
         sent = {rank: each.sent for rank, each in told.items()}
         found = [*self._shards.check_replicas(step, SHARD, {rank: each.looks for rank, each in told.items()})]
         found += self._shards.check_gathered(step, sent)
-        found += self._shards.check_kept(step, SHARD, bit_alone=False)
+        found += self._shards.check_kept(step)
         common = [key for key in own.done if all(key in each.done for each in told.values())]
         sums = self._reductions.collect(sorted(common))
         self._council.add(sums)
         found += self._reductions.check(step, sums)
         if any(each.differs for each in told.values()):
-            found += self._judge(own.differs)
+            found += self._judge(differs)
+        self._leave_out(next((each.refused for each in told.values() if each.refused), ""))
         self._twice.forget()
         self._conclude(found)
 
@@ -229,10 +233,14 @@ class TreeAudit(ValueWatcher):
         """Computes the drawn unit more often, on all ranks; returns what is wrong on this one."""
         judged = self._twice.judge(self._rank, self._number, self._drawn)
         reasons = self._council.share(judged if differs and isinstance(judged, str) else None)
-        if reasons:
-            self._cannot |= {unit for unit, name in self._units.items() if name == self._drawn}
-            self._skip(self._drawn, reasons[0])
+        self._leave_out(reasons[0] if reasons else "")
         return judged if differs and not isinstance(judged, str) else []
+
+    def _leave_out(self, reason: str) -> None:
+        """Draws a unit never again, if there is a reason."""
+        if reason:
+            self._cannot |= {unit for unit, name in self._units.items() if name == self._drawn}
+            self._skip(self._drawn, reason)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -240,7 +248,7 @@ class TreeAudit(ValueWatcher):
         found, step = self._updated, self._number
         try:
             if self._begun and self._schedule.joining is None:
-                found += self._shards.check_kept(step, SHARD, bit_alone=True)
+                found += self._shards.check_kept(step)
                 told = dict(zip(self._council.members, self._council.gather(self._looks())))
                 found += self._shards.check_replicas(step, UPDATE, told)
                 self.audited += 1

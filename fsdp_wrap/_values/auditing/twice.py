@@ -57,7 +57,7 @@ class _Seen(NamedTuple):
 
 
 @dataclass
-class _Call:
+class _Forward:
     """One forward of the drawn unit, with all that it depends on, and what came out."""
 
     unit: Unit
@@ -87,7 +87,7 @@ class Twice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._unit: Unit | None = None
-        self._call: _Call | None = None
+        self._call: _Forward | None = None
         self.refused = ""
 
     def draw(self, unit: Unit | None) -> None:
@@ -105,7 +105,7 @@ class Twice:
             return
         try:
             _refuse_mutable((args, *kwargs.values()))
-            call = _Call(
+            call = _Forward(
                 *(unit, compute, _Copies().of((args, kwargs)), _copied_params(unit), _copied_buffers(unit)),
                 attributes=[(vars(each), dict(vars(each))) for each in unit.module.modules()],
                 random=_Random(self._device),
@@ -150,7 +150,13 @@ class Twice:
     def differs(self) -> bool:
         """Computes again; returns whether anything differs."""
         call = self._call
-        return call is not None and bool(call.outputs) and bool(_differences(call, self._compute()))
+        if call is None or not call.outputs:
+            return False
+        try:
+            return bool(_differences(call, self._compute()))
+        except Exception as error:  # of code that must not run twice
+            self.refused, self._call = f"it raises a {type(error).__name__} when it is repeated", None
+            return False
 
     def judge(self, rank: int, step: int, name: str) -> list[Corruption] | str:
         """Computes more often; returns what differs from all of that, or why it proves nothing.
@@ -293,7 +299,7 @@ def _copied_buffers(unit: Unit) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 
 @contextmanager
-def _as_it_was(call: _Call) -> Iterator[list[list[nn.Parameter]]]:
+def _as_it_was(call: _Forward) -> Iterator[list[list[nn.Parameter]]]:
     """Shows modules copies of the parameters and buffers of a forward, with its random numbers and casts."""
     unit, undo = call.unit, ExitStack()
     params = [
@@ -346,7 +352,7 @@ def _warning_of_kernels() -> Iterator[None]:
 
 
 def _gradients(
-    call: _Call, params: Sequence[Sequence[nn.Parameter]], inputs: Sequence[torch.Tensor]
+    call: _Forward, params: Sequence[Sequence[nn.Parameter]], inputs: Sequence[torch.Tensor]
 ) -> list[_Seen]:
     seen = [
         _Seen(f"the gradient of input {n}", grad)
@@ -361,7 +367,7 @@ def _gradients(
     return seen
 
 
-def _differences(call: _Call, seen: Sequence[_Seen]) -> list[tuple[_Seen, _Seen]]:
+def _differences(call: _Forward, seen: Sequence[_Seen]) -> list[tuple[_Seen, _Seen]]:
     """Returns originals with their repetitions, where these differ."""
     found = {f"output {n}": each for n, each in enumerate(call.outputs)}
     found |= {f"the gradient of input {n}": each for n, each in call.input_grads.items()}

@@ -1,4 +1,4 @@
-"""`Updates`: computes an elementwise optimizer's update of a drawn parameter again, and compares the bits."""
+"""`RepeatedUpdate`: computes an elementwise optimizer's update again, and compares the bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Before(NamedTuple):
     optimizer: optim.Optimizer
 
 
-class Updates:
+class RepeatedUpdate:
     """The update of a drawn parameter of this rank."""
 
     def __init__(self) -> None:
