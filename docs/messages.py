@@ -60,6 +60,7 @@ AREAS = {
     "_reproducible": "The same bits at any number of ranks",
     "_uneven": "Ranks with fewer batches",
     "_values": "Values that are not finite, and records of values",
+    "_values/auditing": "Silent corruption",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",
