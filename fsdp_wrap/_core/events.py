@@ -109,7 +109,6 @@ class ValueSeam(Enum):
         OUTPUT_GRADIENTS: A gradient has reached an output of a unit.
         INPUT_GRADIENTS: The gradient of an input of a unit is done.
         GRADIENTS: This rank's gradients of a unit are about to leave the leaves.
-        SENT: The reduce buffer is complete, as it will be sent; the owner is its layout.
         REDUCED: A gradient shard is summed and divided; the owner is its layout.
     """
 
@@ -119,7 +118,6 @@ class ValueSeam(Enum):
     OUTPUT_GRADIENTS = "gradient of output"
     INPUT_GRADIENTS = "gradient of input"
     GRADIENTS = "gradient"
-    SENT = "reduce buffer"
     REDUCED = "reduced gradient"
 
 
@@ -140,6 +138,9 @@ class ValueWatcher:
 
     def compute(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Notes that a unit is about to compute: `compute(*args, **kwargs)`, with its leaves shown."""
+
+    def send(self, layout: Any, full: torch.Tensor) -> None:
+        """Notes that a reduce buffer is complete, as it will be sent."""
 
     def end(self, schedule: Any) -> None:
         """Notes that a backward has ended; may communicate, and may raise."""

@@ -206,8 +206,8 @@ class Gradients:
                     for part in parts:
                         part.fill_(0.0 if filled[index] else _NOTHING)
         self._layout.note_used(views.notes, filled)
-        if value_watchers:
-            tell_values(self._layout, ValueSeam.SENT, [views.tensor])
+        for watcher in tuple(value_watchers):
+            watcher.send(self._layout, views.tensor)
         return views.tensor
 
     @property

@@ -147,14 +147,15 @@ class Fault(ValueWatcher):
         elif seam is ValueSeam.GRADIENTS and self.kind == "gradient":
             grads = [leaf.grad for each in self.unit.segments for leaf in each.leaves]
             target = self.draw.choice([each for each in grads if each is not None])
-        elif (seam is ValueSeam.REDUCED and self.kind == "reduced shard") or (
-            seam is ValueSeam.SENT and self.kind == "reduce buffer, sent"
-        ):
-            whole = owner.pieces(values[0]) if seam is ValueSeam.REDUCED else owner.parts(values[0])
-            parts = whole if seam is ValueSeam.REDUCED else [each for several in whole for each in several]
-            target = self.draw.choice([each for each in parts if each.numel()] or [None])
+        elif seam is ValueSeam.REDUCED and self.kind == "reduced shard":
+            target = self.draw.choice([each for each in owner.pieces(values[0]) if each.numel()] or [None])
         if target is not None:
             self.size = flip(target, self.draw)
+
+    def send(self, layout: Any, full: torch.Tensor) -> None:
+        if not self.size and layout in self.unit.layouts and self.kind == "reduce buffer, sent":
+            parts = [part for several in layout.parts(full) for part in several if part.numel()]
+            self.size = flip(self.draw.choice(parts), self.draw)
 
 
 KINDS = {

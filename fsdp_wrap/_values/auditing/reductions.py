@@ -59,8 +59,9 @@ class Reductions:
         ranks = handle.communicator.size * handle.replicas.size
         return ranks == len(self._members) and handle.communicator.members <= self._members
 
-    def send(self, unit: Unit, key: Key, layout: Layout, full: torch.Tensor) -> None:
+    def send(self, unit: Unit, key: Key, full: torch.Tensor) -> None:
         """Notes a complete reduce buffer; what was summed over a part of the ranks before counts too."""
+        layout = unit.layouts[key.segment]
         if not self.checks(unit, layout):
             return
         assert unit.handle is not None

@@ -182,12 +182,9 @@ class TreeAudit(ValueWatcher):
         if not self._looking:
             return
         if owner in self._layouts:
-            unit, key = self._layouts[owner]
-            (value,) = values
-            if value is not None and seam is ValueSeam.SENT:
-                self._reductions.send(unit, key, owner, value)
-            elif value is not None:
-                self._reductions.take(key, value)
+            (reduced,) = values
+            if reduced is not None:
+                self._reductions.take(self._layouts[owner][1], reduced)
         elif owner in self._units and current_transform() is None:
             if seam is ValueSeam.PARAMETERS:
                 self._shards.take(owner, graph_task() != -1)
@@ -195,6 +192,10 @@ class TreeAudit(ValueWatcher):
                 self._twice.take_gradients(owner)
             elif seam is ValueSeam.OUTPUTS and graph_task() == -1:
                 self._twice.take_outputs(owner, [each for each in values if each is not None])
+
+    def send(self, layout: Any, full: torch.Tensor) -> None:
+        if self._looking and layout in self._layouts:
+            self._reductions.send(*self._layouts[layout], full)
 
     def end(self, schedule: Any) -> None:
         if schedule is self._schedule and self._looking:

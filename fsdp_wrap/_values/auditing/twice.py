@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,22 +38,14 @@ class _Random:
     """The state of the random number generators of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        module = torch.get_device_module(device) if device.type != "cpu" else None
-        self._get = [torch.get_rng_state, *([module.get_rng_state] if module is not None else [])]
-        self._set = [torch.set_rng_state, *([module.set_rng_state] if module is not None else [])]
-        self._states, self._python = [get() for get in self._get], random.getstate()
+        modules = [torch, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
+        self._states = [(each.set_rng_state, each.get_rng_state()) for each in modules]
+        self._python = random.getstate()
 
     def restore(self) -> None:
-        for write, state in zip(self._set, self._states):
+        for write, state in self._states:
             write(state)
         random.setstate(self._python)
-
-
-class _Seen(NamedTuple):
-    """A named result that is compared: its name in messages, and its value."""
-
-    name: str
-    value: torch.Tensor
 
 
 @dataclass
@@ -64,7 +56,7 @@ class _Forward:
     compute: Callable[..., Any]
     args: Any
     params: list[list[torch.Tensor]]
-    buffers: list[tuple[nn.Module, str, torch.Tensor]]
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor]]
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
     random: _Random
     autocasts: list[tuple[str, bool, torch.dtype]]
@@ -75,6 +67,12 @@ class _Forward:
     input_grads: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     backwards: int = 0
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Returns by name what the training step has computed."""
+        found = {f"output {n}": each for n, each in enumerate(self.outputs)}
+        found |= {f"the gradient of input {n}": each for n, each in self.input_grads.items()}
+        return found | {f"the gradient of '{fqn}'": each for fqn, each in self.grads.items()}
 
 
 class Twice:
@@ -106,7 +104,14 @@ class Twice:
         try:
             _refuse_mutable((args, *kwargs.values()))
             call = _Forward(
-                *(unit, compute, _Copies().of((args, kwargs)), _copied_params(unit), _copied_buffers(unit)),
+                *(unit, compute, _Copies().of((args, kwargs))),
+                params=[[_alike(leaf.data) for leaf in each.leaves] for each in unit.segments],
+                buffers=[
+                    (module._buffers, name, _alike(buffer))
+                    for module in unit.module.modules()
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                ],
                 attributes=[(vars(each), dict(vars(each))) for each in unit.module.modules()],
                 random=_Random(self._device),
                 autocasts=[
@@ -153,12 +158,12 @@ class Twice:
         if call is None or not call.outputs:
             return False
         try:
-            return bool(_differences(call, self._compute()))
+            return bool(_different(call.results(), self._compute()))
         except Exception as error:  # of code that must not run twice
             self.refused, self._call = f"it raises a {type(error).__name__} when it is repeated", None
             return False
 
-    def judge(self, rank: int, step: int, name: str) -> list[Corruption] | str:
+    def judge(self, rank: int, step: int, unit: str) -> list[Corruption] | str:
         """Computes more often; returns what differs from all of that, or why it proves nothing.
 
         All ranks call it if one has found something, since the unit may communicate.
@@ -172,20 +177,20 @@ class Twice:
         kernels = {str(each.message).split(_HAS_NO)[0] for each in told if _HAS_NO in str(each.message)}
         if kernels:
             return f"it uses kernels that are not deterministic: {', '.join(sorted(kernels))}"
-        found = _differences(call, first)
-        if not found or any(not _same(*pair) for other in others for pair in zip(first, other)):
+        found = _different(call.results(), first)
+        if not found or any(_different(first, other) for other in others):
             return "repetitions on a rank differ: its code or kernels are not deterministic, or it is faulty"
-        return [_finding(rank, step, name, *each) for each in found]
+        results = call.results()
+        return [_finding(rank, step, unit, name, results[name], first[name]) for name in found]
 
     def forget(self) -> None:
         """Drops all that is kept."""
         self._call = None
 
-    def _compute(self) -> list[_Seen]:
-        """Computes forward and backward again, without an effect on anything."""
-        call = self._call
+    def _compute(self) -> dict[str, torch.Tensor]:
+        """Computes forward and backward again, without an effect on anything; returns results by name."""
+        call, now = self._call, _Random(self._device)
         assert call is not None
-        now = _Random(self._device)
         try:
             with _as_it_was(call) as params, torch.set_grad_enabled(call.with_grad):
                 copies = _Copies(call.with_grad)
@@ -195,15 +200,18 @@ class Twice:
                     each.to(was.dtype) if each.is_floating_point() else each
                     for each, was in zip(outputs, call.outputs)
                 ]
-                seen = [_Seen(f"output {n}", each.detach()) for n, each in enumerate(outputs)]
-                complete = call.output_grads and not call.again and call.backwards <= 1
-                if complete and all(outputs[n].requires_grad for n in call.output_grads):
-                    numbers = [*call.output_grads]
-                    torch.autograd.backward(
-                        [outputs[n] for n in numbers], [call.output_grads[n] for n in numbers]
-                    )
-                    seen += _gradients(call, params, copies.made)
-                return seen
+                found = {f"output {n}": each.detach() for n, each in enumerate(outputs)}
+                grads = call.output_grads if not call.again and call.backwards <= 1 else {}
+                if grads and all(outputs[n].requires_grad for n in grads):
+                    torch.autograd.backward([outputs[n] for n in grads], [*grads.values()])
+                    inputs = {n: copies.made[n].grad for n in call.input_grads}
+                    found |= {f"the gradient of input {n}": x for n, x in inputs.items() if x is not None}
+                    found |= {
+                        f"the gradient of '{fqn}'": param.grad.to(call.grads[fqn].dtype)
+                        for fqn, param in params.items()
+                        if fqn in call.grads and param.grad is not None
+                    }
+                return found
         finally:
             now.restore()
 
@@ -255,17 +263,19 @@ class _Copies:
 
     def __init__(self, keeps_grad: bool = True) -> None:
         self._keeps_grad = keeps_grad
-        self.made: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
         return map_tensors(self._copy, value)
 
+    @property
+    def made(self) -> list[torch.Tensor]:
+        return [*self._by_id.values()]
+
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._by_id:
             copied = _alike(tensor).requires_grad_(tensor.requires_grad and self._keeps_grad)
             self._by_id[id(tensor)] = copied
-            self.made.append(copied)
         return self._by_id[id(tensor)]
 
 
@@ -285,55 +295,39 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(shape, strides, offset)
 
 
-def _copied_params(unit: Unit) -> list[list[torch.Tensor]]:
-    return [[_alike(leaf.data) for leaf in segment.leaves] for segment in unit.segments]
-
-
-def _copied_buffers(unit: Unit) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [
-        (module, name, _alike(buffer))
-        for module in unit.module.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-
 @contextmanager
-def _as_it_was(call: _Forward) -> Iterator[list[list[nn.Parameter]]]:
-    """Shows modules copies of the parameters and buffers of a forward, with its random numbers and casts."""
-    unit, undo = call.unit, ExitStack()
-    params = [
-        [_as_leaf(_alike(value), leaf) for value, leaf in zip(values, segment.leaves)]
-        for values, segment in zip(call.params, unit.segments)
-    ]
-    with undo:
+def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
+    """Shows modules copies of a forward's parameters and buffers, with its random numbers and casts."""
+    handle = call.unit.handle
+    by_name: dict[str, nn.Parameter] = {}
+    assert handle is not None
+    with ExitStack() as undo:
         for held, before in call.attributes:
             undo.callback(_put_back, held, dict(held))
             _put_back(held, before)
-        for module, name, value in call.buffers:
-            undo.callback(module._buffers.__setitem__, name, module._buffers[name])
-            module._buffers[name] = _alike(value)
-        assert unit.handle is not None
-        leaves = unit.handle.shown.state is Showing.LEAVES
-        for segment, shown in zip(unit.segments, params):
+        for buffers, name, value in call.buffers:
+            undo.callback(buffers.__setitem__, name, buffers[name])
+            buffers[name] = _alike(value)
+        leaves = handle.shown.state is Showing.LEAVES
+        for segment, values in zip(call.unit.segments, call.params):
+            shown = [
+                nn.Parameter(_alike(value), each.requires_grad) for value, each in zip(values, segment.leaves)
+            ]
+            for copied, leaf in zip(shown, segment.leaves):
+                vars(copied).update(vars(leaf))
+            by_name.update(zip(segment.layout.fqns, shown))
             display = segment.layout.display
             undo.callback(display.show_leaves if leaves else display.show_sharded)
             segment.layout.show(shown)
         for kind, enabled, dtype in call.autocasts:
             undo.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         call.random.restore()
-        yield params
+        yield by_name
 
 
 def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
     held.clear()
     held.update(before)
-
-
-def _as_leaf(value: torch.Tensor, leaf: nn.Parameter) -> nn.Parameter:
-    copied = nn.Parameter(value, requires_grad=leaf.requires_grad)
-    copied.__dict__.update(leaf.__dict__)
-    return copied
 
 
 @contextmanager
@@ -351,46 +345,31 @@ def _warning_of_kernels() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _gradients(
-    call: _Forward, params: Sequence[Sequence[nn.Parameter]], inputs: Sequence[torch.Tensor]
-) -> list[_Seen]:
-    seen = [
-        _Seen(f"the gradient of input {n}", grad)
-        for n in call.input_grads
-        if (grad := inputs[n].grad) is not None
-    ]
-    for segment, shown in zip(call.unit.segments, params):
-        for fqn, param in zip(segment.layout.fqns, shown):
-            if fqn in call.grads and param.grad is not None:
-                value = param.grad.to(call.grads[fqn].dtype)
-                seen.append(_Seen(f"the gradient of '{fqn}'", value))
-    return seen
+def _different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of results that have other bits."""
+    return [name for name in one if name in other and not _same(one[name], other[name])]
 
 
-def _differences(call: _Forward, seen: Sequence[_Seen]) -> list[tuple[_Seen, _Seen]]:
-    """Returns originals with their repetitions, where these differ."""
-    found = {f"output {n}": each for n, each in enumerate(call.outputs)}
-    found |= {f"the gradient of input {n}": each for n, each in call.input_grads.items()}
-    found |= {f"the gradient of '{fqn}'": each for fqn, each in call.grads.items()}
-    pairs = [(_Seen(each.name, found[each.name]), each) for each in seen if each.name in found]
-    return [pair for pair in pairs if not _same(*pair)]
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(bits_of(one), bits_of(other))
 
 
-def _same(one: _Seen, other: _Seen) -> bool:
-    if one.value.shape != other.value.shape or one.value.dtype != other.value.dtype:
-        return False
-    return torch.equal(bits_of(one.value), bits_of(other.value))
-
-
-def _finding(rank: int, step: int, unit: str, original: _Seen, repeated: _Seen) -> Corruption:
-    name, found = original
+def _finding(
+    rank: int, step: int, unit: str, name: str, found: torch.Tensor, repeated: torch.Tensor
+) -> Corruption:
     phase = FORWARD if name.startswith("output") else BACKWARD
     told = "Repetitions from the same inputs, parameters and random numbers agree on other bits"
     index, count = None, -1
-    if found.shape == repeated.value.shape:
-        wrong = bits_of(found) != bits_of(repeated.value)
-        count, first = int(wrong.sum()), wrong.reshape(-1).to(torch.uint8).argmax().cpu()
-        index = tuple(int(each) for each in torch.unravel_index(first, found.shape))
-    if "'" in name:
-        name = f"the gradient of '{whole_name(unit, name.split(chr(39))[1])}'"
-    return Corruption(rank, step, phase, unit, name, told, index, tuple(found.shape), count)
+    if found.shape == repeated.shape:
+        index, count = first_different(found, repeated)
+    what, quote, fqn = name.rstrip("'").partition("'")
+    tensor = f"{what}'{whole_name(unit, fqn)}'" if quote else name
+    return Corruption(rank, step, phase, unit, tensor, told, index, tuple(found.shape), count)
+
+
+def first_different(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Returns the index of the first element that has other bits, and how many have."""
+    wrong = (bits_of(one) != bits_of(other)).cpu()
+    first = wrong.reshape(-1).to(torch.uint8).argmax()
+    return tuple(int(each) for each in torch.unravel_index(first, one.shape)), int(wrong.sum())

@@ -14,6 +14,7 @@ from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import UPDATE, Corruption
 from fsdp_wrap._values.auditing.places import Key, element_at
+from fsdp_wrap._values.auditing.twice import first_different
 from fsdp_wrap._values.statistics import bits_of
 
 _ELEMENTWISE = {
@@ -81,19 +82,17 @@ class RepeatedUpdate:
         undecorated: Any = type(before.optimizer).step.__wrapped__  # type: ignore[attr-defined]
         undecorated(before.optimizer)
         updated, expected = to_local(before.param.detach()), before.copied.detach()
-        wrong = (bits_of(updated) != bits_of(expected)).reshape(-1)
-        if not bool(wrong.any()):
+        if torch.equal(bits_of(updated), bits_of(expected)):
             return None
-        assert before.unit.handle is not None
-        layout, first = before.unit.layouts[before.key.segment], int(wrong.to(torch.uint8).argmax())
-        begin = (updated.data_ptr() - layout.flat_param.data_ptr()) // updated.element_size()
-        element = element_at(layout, before.key.unit, before.unit.handle.communicator.rank, begin + first)
+        unit, key = before.unit, before.key
+        assert unit.handle is not None
+        layout = unit.layouts[key.segment]
+        (first,), count = first_different(updated.reshape(-1), expected.reshape(-1))
+        first += (updated.data_ptr() - layout.flat_param.data_ptr()) // updated.element_size()
+        element = element_at(layout, key.unit, unit.handle.communicator.rank, first)
         told = f"{type(before.optimizer).__name__}, computed again from the same numbers, gives others"
         tensor = f"the updated shard of '{element.fqn}'"
-        return Corruption(
-            *(rank, step, UPDATE, before.key.unit, tensor, told, element.at, element.shape),
-            count=int(wrong.sum()),
-        )
+        return Corruption(rank, step, UPDATE, key.unit, tensor, told, element.at, element.shape, count)
 
 
 def _copy(value: Any) -> Any:
