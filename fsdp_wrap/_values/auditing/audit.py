@@ -12,6 +12,7 @@ from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
 from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, text_of
 from fsdp_wrap._values.auditing.tree import TreeAudit
 from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.rows import check_every
 
 OnFault = Literal["warn", "raise"] | Callable[[Corruption], object]
 
@@ -118,8 +119,7 @@ def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", see
         with fsdp_wrap.audit(model, every=100, on_fault="raise"):
             train(model)
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r} must be a positive number of steps")
+    check_every(every)
     if on_fault not in ("warn", "raise") and not callable(on_fault):
         raise ValueError(f"on_fault={on_fault!r} must be 'warn', 'raise' or a function")
     return Audit(model, every, on_fault, seed)

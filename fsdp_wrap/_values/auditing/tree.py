@@ -260,19 +260,21 @@ class TreeAudit(ValueWatcher):
             self._number += 1
             self._follow()
 
-    def _conclude(self, found: Iterable[Corruption]) -> None:
+    def _conclude(self, own: Iterable[Corruption]) -> None:
         """Reports what all ranks have found, once a step."""
-        shared = self._council.share([*found] or None)
+        shared = self._council.share([*own] or None)
         if not shared:
             return
-        new = [
-            each
-            for each in causes((one for of_rank in shared for one in of_rank), self._ranks_of)
-            if (each.phase, each.rank, each.unit) not in self._reported
-        ]
+        found = causes((one for of_rank in shared for one in of_rank), self._ranks_of)
+        new = [each for each in found if self._is_new(each)]
         self._reported |= {(each.phase, each.rank, each.unit) for each in new}
         if new:
             self._report(new)
+
+    def _is_new(self, found: Corruption) -> bool:
+        """Whether a finding was not reported in this step; a wrong shard stays wrong in the update."""
+        phases = {found.phase, SHARD} if found.phase == UPDATE else {found.phase}
+        return not any((phase, found.rank, found.unit) in self._reported for phase in phases)
 
     def _ranks_of(self, name: str) -> frozenset[int]:
         unit = next(unit for unit, own in self._units.items() if own == name)

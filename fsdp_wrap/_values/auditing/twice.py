@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._core import iter_tensors, map_tensors
+from fsdp_wrap._core import REFUSED_HOOKS_OF, iter_tensors, map_tensors
 from fsdp_wrap._params import Showing
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._values.auditing.corruption import BACKWARD, FORWARD, Corruption
@@ -149,8 +149,7 @@ class Twice:
             return
         for segment in unit.segments:
             for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
-                hooked = getattr(leaf, "_backward_hooks", None)
-                if leaf.grad is not None and not hooked and leaf.grad.layout is torch.strided:
+                if leaf.grad is not None and not REFUSED_HOOKS_OF(leaf) and leaf.grad.layout is torch.strided:
                     call.grads[fqn] = leaf.grad
 
     # comparison
