@@ -93,31 +93,26 @@ class Reductions:
         """Returns the sums that this rank has sent, to be added over all ranks; drops other segments."""
         done, self._done = self._done, {}
         self._done = {key: done[key] for key in common}
-        return torch.cat(
-            [torch.zeros(0, dtype=torch.float64)]
-            + [each.sent.reshape(-1).cpu() for each in self._done.values()]
-        )
+        sent = [each.sent.reshape(-1).cpu() for each in self._done.values()]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *sent])
 
     def check(self, step: int, totals: torch.Tensor) -> Iterator[Corruption]:
         """Yields the shards that are not the sums of all ranks."""
         done, self._done = self._done, {}
         sizes = [each.sent.numel() for each in done.values()]
         for (key, each), total in zip(done.items(), torch.split(totals, sizes) if sizes else ()):
-            assert each.unit.handle is not None and each.reduced is not None
-            own = total.view(each.sent.shape)[:, each.unit.handle.communicator.rank]
-            wrong = _wrong_blocks(each, own, len(self._members))
+            assert each.unit.handle is not None
+            rank, numel = each.unit.handle.communicator.rank, _block_of(each.layout)
+            wrong = _wrong_blocks(each, total.view(each.sent.shape)[:, rank], len(self._members))
             if len(wrong):
-                layout = each.layout
-                rank, place = each.unit.handle.communicator.rank, int(wrong[0]) * _block_of(layout)
-                element = element_at(layout, key.unit, rank, place)
+                fqn, index, shape = element_at(each.layout, key.unit, rank, int(wrong[0]) * numel)
+                what = f"the reduced gradient of '{fqn}'"
                 told = (
                     "It is not the sum of the gradients that the ranks have sent: made here, or sent wrong. "
-                    f"Each wrong block has {_block_of(layout)} elements"
+                    f"Counted in blocks of {numel} elements"
                 )
-                tensor = f"the reduced gradient of '{element.fqn}'"
                 yield Corruption(
-                    *(self._rank, step, REDUCTION, key.unit, tensor, told, element.at, element.shape),
-                    count=len(wrong),
+                    self._rank, step, REDUCTION, key.unit, what, told, index, shape, count=len(wrong)
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,24 +70,19 @@ class Shards:
         """Takes sums over the parts of a unit's full parameters; `again` in a backward."""
         for number, segment in enumerate(unit.segments):
             assert unit.handle is not None
-            layout, key = segment.layout, Key(self._units[unit], number)
-            if (
-                layout.extended
-                or unit.handle.communicator.size == 1
-                or segment.gradients.buffer is segment.full
-            ):
-                continue  # nothing travels, or gradients lie there
+            layout, key, ranks = segment.layout, Key(self._units[unit], number), unit.handle.communicator.size
+            lends = segment.gradients.buffer is segment.full  # gradients have taken its place
+            if layout.extended or ranks == 1 or lends:
+                continue
             if key not in self.sent:
                 self.sent[key] = sums_of(own_part(layout, segment.dtypes.param))
             full = layout.pack(segment.full.data)
-            gaps = layout.padding(full) if layout.in_place else []
-            if gaps:
+            if layout.in_place and layout.padding(full):
                 full = full.clone()
                 for gap in layout.padding(full):
                     gap.zero_()
-            rows = full.view(unit.handle.communicator.size, -1)
             where = "backward" if again else "forward"
-            self._gathered.append(_Arrived(unit, layout, key, where, bit_sums(rows)))
+            self._gathered.append(_Arrived(unit, layout, key, where, bit_sums(full.view(ranks, -1))))
 
     def check_gathered(self, step: int, sent: Mapping[int, Mapping[Key, Sums]]) -> Iterator[Corruption]:
         """Yields parts that are not the shards of their owners; `sent` has the sums of all, by rank."""
@@ -97,12 +92,10 @@ class Shards:
             owners = sorted(unit.handle.communicator.members)
             for row, (owner, found) in enumerate(zip(owners, sums.tolist())):
                 expected = sent.get(owner, {}).get(key)
-                if expected is None or (*found,) == expected:
-                    continue
-                apart = difference((found[0], found[1]), expected)
-                element = changed_element(layout, key.unit, row, apart)
-                told = f"Its part of rank {owner} is not the shard there, in the {where}"
-                yield _of(self._rank, step, GATHER, key, layout, element, told, owner)
+                if expected is not None and (*found,) != expected:
+                    element = changed_element(layout, key.unit, row, difference((*found,), expected))
+                    told = f"Its part of rank {owner} is not the shard there, in the {where}"
+                    yield _of(self._rank, step, GATHER, key, layout, element, told, owner=owner)
 
     def check_kept(self, step: int) -> Iterator[Corruption]:
         """Looks again, and yields the shards in which one bit has changed without a write.
@@ -111,20 +104,16 @@ class Shards:
         """
         before = self.looks
         self.look()
-        for layout, (_, key) in keyed(self._units).items():
+        for layout, (unit, key) in keyed(self._units).items():
             old, new = before.get(key), self.looks[key]
             if old is None or old.written != new.written or old.sums == new.sums:
                 continue
+            assert unit.handle is not None
             apart = difference(new.sums, old.sums)
-            own = sorted(self._members(key.unit)).index(self._rank)
-            element = changed_element(layout, key.unit, own, apart)
+            element = changed_element(layout, key.unit, unit.handle.communicator.rank, apart)
             if element is not None and not abs(apart[0]) & (abs(apart[0]) - 1):
                 told = "One bit has changed since the last look, and no optimizer has written to it"
                 yield _of(self._rank, step, SHARD, key, layout, element, told)
-
-    def _members(self, name: str) -> frozenset[int]:
-        unit = next(each for each, own in self._units.items() if own == name)
-        return frozenset() if unit.handle is None else unit.handle.communicator.members
 
     def check_replicas(
         self, step: int, phase: str, looks: Mapping[int, Mapping[Key, Sums]]
@@ -132,21 +121,21 @@ class Shards:
         """Yields shards that differ between replicas, on the first rank of each; `looks` are all ranks'."""
         for layout, (unit, key) in keyed(self._units).items():
             assert unit.handle is not None
-            held = {
-                rank: looks[rank].get(key) for rank in sorted(unit.handle.replicas.members) if rank in looks
-            }
+            copies = sorted(unit.handle.replicas.members)
+            held = {rank: looks[rank][key] for rank in copies if key in looks.get(rank, {})}
             if self._rank != min(held, default=-1) or len({*held.values()}) < 2:
                 continue
             values = [*held.values()]
             most = max(values, key=values.count)
             wrong = tuple(rank for rank, sums in held.items() if sums != most)
-            if 2 * values.count(most) <= len(values):
-                wrong = tuple(held)
-            told = "Replicas of the shard differ" + (": they were alike before the step" * (phase == UPDATE))
-            for rank in wrong[:1] if len(wrong) == len(held) else wrong:
-                suspects = wrong if len(wrong) == len(held) else ()
-                found = _of(rank, step, phase, key, layout, None, told)
-                yield Corruption(**{**vars(found), "suspects": suspects})
+            apart = difference(held[wrong[0]], most)
+            element = changed_element(layout, key.unit, unit.handle.communicator.rank, apart)
+            told = "Replicas of the shard differ"
+            if 2 * values.count(most) > len(values):
+                for rank in wrong:
+                    yield _of(rank, step, phase, key, layout, element, told)
+            else:
+                yield _of(min(held), step, phase, key, layout, element, told, suspects=tuple(held))
 
 
 def _of(
@@ -157,13 +146,12 @@ def _of(
     layout: Layout,
     element: Element | None,
     told: str,
-    owner: int = -1,
+    **more: Any,
 ) -> Corruption:
     what = {SHARD: "the shard", GATHER: "the gathered buffer", UPDATE: "the updated shard"}[phase]
     if element is None:
         return Corruption(
-            rank, step, phase, key.unit, f"{what} of '{layout.fqns[0]}' and others", told, owner=owner
+            rank, step, phase, key.unit, f"{what} of '{layout.fqns[0]}' and others", told, **more
         )
-    name, index, shape = element
-    tensor = f"{what} of '{name}'"
-    return Corruption(rank, step, phase, key.unit, tensor, told, index, shape, 1, owner=owner)
+    fqn, index, shape = element
+    return Corruption(rank, step, phase, key.unit, f"{what} of '{fqn}'", told, index, shape, 1, **more)
