@@ -222,7 +222,9 @@ class TreeAudit(ValueWatcher):
         self._council.add(sums)
         found += self._reductions.check(step, sums)
         if any(each.differs for each in told.values()):
-            found += self._judge(differs)
+            found += self._judge(
+                differs, alone=len(told) == 1 or not all(each.differs for each in told.values())
+            )
         self._leave_out(next((each.refused for each in told.values() if each.refused), ""))
         self._twice.forget()
         self._conclude(found)
@@ -230,9 +232,14 @@ class TreeAudit(ValueWatcher):
     def _looks(self) -> dict[Key, Sums]:
         return {key: look.sums for key, look in self._shards.looks.items()}
 
-    def _judge(self, differs: bool) -> list[Corruption]:
-        """Computes the drawn unit more often, on all ranks; returns what is wrong on this one."""
+    def _judge(self, differs: bool, alone: bool) -> list[Corruption]:
+        """Computes the drawn unit more often, on all ranks; returns what is wrong on this one.
+
+        No hardware fails on all ranks at once: if none is `alone`, it is the program.
+        """
         judged = self._twice.judge(self._rank, self._number, self._drawn)
+        if not isinstance(judged, str) and not alone:
+            judged = "all ranks differ: it is not deterministic, or other code uses its parameters or hooks"
         reasons = self._council.share(judged if differs and isinstance(judged, str) else None)
         self._leave_out(reasons[0] if reasons else "")
         return judged if differs and not isinstance(judged, str) else []
