@@ -189,7 +189,7 @@ class TreeAudit(ValueWatcher):
             if seam is ValueSeam.PARAMETERS:
                 self._shards.take(owner, graph_task() != -1)
             elif seam is ValueSeam.GRADIENTS:
-                self._twice.take_gradients(owner)
+                self._twice.take_gradients(owner, alone=len(self._council.members) == 1)
             elif seam is ValueSeam.OUTPUTS and graph_task() == -1:
                 self._twice.take_outputs(owner, [each for each in values if each is not None])
 

@@ -138,14 +138,17 @@ class Twice:
             if tensor.grad_fn is not None and call.with_grad:
                 tensor.grad_fn.register_prehook(partial(_note, call.output_grads, number, tensor.output_nr))
 
-    def take_gradients(self, unit: Unit) -> None:
-        """Keeps the gradients on the leaves of the drawn unit, unless other code may use those too."""
+    def take_gradients(self, unit: Unit, alone: bool) -> None:
+        """Keeps the gradients on the leaves of the drawn unit, unless other code may use those too.
+
+        A rank `alone` could not tell that from a fault.
+        """
         call = self._call
         if call is None or unit is not call.unit:
             return
         call.backwards += 1
         assert unit.schedule is not None
-        if not unit.options.reshard_after_forward or unit.schedule.root is unit or unit.keeps_module:
+        if alone or not unit.options.reshard_after_forward or unit.schedule.root is unit or unit.keeps_module:
             return
         for segment in unit.segments:
             for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
