@@ -62,6 +62,7 @@ AREAS = {
     "_uneven": "Ranks with fewer batches",
     "_values": "Values that are not finite, and records of values",
     "_values/verifying": "Whether sharded training is right",
+    "_values/auditing": "Silent corruption",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",

@@ -5,6 +5,7 @@
     python examples/train_lm.py --plan 64
     torchrun --nproc-per-node 2 examples/train_lm.py --steps 10 --timeline runs/seen
     torchrun --nproc-per-node 2 examples/train_lm.py --reproducible --global-batch 64
+    torchrun --nproc-per-node 2 examples/train_lm.py --audit
 
 Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
 
@@ -35,7 +36,7 @@ from lm.launch import RunError, World
 from lm.model import GPT
 from lm.options import Options, parse
 from lm.reproducing import digest, make_reproducible
-from lm.seeing import Recording, Unread, print_plan
+from lm.seeing import Recording, Unread, auditing, print_plan
 from tqdm import tqdm
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -194,7 +195,8 @@ def work(options: Options, corpus: Corpus, world: World) -> dict[str, Any]:
             last_step = folder.load(options.steps, run.model, run.optimizer)
         else:
             folder.prepare()
-    tokens_per_s = train(run, folder, last_step + 1)
+    with auditing(run.model, options.audit):
+        tokens_per_s = train(run, folder, last_step + 1)
     val_loss = run.evaluate()
     text = run.sample(options.sample)
     if world.is_first:

@@ -41,10 +41,13 @@ from fsdp_wrap.replicate import ReplicateModule, replicate
 
 __all__ = [
     "ActivationOffload",
+    "Audit",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "Choice",
+    "Corruption",
+    "CorruptionError",
     "DataParallelMeshDims",
     "Event",
     "EventKind",
@@ -87,6 +90,7 @@ __all__ = [
     "allow_skipping",
     "ValueRecord",
     "Verification",
+    "audit",
     "clip_grad_norm_",
     "explain_memory_errors",
     "find_nonfinite",
@@ -129,10 +133,14 @@ if TYPE_CHECKING:
     from fsdp_wrap._reproducible import Reproducible, reproducible
     from fsdp_wrap._uneven import Uneven, allow_skipping, uneven
     from fsdp_wrap._values import (
+        Audit,
+        Corruption,
+        CorruptionError,
         NonFinite,
         NonFiniteError,
         ValueRecord,
         Verification,
+        audit,
         find_nonfinite,
         record_values,
         verify,

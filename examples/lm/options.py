@@ -42,6 +42,7 @@ class Options:
     elastic: bool
     global_batch: int | None
     reproducible: bool
+    audit: int | None
     plan: int | None
     timeline: Path | None
 
@@ -122,6 +123,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--reproducible",
         action="store_true",
         help="the same bits at any number of ranks that divides global-batch / batch; prints a hash of them",
+    )
+    group.add_argument(
+        "--audit",
+        type=_at_least(1),
+        nargs="?",
+        const=100,
+        metavar="N",
+        help="look for silent corruption in one of N steps, and end the run if there is any; 100 if left out",
     )
     group.add_argument("--lr", type=_positive, default=4e-3, help="learning rate after warm-up")
     group.add_argument("--warmup", type=_at_least(1), default=200, help="steps of rising learning rate")

@@ -1,11 +1,11 @@
-"""A step before it runs, and while it runs: `--plan` and `--timeline`."""
+"""A step before it runs, and while it runs: `--plan`, `--timeline` and `--audit`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ class Unread:
     def batch(self, key: str, size: int, context: int, taken: slice = slice(None)) -> Batch:
         tokens = torch.zeros(len(range(size)[taken]), context, dtype=torch.long)
         return tokens, tokens
+
+
+def auditing(model: torch.nn.Module, every: int | None) -> AbstractContextManager[Any]:
+    """Ends the run if hardware computes wrong; an elastic agent then begins anew from the last checkpoint."""
+    return nullcontext() if every is None else fsdp_wrap.audit(model, every, on_fault="raise")
 
 
 def print_plan(ranks: int, setup: Callable[[World], tuple[Any, Any, Any]]) -> None:

@@ -145,7 +145,7 @@ class _Saver:
         self._here: list[weakref.ref[Bundle]] = []  # with storages that have not left
         self._leaving: deque[CopiesToHost] = deque()
         for unit in units:
-            unit.saving = _Forward(self, unit, unit in chosen)
+            unit.saving = _SavingContext(self, unit, unit in chosen)
 
     def remove(self) -> None:
         """Leaves the units."""
@@ -235,7 +235,7 @@ class _Saver:
         return (flat if flat.dtype is packed.dtype else flat.view(packed.dtype)).as_strided(*packed.place)
 
 
-class _Forward:
+class _SavingContext:
     """The context of one unit's computation in its forwards."""
 
     def __init__(self, saver: _Saver, unit: Unit, travels: bool) -> None:

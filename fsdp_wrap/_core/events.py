@@ -136,6 +136,12 @@ class ValueWatcher:
             values: None of `PARAMETERS` and `GRADIENTS`, which the leaves of the unit hold.
         """
 
+    def compute(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Notes that a unit is about to compute: `compute(*args, **kwargs)`, with its leaves shown."""
+
+    def send(self, layout: Any, full: torch.Tensor) -> None:
+        """Notes that a reduce buffer is complete, as it will be sent."""
+
     def end(self, schedule: Any) -> None:
         """Notes that a backward has ended; may communicate, and may raise."""
 

@@ -46,6 +46,7 @@ class Gradients:
         unreduced: Whether a backward has ended without a reduction since the last one.
         partial: A shard summed over this copy's ranks only, for the next reduction to add.
         used: For each leaf, whether the reduce buffer holds its gradient.
+        factor: Number by which a sum is multiplied; None for 1.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Gradients:
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
         self._scale, after = 1.0 / before, before / contributors
         # To multiply by a number would make such a tensor each time.
-        self._factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
+        self.factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
     # from the leaves into the reduce buffer
 
@@ -205,6 +206,8 @@ class Gradients:
                     for part in parts:
                         part.fill_(0.0 if filled[index] else _NOTHING)
         self._layout.note_used(views.notes, filled)
+        for watcher in tuple(value_watchers):
+            watcher.send(self._layout, views.tensor)
         return views.tensor
 
     @property
@@ -232,8 +235,8 @@ class Gradients:
         if False in used:
             used = self._layout.used_by_any(shard, used, frozen=self._waited)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
-        if self._factor is not None:
-            reduced.mul_(self._factor)
+        if self.factor is not None:
+            reduced.mul_(self.factor)
         if self._layout.average_hook is not None:
             self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
         if value_watchers:

@@ -73,6 +73,8 @@ def run_forward(
             args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs)
         if value_watchers:
             tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
+            for watcher in tuple(value_watchers):
+                watcher.compute(unit, compute, args, kwargs)
         with unit.saving:
             output = compute(*args, **kwargs)
         if returned is not None:

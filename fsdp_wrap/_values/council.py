@@ -20,30 +20,46 @@ from fsdp_wrap._runtime import Schedule, ranks_of
 
 T = TypeVar("T")
 
-_MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on non-finite values")
+_MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on values")
 
 
 class Council:
-    """The ranks of one model's tree of units; made by all of them."""
+    """The ranks of one model's tree of units; made by all of them.
+
+    Attributes:
+        members: Their global ranks.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        members = sorted(ranks_of(schedule.units, _MEMBERS, schedule.iteration))
+        self.members = sorted(ranks_of(schedule.units, _MEMBERS, schedule.iteration))
         self._communicator: Communicator | None = None
-        if len(members) > 1:
-            group = host_group_over(members)
+        if len(self.members) > 1:
+            group = host_group_over(self.members)
             if dist.get_backend(group) not in CARRY_NOTHING:
                 self._communicator = make_communicator(ranks_in(group), torch.device("cpu"))
 
     def share(self, own: T | None) -> list[T]:
         """Returns what ranks have to tell; empty if none has anything. Collective."""
-        ranks = self._communicator
-        if ranks is None:
-            return [] if own is None else [own]
-        if ranks.positions is not None:
-            ranks.positions.issue(_FLAGS, Phase.IDLE, self._schedule.iteration)
         flags = torch.tensor([float(own is not None)], device="cpu")
-        ranks.all_reduce([flags]).wait()
+        self.add(flags)
         if not flags.item():
             return []
-        return [each for each in ranks.all_gather_object(own) if each is not None]
+        return [each for each in self.gather(own) if each is not None]
+
+    def add(self, numbers: torch.Tensor) -> None:
+        """Replaces numbers in host memory by their sums over the ranks. Collective."""
+        if self._communicator is not None:
+            self._note(self._communicator)
+            self._communicator.all_reduce([numbers]).wait()
+
+    def gather(self, own: T) -> list[T]:
+        """Returns what each rank has, in their order. Collective."""
+        if self._communicator is None:
+            return [own]
+        self._note(self._communicator)
+        return self._communicator.all_gather_object(own)
+
+    def _note(self, ranks: Communicator) -> None:
+        if ranks.positions is not None:
+            ranks.positions.issue(_FLAGS, Phase.IDLE, self._schedule.iteration)

@@ -18,7 +18,7 @@ from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap._values import files
 from fsdp_wrap._values.pieces import full_params, gradient_pieces, own_gradients, shard_pieces
 from fsdp_wrap._values.plain import PlainSeams
-from fsdp_wrap._values.rows import Rows
+from fsdp_wrap._values.rows import Rows, check_every
 
 
 class ValueRecord:
@@ -86,8 +86,7 @@ def record_values(
         with fsdp_wrap.record_values(model, "values", every=100):
             train(model)
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r} must be a positive number of steps")
+    check_every(every)
     found = units_in(model)
     if found and units:
         raise ValueError(f"units={[*units]} are for a plain module, and {type(model).__name__} has units")

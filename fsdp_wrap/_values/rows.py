@@ -8,6 +8,12 @@ from fsdp_wrap._values.files import Key, RecordedStep
 from fsdp_wrap._values.statistics import Statistics
 
 
+def check_every(every: object) -> None:
+    """Raises a ValueError unless a value is a number of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r} must be a positive number of steps")
+
+
 class Rows:
     """Statistics of the running step; writes them when it has ended.
 

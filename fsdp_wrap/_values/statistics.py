@@ -29,7 +29,9 @@ _BLOCK = 4096
 _MIX, _STIR = -7046029254386353131, -4658895280553007687
 """Odd numbers with bits that look random."""
 _MIX_32, _STIR_32 = -1640531527, -2048144777
-_INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 1 << 22
+"""Elements that are summed at once, in 8 bytes each."""
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
@@ -217,3 +219,57 @@ def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
     sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
     found: list[float] = (torch.cat(sums).double() * plan.signs).sum(0).tolist()
     return found
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of elements as integers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view(_INTS[real.element_size()])
+
+
+def bit_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Returns two sums modulo 2^64 of the bits of each row: plain, and with a weight for each place."""
+    bits, (number, numel) = bits_of(rows), rows.shape
+    sums = torch.zeros(number, 2, dtype=torch.int64, device=rows.device)
+    step = max(1, _AT_ONCE // number // _BLOCK) * _BLOCK
+    for start in range(0, numel, step):
+        part = bits[:, start : start + step].long()
+        sums[:, 0] += part.sum(1)
+        sums[:, 1] += (part * _place_weights(start, part.shape[1], rows.device)).sum(1)
+    return sums
+
+
+def _place_weights(start: int, numel: int, device: torch.device) -> torch.Tensor:
+    """Returns the weights of places from `start` on, which begins a block."""
+    first, blocks = start // _BLOCK + 1, -(-numel // _BLOCK)
+    of_blocks = _mixed(torch.arange(first, first + blocks, device=device)) | 1
+    if blocks == 1:
+        return _weights(device)[:numel] * of_blocks
+    return (of_blocks.unsqueeze(1) * _weights(device)).view(-1)[:numel]
+
+
+def changed_place(numel: int, plain: int, weighted: int) -> int | None:
+    """Returns the one place at which rows of these differences of `bit_sums` differ; None if at several."""
+    device = torch.device("cpu")
+    for start in range(0, numel, _AT_ONCE):
+        weights = _place_weights(start, min(numel - start, _AT_ONCE), device)
+        found = (weights * plain == weighted).nonzero()
+        if len(found) == 1 and plain:
+            return start + int(found)
+    return None
+
+
+def block_sums(rows: torch.Tensor, numel: int) -> torch.Tensor:
+    """Returns sums over blocks of `numel` elements of each row: with random signs, and of absolute values."""
+    number, length = rows.shape
+    blocks = -(-length // numel)
+    places = torch.arange(numel, device=rows.device) % _BLOCK
+    signs = _signs(rows.device, torch.float64)[places, 0]
+    sums = torch.empty(2, number, blocks, dtype=torch.float64, device=rows.device)
+    step = max(1, _AT_ONCE // max(length, 1))
+    for start in range(0, number, step):
+        part = rows[start : start + step].double()
+        part = torch.nn.functional.pad(part, (0, blocks * numel - length)).view(-1, blocks, numel)
+        sums[0, start : start + step] = part @ signs
+        sums[1, start : start + step] = part.abs().sum(2)
+    return sums

@@ -29,6 +29,7 @@ from fsdp_wrap import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     allow_skipping,
+    audit,
     clip_grad_norm_,
     comm_hooks,
     find_nonfinite,
@@ -447,6 +448,18 @@ class Watched(Capability):
             side.notes.pop("watched").__exit__(None, None, None)
 
 
+class Audited(Capability):
+    """Steps inside `audit`, in which all is right."""
+
+    def before_step(self, side: Side, at: int) -> None:
+        if side.world is not None:
+            side.notes["audited"] = audit(side.model, every=1, on_fault="raise", seed=at)
+
+    def after_step(self, side: Side, at: int) -> None:
+        if side.world is not None:
+            side.notes.pop("audited").__exit__(None)
+
+
 CAPABILITIES: dict[str, Capability] = {
     "Grouped": Capability(
         slots=("units",), fronts=COMPOSABLE, units=lambda net, units: [*units, [net.norm, net.head]]
@@ -582,6 +595,7 @@ CAPABILITIES: dict[str, Capability] = {
     "Clipped": Capability(slots=("clipping",), after_backward=clip_gradients),
     "Scheduled": Scheduled(slots=("optimizer object",)),
     "Watched": Watched(),
+    "Audited": Audited(),
     "Summoned": Capability(after_step=summon),
     "Copied": Capability(slots=("optimizer object", "parameter objects"), after_step=go_on_with_a_copy),
 }

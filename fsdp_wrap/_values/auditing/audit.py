@@ -1,0 +1,125 @@
+"""`audit`: looks for silent data corruption in drawn steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from fsdp_wrap._core import warn_caller
+from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
+from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, text_of
+from fsdp_wrap._values.auditing.tree import TreeAudit
+from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.rows import check_every
+
+OnFault = Literal["warn", "raise"] | Callable[[Corruption], object]
+
+
+class Audit:
+    """An audit that runs; a context that ends it.
+
+    Attributes:
+        findings: All findings up to now, the same on all ranks.
+        skipped: Units whose computation cannot be repeated, with the reason.
+    """
+
+    def __init__(self, model: nn.Module, every: int, on_fault: OnFault, seed: int) -> None:
+        self.findings: list[Corruption] = []
+        self.skipped: dict[str, str] = {}
+        self._on_fault = on_fault
+        units = units_in(model)
+        if not units:
+            refuse_unsharded(model, "audit()")
+        names: dict[Unit, str] = {}
+        for name, unit in units.items():
+            names.setdefault(unit, name)
+        schedules = dict.fromkeys(schedule_of(unit) for unit in names)
+        for schedule in schedules:
+            schedule.require_idle("audit()")
+        self._trees = [
+            TreeAudit(
+                schedule,
+                {unit: name for unit, name in names.items() if schedule_of(unit) is schedule},
+                *(every, seed, self._report, self._skip),
+            )
+            for schedule in schedules
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that were audited."""
+        return sum(tree.audited for tree in self._trees)
+
+    def end_step(self) -> None:
+        """Ends a step by hand: for optimizers that are not torch's."""
+        for tree in self._trees:
+            tree.end_step()
+
+    def remove(self) -> None:
+        """Ends the audit; an audited step that is not over is dropped."""
+        for tree in self._trees:
+            tree.close(meets=False)
+
+    def __enter__(self) -> Audit:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for tree in self._trees:
+            tree.close(meets=error is None)
+
+    def _skip(self, unit: str, reason: str) -> None:
+        if reason not in self.skipped.values():
+            warn_caller(
+                f"audit() cannot repeat the computation of unit {quoted(unit)}, nor of others like it: "
+                f"{reason}. The rest is audited"
+            )
+        self.skipped[unit] = reason
+
+    def _report(self, found: Sequence[Corruption]) -> None:
+        self.findings += found
+        first, *also = found
+        if self._on_fault == "raise":
+            raise CorruptionError(text_of(first, also), first, also)
+        if self._on_fault == "warn":
+            warn_caller(text_of(first, also))
+        elif callable(self._on_fault):
+            self._on_fault(first)
+
+
+def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", seed: int = 0) -> Audit:
+    """Looks for silent data corruption while a model trains: a GPU, memory or link that computes wrong.
+
+    One of each `every` steps is drawn. In it the ranks check that gathered parameters are the shards of their
+    owners, that shards change by updates alone and are alike on replicas, and that reduced gradients are sums
+    of the ranks' gradients, up to rounding. One drawn unit's forward and backward, and one drawn parameter's
+    update, are computed again and compared bit for bit. In other steps nothing is looked at.
+
+    A step ends when an optimizer of `torch.optim` that has parameters of the model has stepped, and the next
+    forward begins.
+
+    Args:
+        model: Wrapped or sharded, or with such modules inside. All ranks call this with the same arguments.
+        every: Number of steps of which one is drawn.
+        on_fault: "warn", "raise", which raises a `CorruptionError` on all ranks at the same place, or a
+            function that is called on all ranks with the first finding of a step; it may raise as well, to
+            leave the run by its last checkpoint.
+        seed: Draws steps, units and parameters.
+
+    Returns:
+        The audit, as a context or to `remove`.
+
+    Raises:
+        ValueError: If nothing in the model is wrapped or sharded, `every` is no positive number, or
+            `on_fault` is none of these.
+        CorruptionError: In a step, by `on_fault="raise"`: a RuntimeError, on all ranks alike.
+
+    Example:
+        with fsdp_wrap.audit(model, every=100, on_fault="raise"):
+            train(model)
+    """
+    check_every(every)
+    if on_fault not in ("warn", "raise") and not callable(on_fault):
+        raise ValueError(f"on_fault={on_fault!r} must be 'warn', 'raise' or a function")
+    return Audit(model, every, on_fault, seed)

@@ -1,0 +1,380 @@
+"""`Twice`: computes one drawn unit's forward and backward again, and compares the bits."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fsdp_wrap._core import REFUSED_HOOKS_OF, iter_tensors, map_tensors
+from fsdp_wrap._params import Showing
+from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._values.auditing.corruption import BACKWARD, FORWARD, Corruption
+from fsdp_wrap._values.pieces import whole_name
+from fsdp_wrap._values.statistics import bits_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HAS_NO = " does not have a deterministic"
+_ALIGNMENT = 256
+"""Bytes. Kernels may round differently on less aligned memory, so copies lie as the originals do."""
+
+
+_FIXED = (torch.Tensor, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class NotAudited(Exception):
+    """A unit cannot be computed twice; the text tells why."""
+
+
+class _Random:
+    """The state of the random number generators of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        modules = [torch, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
+        self._states = [(each.set_rng_state, each.get_rng_state()) for each in modules]
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        for write, state in self._states:
+            write(state)
+        random.setstate(self._python)
+
+
+@dataclass
+class _Forward:
+    """One forward of the drawn unit, with all that it depends on, and what came out."""
+
+    unit: Unit
+    compute: Callable[..., Any]
+    args: Any
+    params: list[list[torch.Tensor]]
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    random: _Random
+    autocasts: list[tuple[str, bool, torch.dtype]]
+    with_grad: bool
+    again: int = 0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    output_grads: dict[int, torch.Tensor] = field(default_factory=dict)
+    input_grads: dict[int, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    backwards: int = 0
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Returns by name what the training step has computed."""
+        found = {f"output {n}": each for n, each in enumerate(self.outputs)}
+        found |= {f"the gradient of input {n}": each for n, each in self.input_grads.items()}
+        return found | {f"the gradient of '{fqn}'": each for fqn, each in self.grads.items()}
+
+
+class Twice:
+    """The drawn unit of a step.
+
+    Attributes:
+        refused: Why the drawn unit could not be computed again; empty if it could.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unit: Unit | None = None
+        self._call: _Forward | None = None
+        self.refused = ""
+
+    def draw(self, unit: Unit | None) -> None:
+        """Chooses the unit of a step; None for no unit."""
+        self._unit, self._call, self.refused = unit, None, ""
+
+    # evidence
+
+    def begin(self, unit: Unit, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Keeps what a forward of the drawn unit depends on; later forwards of a step are not looked at."""
+        if unit is not self._unit:
+            return
+        if self._call is not None:
+            self._call.again += 1
+            return
+        try:
+            _refuse_mutable((args, *kwargs.values()))
+            call = _Forward(
+                *(unit, compute, _Copies().of((args, kwargs))),
+                params=[[_alike(leaf.data) for leaf in each.leaves] for each in unit.segments],
+                buffers=[
+                    (module._buffers, name, _alike(buffer))
+                    for module in unit.module.modules()
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                ],
+                attributes=[(vars(each), dict(vars(each))) for each in unit.module.modules()],
+                random=_Random(self._device),
+                autocasts=[
+                    (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    for kind in dict.fromkeys(("cpu", self._device.type))
+                ],
+                with_grad=torch.is_grad_enabled(),
+            )
+        except NotAudited as reason:
+            self._unit, self.refused = None, str(reason)
+            return
+        self._call = call
+        for number, tensor in enumerate(_distinct((args, kwargs))):
+            if tensor.requires_grad and tensor.grad_fn is not None and call.with_grad:
+                tensor.grad_fn.register_prehook(partial(_note, call.input_grads, number, 0))
+
+    def take_outputs(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps the outputs of the drawn unit, and has their gradients kept."""
+        call = self._call
+        if call is None or unit is not call.unit or call.outputs:
+            return
+        call.outputs = [each.detach().clone() for each in tensors]
+        for number, tensor in enumerate(tensors):
+            if tensor.grad_fn is not None and call.with_grad:
+                tensor.grad_fn.register_prehook(partial(_note, call.output_grads, number, tensor.output_nr))
+
+    def take_gradients(self, unit: Unit, alone: bool) -> None:
+        """Keeps the gradients on the leaves of the drawn unit, unless other code may use those too.
+
+        A rank `alone` could not tell that from a fault.
+        """
+        call = self._call
+        if call is None or unit is not call.unit:
+            return
+        call.backwards += 1
+        assert unit.schedule is not None
+        if alone or not unit.options.reshard_after_forward or unit.schedule.root is unit or unit.keeps_module:
+            return
+        for segment in unit.segments:
+            for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
+                if leaf.grad is not None and not REFUSED_HOOKS_OF(leaf) and leaf.grad.layout is torch.strided:
+                    call.grads[fqn] = leaf.grad
+
+    # comparison
+
+    def differs(self) -> bool:
+        """Computes again; returns whether anything differs."""
+        call = self._call
+        if call is None or not call.outputs:
+            return False
+        try:
+            return bool(_different(call.results(), self._compute()))
+        except Exception as error:  # of code that must not run twice
+            self.refused, self._call = f"it raises a {type(error).__name__} when it is repeated", None
+            return False
+
+    def judge(self, rank: int, step: int, unit: str) -> list[Corruption] | str:
+        """Computes more often; returns what differs from all of that, or why it proves nothing.
+
+        All ranks call it if one has found something, since the unit may communicate.
+        """
+        call = self._call
+        if call is None or not call.outputs:
+            return []
+        first, *others = (self._compute() for _ in range(3))
+        with warnings.catch_warnings(record=True) as told, _warning_of_kernels():
+            others.append(self._compute())
+        kernels = {str(each.message).split(_HAS_NO)[0] for each in told if _HAS_NO in str(each.message)}
+        if kernels:
+            return f"it uses kernels that are not deterministic: {', '.join(sorted(kernels))}"
+        found = _different(call.results(), first)
+        if not found or any(_different(first, other) for other in others):
+            return "repetitions on a rank differ: its code or kernels are not deterministic, or it is faulty"
+        results = call.results()
+        return [_finding(rank, step, unit, name, results[name], first[name]) for name in found]
+
+    def forget(self) -> None:
+        """Drops all that is kept."""
+        self._call = None
+
+    def _compute(self) -> dict[str, torch.Tensor]:
+        """Computes forward and backward again, without an effect on anything; returns results by name."""
+        call, now = self._call, _Random(self._device)
+        assert call is not None
+        try:
+            with _as_it_was(call) as params, torch.set_grad_enabled(call.with_grad):
+                copies = _Copies(call.with_grad)
+                args, kwargs = copies.of(call.args)
+                outputs = [*iter_tensors(call.compute(*args, **kwargs))]
+                outputs = [
+                    each.to(was.dtype) if each.is_floating_point() else each
+                    for each, was in zip(outputs, call.outputs)
+                ]
+                found = {f"output {n}": each.detach() for n, each in enumerate(outputs)}
+                grads = call.output_grads if not call.again and call.backwards <= 1 else {}
+                if grads and all(outputs[n].requires_grad for n in grads):
+                    torch.autograd.backward([outputs[n] for n in grads], [*grads.values()])
+                    inputs = {n: copies.made[n].grad for n in call.input_grads}
+                    found |= {f"the gradient of input {n}": x for n, x in inputs.items() if x is not None}
+                    found |= {
+                        f"the gradient of '{fqn}'": param.grad.to(call.grads[fqn].dtype)
+                        for fqn, param in params.items()
+                        if fqn in call.grads and param.grad is not None
+                    }
+                return found
+        finally:
+            now.restore()
+
+
+def can_be_twice(unit: Unit) -> bool:
+    """Whether a unit can be computed again on its own: no units, hooks or foreign parameters inside."""
+    handle = unit.handle
+    if handle is None or unit.companions or unit.tied_to is not None or unit.parts:
+        return False
+    if len({*units_in(unit.module).values()}) > 1 or handle.shown.state is not Showing.SHARDED:
+        return False
+    if any(layout.extended or layout.distributed is not None for layout in unit.layouts):
+        return False
+    own = {id(param) for layout in unit.layouts for param in (layout.flat_param, *layout.sharded_params)}
+    shown = [param for param in unit.module.parameters() if id(param) not in own]
+    for module in unit.module.modules():
+        hooked = any(getattr(module, name, None) for name in _HOOKS)
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if hooked or compiled or "_orig_mod" in module._modules or isinstance(module, ParametrizationList):
+            return False
+    return not shown
+
+
+def _refuse_mutable(value: Any) -> None:
+    """Refuses arguments that a forward may change, other than tensors."""
+    if isinstance(value, tuple):
+        for each in value:
+            _refuse_mutable(each)
+    elif not isinstance(value, _FIXED):
+        raise NotAudited(f"its forward takes a {type(value).__name__}, which it may change")
+
+
+def _note(
+    into: dict[int, torch.Tensor], number: int, of_node: int, grads: Sequence[torch.Tensor | None]
+) -> None:
+    """Keeps a gradient that has come to a node of the graph; a second one makes it unusable."""
+    grad = grads[of_node]
+    if grad is not None and not torch.is_grad_enabled():
+        into[number] = grad.detach()
+
+
+def _distinct(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in arguments, each once."""
+    return [*{id(each): each for each in iter_tensors(value)}.values()]
+
+
+class _Copies:
+    """Copies of tensors with the same strides and alignment; one tensor stays one."""
+
+    def __init__(self, keeps_grad: bool = True) -> None:
+        self._keeps_grad = keeps_grad
+        self._by_id: dict[int, torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        return map_tensors(self._copy, value)
+
+    @property
+    def made(self) -> list[torch.Tensor]:
+        return [*self._by_id.values()]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._by_id:
+            copied = _alike(tensor).requires_grad_(tensor.requires_grad and self._keeps_grad)
+            self._by_id[id(tensor)] = copied
+        return self._by_id[id(tensor)]
+
+
+@torch.no_grad()
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with the same strides and alignment."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        raise NotAudited(f"it computes with a {type(tensor).__name__}")
+    shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
+    distinct = [1 if not stride else length for length, stride in zip(shape, strides)]  # not expanded
+    numel = sum((length - 1) * stride for length, stride in zip(distinct, strides)) + 1
+    memory = torch.empty(max(numel, 1) + _ALIGNMENT, dtype=tensor.dtype, device=tensor.device)
+    offset = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT // size
+    if tensor.numel():
+        source = tensor.detach().as_strided(distinct, strides, tensor.storage_offset())
+        memory.as_strided(distinct, strides, offset).copy_(source)
+    return memory.as_strided(shape, strides, offset)
+
+
+@contextmanager
+def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
+    """Shows modules copies of a forward's parameters and buffers, with its random numbers and casts."""
+    handle = call.unit.handle
+    by_name: dict[str, nn.Parameter] = {}
+    assert handle is not None
+    with ExitStack() as undo:
+        for held, before in call.attributes:
+            undo.callback(_put_back, held, dict(held))
+            _put_back(held, before)
+        for buffers, name, value in call.buffers:
+            undo.callback(buffers.__setitem__, name, buffers[name])
+            buffers[name] = _alike(value)
+        leaves = handle.shown.state is Showing.LEAVES
+        for segment, values in zip(call.unit.segments, call.params):
+            shown = [
+                nn.Parameter(_alike(value), each.requires_grad) for value, each in zip(values, segment.leaves)
+            ]
+            for copied, leaf in zip(shown, segment.leaves):
+                vars(copied).update(vars(leaf))
+            by_name.update(zip(segment.layout.fqns, shown))
+            display = segment.layout.display
+            undo.callback(display.show_leaves if leaves else display.show_sharded)
+            segment.layout.show(shown)
+        for kind, enabled, dtype in call.autocasts:
+            undo.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        call.random.restore()
+        yield by_name
+
+
+def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
+    held.clear()
+    held.update(before)
+
+
+@contextmanager
+def _warning_of_kernels() -> Iterator[None]:
+    """Lets torch warn of kernels that are not deterministic."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    warnings.simplefilter("always")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of results that have other bits."""
+    return [name for name in one if name in other and not _same(one[name], other[name])]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(bits_of(one), bits_of(other))
+
+
+def _finding(
+    rank: int, step: int, unit: str, name: str, found: torch.Tensor, repeated: torch.Tensor
+) -> Corruption:
+    phase = FORWARD if name.startswith("output") else BACKWARD
+    told = "Repetitions from the same inputs, parameters and random numbers agree on other bits"
+    index, count = None, -1
+    if found.shape == repeated.shape:
+        index, count = first_different(found, repeated)
+    what, quote, fqn = name.rstrip("'").partition("'")
+    tensor = f"{what}'{whole_name(unit, fqn)}'" if quote else name
+    return Corruption(rank, step, phase, unit, tensor, told, index, tuple(found.shape), count)
+
+
+def first_different(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Returns the index of the first element that has other bits, and how many have."""
+    wrong = (bits_of(one) != bits_of(other)).cpu()
+    first = wrong.reshape(-1).to(torch.uint8).argmax()
+    return tuple(int(each) for each in torch.unravel_index(first, one.shape)), int(wrong.sum())
