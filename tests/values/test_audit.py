@@ -235,9 +235,9 @@ def spoil_update(optimizer: Any, args: Any, kwargs: Any) -> None:
     if spoiled_update:
         watch, fault = spoiled_update.pop()
         before = watch._trees[0]._updates._before
-        if before is not None:
-            fault.unit = before.unit
-            fault.size = flip(getattr(before.param, "_local_tensor", before.param), fault.draw)
+        assert before is not None, "the update is not computed again"
+        fault.unit = before.unit
+        fault.size = flip(getattr(before.param, "_local_tensor", before.param), fault.draw)
 
 
 def sweep(front: str, number: int, seed: int, kinds: Any = tuple(KINDS), **options: Any) -> list[Outcome]:

@@ -127,7 +127,10 @@ class TreeAudit(ValueWatcher):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._begun:
             draw = self._random("parameter", self._number)
-            with_closure = len(args) > 1 or bool(kwargs)  # the first is the optimizer
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+            with_closure = (
+                getattr(closure, "__wrapped__", closure) is not None
+            )  # a step may be taken on shards
             self._updates.before(optimizer, self._owners, draw, with_closure)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""`Launch`: rank processes of this host that run a errand, and end with it."""
+"""`Launch`: rank processes of this host that run an errand, and end with it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _context_for(setup: Any) -> Any:
 
 
 def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: str, timeout: float) -> None:
-    """Runs a errand as a rank, and writes what it has observed, or its error."""
+    """Runs an errand as a rank, and writes what it has observed, or its error."""
     (Path(folder) / f"{rank}.begun").touch()
     try:
         _become(rank, ranks, folder, start_method, timeout)

@@ -96,7 +96,7 @@ def seed_as_of(rank: int) -> None:
 
 
 def observe(errand: Errand) -> Observed:
-    """Runs a errand in this process, a rank of the default group.
+    """Runs an errand in this process, a rank of the default group.
 
     Raises:
         WrongSetup: If `setup` returns something else than a program, sharded or not as it should be.

@@ -147,7 +147,7 @@ def _rounding_of(pair: Pair) -> float:
 
 
 def _on_all(errand: Errand) -> list[Observed]:
-    """Runs a errand on the ranks of the process group."""
+    """Runs an errand on the ranks of the process group."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         seed_as_of(dist.get_rank())
@@ -158,7 +158,7 @@ def _on_all(errand: Errand) -> list[Observed]:
 
 
 def _on_first(launch: Launch, errand: Errand) -> list[Observed]:
-    """Runs a errand in a process of the first rank, and tells all ranks what it has observed."""
+    """Runs an errand in a process of the first rank, and tells all ranks what it has observed."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
