@@ -258,11 +258,11 @@ def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
             for full in (True, False):
                 options = StateDictOptions(full_state_dict=full)
                 state = get_optimizer_state_dict(model, optimizer, options=options)
-                set_optimizer_state_dict(model, optimizer, state, options=options)
-                one_step(model, optimizer, rank, 2)
-                with device.aside():
+                with device.aside():  # now: steps may write to what they have loaded
                     tensors = [value for each in state["state"].values() for value in each.values()]
                     found[rank] += [each.tolist() for each in tensors if full]
+                set_optimizer_state_dict(model, optimizer, state, options=options)
+                one_step(model, optimizer, rank, 2)
             with device.aside():
                 found[rank] += [value.tolist() for value in full_state(model).values()]
 
