@@ -6,12 +6,14 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import fsdp_wrap
-from bed import ranks, run_ranks
+from bed import ranks, run_isolated, run_ranks
+from bed.patience import NEVER
 from bed.scripts import python
 from fsdp_wrap._values.verifying.launch import Launch
 from fsdp_wrap._values.verifying.observe import Errand, Observed, observe, places_of, seed_as_of
@@ -179,19 +181,32 @@ def test_other_numbers_of_ranks_are_verified():
     assert uneven.verdict == "mean of means" and "those of rank 2 1.33 times" in uneven.causes[0].told
 
 
-def test_closures_are_verified_in_processes_of_their_own():
-    """Those are forks; each sees the numbers of its rank."""
+def closures(rank: int, world_size: int) -> str:
     report = fsdp_wrap.verify(lambda sharded: setup(sharded, optim=torch.optim.SGD), steps=2)
     assert report.ok and len(report.steps) == 2, str(report)
-    told = str(report)
+    return str(report)
+
+
+def test_closures_are_verified_in_processes_of_their_own():
+    """Those are forks, here of a process without threads; each sees the numbers of its rank."""
+    (found,) = run_isolated(closures, backend=None, timeout=NEVER)
+    assert found.kind == "passed", found
+    told = found.value
     assert (
         "Sharded over 2 ranks, compared with the plain model: rounding" in told and "Nothing is wrong" in told
     )
     assert "Dropout was off: blocks.0.drop, blocks.1.drop" in told and "get the same masks" in told
 
 
+def test_forks_that_cannot_run_a_backward_are_refused(monkeypatch):
+    """As after backwards that have run in threads."""
+    monkeypatch.setattr(torch.autograd, "backward", Mock(side_effect=RuntimeError("no threads in a fork")))
+    with pytest.raises(ValueError, match="forks of this one cannot run it: define it by `def`"):
+        alone(lambda sharded: setup(sharded))
+
+
 def test_one_rank_is_what_a_large_model_is_compared_with():
-    report = fsdp_wrap.verify(lambda sharded: setup(sharded, mistake="divide"), steps=1, against="one rank")
+    report = fsdp_wrap.verify(partial(setup, mistake="divide"), steps=1, against="one rank")
     assert report.verdict == "divided by the ranks twice" and "sharded program" in report.notes[0], str(
         report
     )

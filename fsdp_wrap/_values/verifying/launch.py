@@ -117,10 +117,7 @@ def _context_for(setup: Any) -> Any:
         return multiprocessing.get_context("spawn")
     if "fork" in multiprocessing.get_all_start_methods() and not torch.accelerator.is_available():
         return multiprocessing.get_context("fork")
-    raise ValueError(
-        f"setup={setup!r} cannot be imported by another process, as the ranks need to: define it by `def` "
-        "at the top of a module, not inside a function"
-    )
+    raise _not_importable(setup)
 
 
 def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: str, timeout: float) -> None:
@@ -128,6 +125,8 @@ def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: 
     (Path(folder) / f"{rank}.begun").touch()
     try:
         _become(rank, ranks, folder, start_method, timeout)
+        if start_method == "fork":
+            _require_backward(errand.setup)
         done = pickle.dumps(observe(errand))
         dist.barrier()
         (Path(folder) / f"{rank}.done").write_bytes(done)
@@ -140,6 +139,21 @@ def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: 
         written.rename(written.with_suffix(".failed"))
         _end()
     dist.destroy_process_group()
+
+
+def _require_backward(setup: Any) -> None:
+    """Refuses a fork of a process whose backwards have run in threads: torch runs none in it."""
+    try:
+        torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
+    except RuntimeError as error:
+        raise WrongSetup(_not_importable(setup)) from error
+
+
+def _not_importable(setup: Any) -> ValueError:
+    return ValueError(
+        f"setup={setup!r} cannot be imported by another process, and forks of this one cannot run it: define "
+        "it by `def` at the top of a module, not inside a function"
+    )
 
 
 def _end() -> None:
