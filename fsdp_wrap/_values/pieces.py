@@ -41,7 +41,7 @@ def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and local values of the full parameters that a unit's modules show."""
     for segment in unit.segments:
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
-            yield whole_name(name, fqn), to_local(leaf.detach())
+            yield whole_name(name, fqn), to_local(leaf).detach()
 
 
 def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -436,28 +437,17 @@ def go_on_with_a_copy(side: Side, at: int) -> None:
 
 
 class Watched(Capability):
-    """Steps inside `find_nonfinite`."""
+    """Steps inside `find_nonfinite` and `audit`, in which all is right."""
 
     def before_step(self, side: Side, at: int) -> None:
         if side.world is not None:
-            side.notes["watched"] = find_nonfinite(side.model)
-            side.notes["watched"].__enter__()
+            side.notes["watched"] = watched = ExitStack()
+            watched.enter_context(find_nonfinite(side.model))
+            watched.enter_context(audit(side.model, every=1, on_fault="raise", seed=at))
 
     def after_step(self, side: Side, at: int) -> None:
         if side.world is not None:
-            side.notes.pop("watched").__exit__(None, None, None)
-
-
-class Audited(Capability):
-    """Steps inside `audit`, in which all is right."""
-
-    def before_step(self, side: Side, at: int) -> None:
-        if side.world is not None:
-            side.notes["audited"] = audit(side.model, every=1, on_fault="raise", seed=at)
-
-    def after_step(self, side: Side, at: int) -> None:
-        if side.world is not None:
-            side.notes.pop("audited").__exit__(None)
+            side.notes.pop("watched").close()
 
 
 CAPABILITIES: dict[str, Capability] = {
@@ -595,7 +585,6 @@ CAPABILITIES: dict[str, Capability] = {
     "Clipped": Capability(slots=("clipping",), after_backward=clip_gradients),
     "Scheduled": Scheduled(slots=("optimizer object",)),
     "Watched": Watched(),
-    "Audited": Audited(),
     "Summoned": Capability(after_step=summon),
     "Copied": Capability(slots=("optimizer object", "parameter objects"), after_step=go_on_with_a_copy),
 }
