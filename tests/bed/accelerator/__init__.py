@@ -6,7 +6,8 @@ operators touch the same bytes and no event orders them, and does everything aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,22 @@ def run_simulated(
             compared between orders.
         records: Whether all is done again in other orders, `seeds` of them random.
     """
-    torch.set_num_threads(1)  # the ranks are threads already
+    with _one_thread():  # the ranks are threads already
+        return _run(size, body, records, seeds)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Computes in one thread, and then as before: on that the bits of later tests depend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(size: int, body: Callable[[int, Simulation], Any], records: bool, seeds: int) -> list[Simulation]:
     all_ranks, kept = [Simulation(records) for _ in range(size)], []
 
     def rank_body(rank: int) -> None:
