@@ -137,9 +137,7 @@ class Bundle:
         self._unit = weakref.ref(unit)  # which leads here
         self._before = None if before is None else weakref.ref(before)
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._here: list[
-            weakref.ref[SavedStorage]
-        ] = []  # those that have not left, and were saved here first
+        self._here: list[weakref.ref[SavedStorage]] = []  # saved here first, and not copied yet
         self._began = False
         self.nbytes = 0
 

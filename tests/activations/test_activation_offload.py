@@ -182,10 +182,10 @@ def refusals(rank: int, device: Simulation) -> None:
     with pytest.raises(ValueError, match="has no wrapped or sharded module"):
         fsdp_wrap.offload_activations(nn.Linear(2, 2))
     offload = fsdp_wrap.offload_activations(model, ["0"], min_bytes=1)
-    with pytest.raises(ValueError, match="of unit '0' are offloaded already|of the root unit"):
+    with pytest.raises(ValueError, match="the activations of the root unit .* are offloaded already"):
         fsdp_wrap.offload_activations(model)
     model(batch(rank, 0)).sum().backward()
-    assert 0 < offload.nbytes <= 4 * 3 * WIDTH * 4
+    assert offload.nbytes == 4 * 2 * WIDTH * 4  # what tanh has computed; the test holds the input
     offload.remove()
     fsdp_wrap.offload_activations(model).remove()
 
