@@ -1,7 +1,10 @@
 """Nets of a few linear layers, for tests that need no more of a model."""
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 
@@ -32,6 +35,18 @@ class Net(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Checkpointing(nn.Module):
+    """Lets a `Net` recompute its blocks in backward."""
+
+    reentrant = False
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
 
 

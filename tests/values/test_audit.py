@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from fronts import FRONTS, inner, no_sync, shard, shard_columns, within_copy
@@ -32,7 +31,7 @@ from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
 from fsdp_wrap._values.statistics import bit_sums, block_sums, changed_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from nets import WIDTH, Block, Net
+from nets import WIDTH, Block, Checkpointing, Net
 
 INTS = {2: torch.int16, 4: torch.int32}
 flips: list[Callable[[torch.Tensor], torch.Tensor]] = []
@@ -70,14 +69,8 @@ class FaultyNet(Net):
     block = FaultyBlock
 
 
-class CheckpointedNet(FaultyNet):
-    reentrant = False
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
+class CheckpointedNet(Checkpointing, FaultyNet):
+    pass
 
 
 class ReentrantNet(CheckpointedNet):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from fronts import each_front, inner, no_sync, shard, shard_columns
@@ -28,7 +27,7 @@ from fsdp_wrap import (
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from nets import WIDTH, Block, Net
+from nets import WIDTH, Block, Checkpointing, Net
 
 NAN, INF = float("nan"), float("inf")
 CULPRIT = 1
@@ -59,14 +58,8 @@ class SpoiledNet(Net):
     block = SpoiledBlock
 
 
-class CheckpointedNet(SpoiledNet):
-    reentrant = False
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
+class CheckpointedNet(Checkpointing, SpoiledNet):
+    pass
 
 
 class ReentrantNet(CheckpointedNet):
