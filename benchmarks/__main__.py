@@ -27,6 +27,7 @@ SCRIPTS = (
     "update",
     "muon",
     "checkpoint",
+    "async_save",
     "scaling",
     "collectives",
     "latency",

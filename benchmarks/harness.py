@@ -239,7 +239,7 @@ def interleave(
             seconds = _timed(competitors[name])
             if turn >= warmup:
                 times[name].append(seconds)
-    return times if dist.get_backend() == "fake" else _slowest(times)
+    return times if dist.get_backend() == "fake" else slowest(times)
 
 
 def compare(
@@ -274,7 +274,8 @@ def _timed(turn: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Returns the slowest rank's seconds in each turn; called on every rank."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, times)
     return {name: [max(turn) for turn in zip(*(of_rank[name] for of_rank in by_rank))] for name in times}

@@ -63,6 +63,7 @@ AREAS = {
     "_values": "Values that are not finite, and records of values",
     "_values/verifying": "Whether sharded training is right",
     "_values/auditing": "Silent corruption",
+    "_writer_process": "Checkpoints in the background",
     "checkpoint": "Checkpoints",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",

@@ -34,6 +34,7 @@ FOLDERS = {
     "compat": ("programs for torch, unchanged", ADD_ONS),
     "optim": ("steps on shards", ADD_ONS),
     "weights": ("weights to engines", ADD_ONS),
+    "_writer_process": ("files beside training", ADD_ONS),
     "checkpoint": ("folders on disk", ADD_ONS),
     TOP: ("the wrapper and fully_shard", FRONT_ENDS),
     "_reproducible": ("the same bits", STATE),

@@ -13,7 +13,7 @@ from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._folders import find
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._manifest import entries_of
-from fsdp_wrap.checkpoint._safetensors import Described, Named, read_safetensors, write_safetensors
+from fsdp_wrap.checkpoint._safetensors import Named, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
 from fsdp_wrap.checkpoint._sources import (
     PATIENCE,
@@ -95,26 +95,17 @@ def export(
         raise ValueError(f"{out} cannot be written to: name another folder")
     source = open_source(path, step)
 
-    def values(doing: str) -> Iterator[Named]:
-        return ((name, _cast(value, dtype)) for name, value in source.tensors(doing))
+    def wanted(own: torch.dtype) -> torch.dtype:
+        return dtype if dtype is not None and own.is_floating_point else own
 
-    files = write_safetensors(
-        out, _described_as(source, dtype), values("writing"), max_shard_bytes=max_shard_bytes
-    )
+    def values(doing: str) -> Iterator[Named]:
+        return ((name, value.to(wanted(value.dtype))) for name, value in source.tensors(doing))
+
+    described = {name: (shape, wanted(own)) for name, (shape, own) in source.described.items()}
+    files = write_safetensors(out, described, values("writing"), max_shard_bytes=max_shard_bytes)
     written = read_safetensors(out)
     _require_same(values("verifying"), {name: value.whole for name, value in written.items()}, out)
     return files
-
-
-def _described_as(source: Source, dtype: torch.dtype | None) -> Described:
-    return {
-        name: (shape, dtype if dtype is not None and own.is_floating_point else own)
-        for name, (shape, own) in source.described.items()
-    }
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | None) -> Path:

@@ -303,7 +303,6 @@ def _refusal(parent: Path, owner: str) -> RuntimeError:
 
 
 def _is_there(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False

@@ -36,7 +36,7 @@ from fsdp_wrap.checkpoint._manifest import (
     metadata_in,
     verify,
 )
-from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader, Save, rank_of
+from fsdp_wrap.checkpoint._storage import KnownReader, Save, rank_of
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
@@ -223,7 +223,7 @@ class MemorySave(Save):
             name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])
             written = self.folder / name
             with team.in_dcp(doing):
-                writer = CheckedWriter(written, step, team.size, self.progress and team.is_first)
+                writer = self.writer(written, step, team.size, self.progress and team.is_first)
                 save_state_dict(self.state, writer, team.group, no_dist=team.group is None)
             self._spread(hosts, written)
             final = folders.step_folder(self.folder, step)

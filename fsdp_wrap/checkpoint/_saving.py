@@ -9,12 +9,11 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -23,8 +22,8 @@ from torch import nn
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
-from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
-from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, rank_of
+from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged, to_cpu
+from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, in_process, rank_of
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
@@ -51,7 +50,7 @@ class SharedSave(Save):
                 places = self._agreed_places(written)
                 bar = self.progress and self.team.is_first
                 with self.team.in_dcp(doing):
-                    writer = CheckedWriter(written, step, self.team.size, bar, self.patience)
+                    writer = self.writer(written, step, self.team.size, bar, self.patience)
                     save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
                 self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:
@@ -89,10 +88,9 @@ class PendingSave:
     """A save that goes on in the background."""
 
     def __init__(self, to_do: Save) -> None:
-        self._future: Future[Path] = Future()
+        # A program that ends waits for the thread.
+        self._future = ThreadPoolExecutor(1, "fsdp_wrap.checkpoint").submit(_logged, to_do)
         self._seen = False
-        # No daemon: a program that ends waits for it.
-        Thread(target=self._run, args=(to_do,), name="fsdp_wrap.checkpoint").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -105,25 +103,24 @@ class PendingSave:
             RuntimeError: If it failed; on all ranks.
             TimeoutError: If it goes on for longer than `timeout` seconds.
         """
-        error = self._future.exception(timeout)
-        self._seen = error is not None
-        return self._future.result()
+        try:
+            return self._future.result(timeout)
+        finally:
+            self._seen = self._future.done()
 
-    def raise_untold(self) -> None:
-        """Raises the error of a save that has ended, unless `result` has."""
-        if not self._seen:
+    def wait(self, raise_untold: bool) -> None:
+        """Waits for its end, and may raise its error, unless `result` has."""
+        self._future.exception()
+        if raise_untold and not self._seen:
             self.result()
 
-    def wait(self) -> None:
-        """Waits for its end."""
-        self._future.exception()
 
-    def _run(self, to_do: Save) -> None:
-        try:
-            self._future.set_result(to_do.write())
-        except BaseException as error:
-            _log.error("a checkpoint could not be saved in the background: %s", error)
-            self._future.set_exception(error)
+def _logged(to_do: Save) -> Path:
+    try:
+        return to_do.write()
+    except BaseException as error:
+        _log.error("a checkpoint could not be saved in the background: %s", error)
+        raise
 
 
 _pending: list[PendingSave] = []
@@ -133,10 +130,9 @@ _pending: list[PendingSave] = []
 def wait_for_pending(raise_error: bool = True) -> None:
     """Waits for the save in the background, and may raise its error, if nobody has seen it."""
     for pending in tuple(_pending):
-        pending.wait()
         if raise_error:
             _pending.clear()
-            pending.raise_untold()
+        pending.wait(raise_error)
 
 
 def save(
@@ -308,7 +304,11 @@ def _planned(
 
     def plan() -> Save:
         state = Subject(model, optim, extra).taken(team)
-        what = {"team": team, "state": staged(state) if copied else state, **options}
+        if copied:
+            process = in_process.filled and in_process.filled(state)
+            to_host, options["writer"] = process or (to_cpu, CheckedWriter)
+            state = staged(state, to_host)
+        what = {"team": team, "state": state, **options}
         if isinstance(dir, InMemory):
             return MemorySave(folder=dir.folder, **what)
         return SharedSave(parent=Path(dir).absolute(), **what)

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -167,20 +167,23 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
         for segment in handle.segments:
             if segment.layout.sharded and segment.layout.fqns:
                 yield segment.layout.fqns[0], handle.communicator.members
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            for dim, placement in enumerate(param.placements):
-                if not placement.is_replicate():
-                    yield clean_fqn(name), dist.get_process_group_ranks(param.device_mesh.get_group(dim))
+    ranks = cache(lambda mesh, dim: dist.get_process_group_ranks(mesh.get_group(dim)))
+    for name, param in ((name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)):
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                yield clean_fqn(name), ranks(param.device_mesh, dim)
 
 
-def staged(state: Any) -> Any:
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor in host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def staged(state: Any, to_host: Callable[[torch.Tensor], torch.Tensor] = to_cpu) -> Any:
     """Returns a copy in host memory that later training does not change."""
-    return pytree.tree_map(_copied, state)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return pytree.tree_map(
+        lambda each: to_host(each) if isinstance(each, torch.Tensor) else copy.deepcopy(each), state
+    )
 
 
 # extras and random states

@@ -27,36 +27,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fsdp_wrap._core import __version__
+from fsdp_wrap._core import Seam, __version__
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Save(ABC):
-    """A planned save; `keep_last` counts this step too, None is the default of the place."""
-
-    team: Team
-    state: dict[str, Any]
-    step: int | None = None
-    keep_last: int | None = None
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("keep_last", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | None):
-                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
-
-    @abstractmethod
-    def write(self) -> Path:
-        """Writes the step, on every rank; it appears once all have succeeded, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +85,34 @@ class CheckedWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
+in_process: Seam[Callable[[Any], Any]] = Seam("writing in a process", "fsdp_wrap._writer_process")
+"""Returns for a state what copies its tensors and what writes the copies; None if a thread does better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(ABC):
+    """A planned save; `keep_last` counts this step too, None is the default of the place."""
+
+    team: Team
+    state: dict[str, Any]
+    step: int | None = None
+    keep_last: int | None = None
+    progress: bool = False
+    writer: Callable[..., CheckedWriter] = CheckedWriter
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TypeError(f"{name} must be a whole number or None, not {type(value).__name__}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+    @abstractmethod
+    def write(self) -> Path:
+        """Writes the step, on every rank; it appears once all have succeeded, or not at all."""
+
+
 class _Sums(StorageWriterTransforms):
     """Passes items on to their file, with checksums of their bytes."""
 
@@ -122,16 +127,20 @@ class _Sums(StorageWriterTransforms):
         """Returns the stream for one item, which tells readers of no transformation."""
         stream = _SummedStream(raw_stream, self._folder, self._count)
         self.streams[write_item.index] = stream
-        return cast("IO[bytes]", stream), []
+        # torch.save writes many small pieces, each of which would be a call of Python.
+        return io.BufferedWriter(stream, 1 << 16), []
 
 
-class _SummedStream(io.IOBase):
+class _SummedStream(io.RawIOBase):
     """A stream that passes bytes on to another, which stays open; counts and checksums them."""
 
     def __init__(self, raw: Any, path: Path, count: Callable[[int], object] = lambda size: None) -> None:
         self._raw, self._path, self._count = raw, path, count
         self.crc = 0
         self.refusal: tuple[int | None, str, str] | None = None  # of the last write, with the path
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         """Writes bytes."""

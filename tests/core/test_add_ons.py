@@ -65,8 +65,9 @@ ADD_ONS = {
         "import fsdp_wrap.optim",
         "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
     ),
+    "writer process": AddOn(["_writer_process/"], ["checkpoint/test_writer_process.py"]),
     "checkpoint folders": AddOn(
-        ["checkpoint/"],
+        ["checkpoint/", "_writer_process/"],
         [
             *("checkpoint/", "seams/", "comm/test_lost_ranks.py", "tools/test_command.py"),
             *("whole/test_examples.py", "gpu/test_cuda_checkpoint.py"),

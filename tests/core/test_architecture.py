@@ -25,10 +25,10 @@ INNER = [
     "_reproducible",
     "_values",
 ]
-FLOORS = [*INNER, "", "checkpoint", "weights", "optim", "compat", "tools"]
+FLOORS = [*INNER, "", "checkpoint", "_writer_process", "weights", "optim", "compat", "tools"]
 """Folders from the lowest on; the empty name is the top of the package."""
 
-MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 15, 16, 60, 9
+MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 16, 16, 60, 9
 
 ALL_MAY_READ = "fsdp_wrap._core.torch_private"
 """The one file that others import directly: its list of names is what it is for."""

@@ -26,6 +26,7 @@ CODE_LINES = {
     "_state": 3125,
     "_uneven": 899,
     "_values": 3444,
+    "_writer_process": 210,
     "checkpoint": 2449,
     "compat": 802,
     "optim": 2146,
@@ -33,7 +34,7 @@ CODE_LINES = {
     "top level": 2315,
     "weights": 795,
     "core": 16494,
-    "all": 33254,
+    "all": 33462,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -31,6 +31,7 @@ NOT_CORE = {
     "_uneven",
     "_reproducible",
     "_values",
+    "_writer_process",
     SHARED_MEMORY,
 }
 

@@ -1,0 +1,77 @@
+"""The loop of the process: it answers requests until the rank closes the pipe, or ends."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import time
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from fsdp_wrap._writer_process.memory import StagedTensor
+from fsdp_wrap.checkpoint._storage import CheckedWriter
+
+if TYPE_CHECKING:
+    from fsdp_wrap._writer_process.process import Contents
+
+_LOOK_SECONDS = 0.2
+_NICENESS = 19
+
+
+def work(file: int) -> None:
+    """Answers requests from standard input on standard output; `file` is the descriptor of the memory."""
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not be taken for answers
+    while True:
+        try:
+            given, plan, contents = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            memory = mmap.mmap(file, os.fstat(file).st_size)
+            answer: Any = CheckedWriter(*given).write_data(plan, _Found(contents, memory)).value()
+        except Exception as error:
+            answer = _portable(error)
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+class _Found(DefaultSavePlanner):
+    """Finds the data of items in the memory."""
+
+    def __init__(self, contents: Contents, memory: mmap.mmap) -> None:
+        super().__init__()
+        self._contents, self._memory = contents, memory
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Returns the data of an item."""
+        content = self._contents[write_item.index]
+        if isinstance(content, StagedTensor):
+            return content.tensor_in(self._memory)
+        return io.BytesIO(content) if isinstance(content, bytes) else content
+
+
+def _portable(error: Exception) -> Exception:
+    """Returns an error that the rank can read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the rank has died: others may remove what it writes."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)

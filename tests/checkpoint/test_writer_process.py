@@ -1,0 +1,172 @@
+"""Saves that a process writes: the same files, whatever training does meanwhile; and its end."""
+
+import copy
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bed import ranks, run_isolated
+from bed.patience import until
+from fronts import shard
+from fsdp_wrap import checkpoint
+from fsdp_wrap._writer_process import process
+from fsdp_wrap.checkpoint._manifest import Manifest
+from resuming import names_in, net, train
+from state_nets import adamw, assert_equal
+
+small_states_too = mock.patch.object(process, "LEAST_BYTES", 0)
+
+
+class Shapes(nn.Module):
+    """Tensors of many kinds: one is transposed, one has gaps, one has no element, some have other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(7, 5).t())
+        self.gaps = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.large = nn.Parameter(torch.randn(1 << 18, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.arange(5))
+        self.register_buffer("whole", torch.randn(3, 4))
+        self.register_buffer("view", self.whole[1])
+
+
+def writer() -> int:
+    (running,) = process._running
+    return running._process.pid
+
+
+def content(folder: Path) -> Any:
+    """Returns the checksums of all items of a step folder, without its index, which has an identity."""
+    files = Manifest.read(folder).files
+    return {name: [crc for *_, crc in pieces] for name, pieces in files.items() if name != ".metadata"}
+
+
+@pytest.mark.parametrize("front", ["flat", "orig", "composable"])
+@ranks(2)
+@small_states_too
+def test_training_goes_on_and_the_files_are_those_of_a_save(rank, world_size, front, tmp_path):
+    model = shard(front, net())
+    optimizer = adamw(model)
+    train(model, optimizer, rank, world_size, range(2))
+    extra = {"seen": rank}
+    waited = checkpoint.save(tmp_path / "waited", model, optimizer, extra)
+    expected = copy.deepcopy(model.state_dict())
+    pids = set()
+    for number in (1, 2):  # the second in the memory of the first
+        pending = checkpoint.async_save(tmp_path / "aside", model, optimizer, extra)
+        if number == 2:
+            train(model, optimizer, rank, world_size, range(2, 4))
+        assert content(pending.result()) == content(waited)
+        pids.add(writer())
+    assert len(pids) == 1
+    dist.barrier()
+    assert checkpoint.load(tmp_path / "aside", model, optimizer)["seen"] == rank
+    assert_equal(model.state_dict(), expected)
+
+
+@small_states_too
+def test_tensors_of_all_kinds_lie_in_the_memory_and_grow_it(tmp_path):
+    torch.manual_seed(0)
+    model = Shapes()
+    expected = copy.deepcopy(model.state_dict())
+    pending = checkpoint.async_save(tmp_path, model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    assert content(pending.result()) != content(checkpoint.save(tmp_path / "zeros", model))
+    checkpoint.load(tmp_path, model)
+    assert_equal(model.state_dict(), expected)
+
+    model.more = nn.Parameter(torch.randn(3 << 21))  # more than there was room for
+    expected = copy.deepcopy(model.state_dict())
+    checkpoint.async_save(tmp_path, model).result()
+    model.more.data.zero_()
+    checkpoint.load(tmp_path, model)
+    assert_equal(model.state_dict(), expected)
+
+
+@mock.patch.object(process, "LEAST_BYTES", 1 << 20)
+def test_a_small_state_needs_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_running", [])
+    checkpoint.async_save(tmp_path, nn.Linear(300, 300)).result()
+    assert not process._running
+    checkpoint.async_save(tmp_path, nn.Linear(300, 1000)).result()
+    assert process._running
+
+
+@small_states_too
+def test_a_fork_has_a_process_of_its_own(tmp_path):
+    model = nn.Linear(3, 3)
+    checkpoint.async_save(tmp_path, model).result()
+    pid = os.fork()
+    if not pid:
+        before = writer()
+        done = checkpoint.async_save(tmp_path / "fork", model).result().name == "step_00000001"
+        process._running[0].end()
+        os._exit(0 if done and writer() != before else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert checkpoint.async_save(tmp_path, model).result().name == "step_00000002"
+
+
+@small_states_too
+def test_a_file_that_may_not_grow_says_so_and_the_process_goes_on(tmp_path):
+    model = nn.Linear(300, 300)
+    checkpoint.async_save(tmp_path, model).result()
+    pid, unlimited = writer(), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match=r"OSError: \[Errno 27\] File too large: '.*partial'"):
+        checkpoint.async_save(tmp_path, model).result()
+    assert names_in(tmp_path) == ["step_00000001"]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+    checkpoint.async_save(tmp_path, model).result()
+    assert writer() == pid and names_in(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+@small_states_too
+def test_a_process_that_was_killed_fails_the_save_and_the_next_one_has_another(tmp_path, monkeypatch):
+    model = nn.Linear(3, 3)
+    checkpoint.async_save(tmp_path, model).result()
+    (running,) = process._running
+    asked = running.ask
+
+    def killed(*request):
+        running._process.kill()
+        return asked(*request)
+
+    monkeypatch.setattr(running, "ask", killed)
+    with pytest.raises(RuntimeError, match=r"ended from outside \(exit code -9\): look whether the host"):
+        checkpoint.async_save(tmp_path, model).result()
+    assert names_in(tmp_path) == ["step_00000001"]
+    checkpoint.async_save(tmp_path, model).result()
+    assert writer() != running._process.pid and names_in(tmp_path)[1:] == ["step_00000002"]
+
+
+def save_and_die(rank: int, world_size: int, folder: Path) -> None:
+    process.LEAST_BYTES = 0
+    model = shard("composable", net())
+    checkpoint.async_save(folder, model).result()
+    (folder / f"pid_{rank}").write_text(str(writer()))
+    dist.barrier()
+    if rank == 1:
+        dying: Any = process._running[0]
+        dying.ask = lambda *request: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        checkpoint.async_save(folder, model).result()
+
+
+def test_it_ends_with_its_rank_killed_or_not(tmp_path):
+    first, second = run_isolated(save_and_die, tmp_path, world_size=2)
+    assert first.kind == "passed" and second.kind == "died", (first, second)
+    pids = [int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert "step_00000001" in names_in(tmp_path) and "step_00000002" not in names_in(tmp_path)
