@@ -23,7 +23,6 @@ from fronts import accumulating, assert_same_grads, assert_same_values, no_sync,
 from fsdp_wrap import (
     EventKind,
     ShardingStrategy,
-    fully_shard,
     record_events,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -146,14 +145,8 @@ def test_every_pair_of_options_over_replicas(rank, world_size, scenario):
 
 def hybrid(front: str, net: nn.Module, strategy: str = "HYBRID_SHARD", unit: type[nn.Module] = Block) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    options: dict[str, Any] = {"travel_together_bytes": 0}
-    if front == "composable":
-        options |= {"mesh": mesh, "reshard_after_forward": strategy == "HYBRID_SHARD"}
-        for part in [*(each for each in net.modules() if isinstance(each, unit)), net]:
-            fully_shard(part, **options)
-        return net
-    options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    return shard(front, net, ModuleWrapPolicy({unit}), **options)
+    options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    return shard(front, net, ModuleWrapPolicy({unit}), travel_together_bytes=0, **options)
 
 
 def hybrid_twins(front: str, strategy: str = "HYBRID_SHARD") -> tuple[nn.Module, Any]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_wrap
 from bed import run_ranks
 from bed.paths import ROOT
-from fronts import FRONTS, shard
+from fronts import FRONTS, HYBRID, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import format_bytes
@@ -78,22 +78,12 @@ class Model(nn.Module):
         return self.head(self.layers(self.token(tokens)))
 
 
-def sharded_by(front, whole, options):
-    if front != "composable":
-        return shard(front, whole, ModuleWrapPolicy({Layer, Checkpointed}), **options)
-    if options.pop("cpu_offload", None):
-        options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
-    for layer in (*whole.layers, whole):
-        fsdp_wrap.fully_shard(layer, **options)
-    return whole
-
-
 def made(front, model=Model, device="cpu", freeze="", **options):
     """A setup for `plan`: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)
-    sharded = sharded_by(front, whole.to(device), options)
+    sharded = shard(front, whole.to(device), ModuleWrapPolicy({Layer, Checkpointed}), **options)
     trainable = [param for param in sharded.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, foreach=False)
 
@@ -158,12 +148,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": "layers.1"},
     "partly frozen": {"freeze": "linear.weight"},
     "tied": {"model": partial(Model, tied=True)},
-    "bf16": {},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "checkpointed": {"model": partial(Model, Checkpointed)},
-}
-MIXED: dict[str, dict[str, Any]] = {
-    "composable": {"mp_policy": fsdp_wrap.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
 }
 PAIRS = [("orig", each) for each in OPTIONS] + [
     ("flat", "tied"),
@@ -185,8 +171,7 @@ def as_measured(setup):
 
 @pytest.mark.parametrize(("front", "option"), PAIRS)
 def test_bytes_are_those_of_steps_that_run(front, option, group):
-    setup = partial(made, front, **OPTIONS[option], **(MIXED[front] if option == "bf16" else {}))
-    plan, travelling, events = as_measured(setup)
+    plan, travelling, events = as_measured(partial(made, front, **OPTIONS[option]))
     assert plan.payload_bytes["all_gather"] == travelling.nbytes["gathers"]
     assert plan.payload_bytes["reduce_scatter"] == travelling.nbytes["reduce-scatters"]
     for unit in plan.units:
@@ -227,9 +212,7 @@ def test_plans_of_few_and_of_many_ranks():
 
 def hybrid(front):
     mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    strategy = {"sharding_strategy": fsdp_wrap.ShardingStrategy.HYBRID_SHARD} if front != "composable" else {}
-    key = "mesh" if front == "composable" else "device_mesh"
-    return made(front, device="cuda", **{key: mesh}, **strategy)
+    return made(front, device="cuda", device_mesh=mesh, sharding_strategy=HYBRID)
 
 
 @each_kind

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
@@ -21,6 +20,7 @@ from fronts import (
     FRONTS,
     assert_same_grads,
     assert_same_values,
+    chosen,
     clip,
     each_front,
     full_grads,
@@ -31,7 +31,6 @@ from fronts import (
 from fsdp_wrap import (
     CPUOffload,
     EventKind,
-    ShardingStrategy,
     allow_skipping,
     fully_shard,
     record_events,
@@ -132,11 +131,7 @@ def drawn(number: int) -> Draw:
 
 
 def sharded(plain: nn.Module, draw: Draw, world_size: int) -> nn.Module:
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[draw.strategy]}
-    if draw.strategy == "HYBRID_SHARD" and world_size == 4 and draw.front != "composable":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif draw.strategy != "SHARD_GRAD_OP" and (draw.front == "composable" or draw.strategy != "NO_SHARD"):
-        options["sharding_strategy"] = ShardingStrategy.FULL_SHARD
+    options = chosen(draw.front, draw.strategy, world_size)
     if draw.front != "composable":
         options["forward_prefetch"] = draw.forward_prefetch
     if draw.offload and draw.strategy != "NO_SHARD":
