@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bed import ranks
-from fronts import FRONTS, inner, no_sync, shard, shard_columns, within_copy
+from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import (
     Audit,
     Corruption,
@@ -24,7 +23,6 @@ from fsdp_wrap import (
     MixedPrecision,
     ShardingStrategy,
     audit,
-    fully_shard,
 )
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._core.torch_private import graph_task
@@ -340,11 +338,7 @@ def test_clean_steps_of_parameters_that_are_cut_by_columns(rank, world_size):
 
 
 def hybrid() -> nn.Module:
-    torch.manual_seed(0)
-    net, mesh = FaultyNet(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    return made("composable", **chosen("composable", "HYBRID_SHARD", 4))
 
 
 @ranks(4)
