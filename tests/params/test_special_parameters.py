@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import assert_same_grads, each_form, each_front, full_grads, full_state, local_numel, shard, twins
+from beside import train_beside
+from fronts import each_form, each_front, full_grads, full_state, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
@@ -148,22 +149,15 @@ HAND = {
 }
 
 
-def _train(steps, *modules, seed=0):
-    for model in modules:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(steps):
-            x = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed + step))
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+def _loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
 
 
-def _assert_same(plain, model):
-    state = full_state(model)
-    assert list(state) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
+def _batches(number: int) -> list[torch.Tensor]:
+    """The same for all ranks."""
+    return [torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))]
 
 
 @each_front
@@ -184,8 +178,7 @@ def test_training_tied_parameters(rank, world_size, front):
             total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
             torch.distributed.all_reduce(total)
             assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16, "alignment"
-        _train(4, plain, model)
-        _assert_same(plain, model)
+        train_beside(model, plain, _loss_of, _batches, 0, steps=4)
         names = [name for name, _ in plain.named_parameters()]
         with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
             assert [name for name, _ in model.named_parameters()] == names
@@ -193,8 +186,7 @@ def test_training_tied_parameters(rank, world_size, front):
             with torch.no_grad():
                 model.head.weight.add_(1)
                 plain.head.weight.add_(1)
-        _train(2, plain, model, seed=9)
-        _assert_same(plain, model)
+        train_beside(model, plain, _loss_of, _batches, 0, steps=2)
 
 
 orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
@@ -286,29 +278,3 @@ def test_reductions_that_round(rank, world_size, front):
         _, model = twins(front, lambda: Wide(Partly()))
         model.register_comm_hook(state(dist.group.WORLD), hook)
         assert_small_gradients_count(front, model, rank)
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
-        self.one = nn.Parameter(torch.randn(9, 5))
-        self.other = nn.Parameter(torch.randn(9, 5))
-
-    def forward(self, use: bool) -> torch.Tensor:
-        return self.all.sum() + (self.one[0].double().sum() if use else 0)
-
-
-@pytest.mark.parametrize("front", ["flat", "orig"])
-@ranks(2)
-def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
-    """A flat parameter of which one rank uses a part has one on all ranks."""
-    model = shard(front, Mixed())
-    for user in (0, 1, None):
-        model.zero_grad()
-        model(rank == user).backward()
-        found = {name.removeprefix("_fsdp_wrapped_module."): p for name, p in model.named_parameters()}
-        for name, param in found.items():
-            doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
-            used = doubtful.get(name, True) and param.numel() > 0
-            assert (param.grad is not None) == used, (name, user)
