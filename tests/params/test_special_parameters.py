@@ -278,3 +278,29 @@ def test_reductions_that_round(rank, world_size, front):
         _, model = twins(front, lambda: Wide(Partly()))
         model.register_comm_hook(state(dist.group.WORLD), hook)
         assert_small_gradients_count(front, model, rank)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
+        self.one = nn.Parameter(torch.randn(9, 5))
+        self.other = nn.Parameter(torch.randn(9, 5))
+
+    def forward(self, use: bool) -> torch.Tensor:
+        return self.all.sum() + (self.one[0].double().sum() if use else 0)
+
+
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
+def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
+    """A flat parameter of which one rank uses a part has one on all ranks."""
+    model = shard(front, Mixed())
+    for user in (0, 1, None):
+        model.zero_grad()
+        model(rank == user).backward()
+        found = {name.removeprefix("_fsdp_wrapped_module."): p for name, p in model.named_parameters()}
+        for name, param in found.items():
+            doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
+            used = doubtful.get(name, True) and param.numel() > 0
+            assert (param.grad is not None) == used, (name, user)

@@ -18,7 +18,7 @@ from bed import ranks
 from bed.references import count_collectives
 from beside import assert_close_grads
 from fronts import FULL, KEPT, assert_same_grads
-from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, record_events
+from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import events as core_events
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
@@ -336,6 +336,20 @@ def test_a_leaf_whose_gradient_comes_after_those_of_the_inputs(rank, world_size)
     over = [(each.unit, each.phase) for each in events if each.kind is EventKind.POST_BACKWARD]
     assert over == [("0", Phase.BACKWARD), ("1", Phase.BACKWARD)]
     assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
+
+
+@ranks(2)
+def test_a_step_after_a_forward_without_backward(rank, world_size):
+    """What a forward kept for its backward is not used after the optimizer has stepped."""
+    for strategy in (FULL, KEPT, ShardingStrategy.NO_SHARD):
+        losses = []
+        for module in transformers(sharding_strategy=strategy):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            _run(module, rank)
+            loss_of(module, tokens(rank, 1))
+            optimizer.step()
+            losses.append(loss_of(module, tokens(rank, 2)).item())
+        assert losses[0] == losses[1], strategy
 
 
 @ranks(2)
