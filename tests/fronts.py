@@ -31,6 +31,8 @@ from models import named_state
 
 FRONTS = ["flat", "orig", "composable"]
 each_front = pytest.mark.parametrize("front", FRONTS)
+either_front = pytest.mark.parametrize("front", FRONTS[1:])
+"""The wrapper with `use_orig_params`, or `fully_shard`."""
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 """Both forms of the wrapper."""
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP

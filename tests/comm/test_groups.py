@@ -23,7 +23,7 @@ from bed import ranks
 from bed.accelerator import Simulation, simulations
 from bed.patience import NEVER
 from forks import run_forks
-from fronts import HYBRID, assert_same_values, full_state, shard
+from fronts import HYBRID, assert_same_values, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm import select as _communicators
@@ -33,7 +33,6 @@ from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_d
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
-either_front = pytest.mark.parametrize("front", ["orig", "composable"])
 DESTROYED = "^the process group of this wrapped module was destroyed; wrap it anew$"
 
 

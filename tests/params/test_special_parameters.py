@@ -11,7 +11,7 @@ from torch import nn
 
 from bed import ranks
 from beside import train_beside
-from fronts import each_form, each_front, full_grads, full_state, local_numel, shard, twins
+from fronts import each_form, each_front, either_front, full_grads, full_state, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
@@ -189,10 +189,7 @@ def test_training_tied_parameters(rank, world_size, front):
         train_beside(model, plain, _loss_of, _batches, 0, steps=2)
 
 
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
-
-
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_tied_modules_without_a_common_root(rank, world_size, front):
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
 from beside import large_batch_backward, mean_backward
-from fronts import accumulating, assert_same_grads, no_sync, shard, twins, within_copy
+from fronts import accumulating, assert_same_grads, either_front, no_sync, shard, twins, within_copy
 from fsdp_wrap import (
     EventKind,
     ShardingStrategy,
@@ -28,7 +28,6 @@ from fsdp_wrap._core import NotIdleError
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens, transformer_twins
 
-each_front = pytest.mark.parametrize("front", ["orig", "composable"])
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -39,7 +38,7 @@ def backwards(model: Any, rank: int, letters: str, first: int = 0) -> None:
             loss_of(model, tokens(rank, step)).backward()
 
 
-@each_front
+@either_front
 @ranks(2)
 def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front):
     """After it, every interleaving equals one large batch; without replicas, a sum within the copy is all."""
@@ -163,7 +162,7 @@ def fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_zero_grad_forgets_partial_sums(rank, world_size, front):
     plain, model = hybrid_twins(front)
@@ -191,7 +190,7 @@ def test_zero_grad_forgets_partial_sums(rank, world_size, front):
     assert_same_grads(model, plain, **EXACT)
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
     plain, model = hybrid_twins(front)
@@ -241,7 +240,7 @@ def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_siz
     assert traffic["all_reduce"].calls == 4
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_switching_inside_a_backward_is_refused(rank, world_size, front):
     _, model = hybrid_twins(front)

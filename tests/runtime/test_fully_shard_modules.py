@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from composable import assert_same, shard_blocks
-from fronts import full_state, shard
+from fronts import either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.wrap import always_wrap_policy
@@ -230,7 +230,7 @@ def refuse(wrap: Callable[[nn.Module], Any], module: nn.Module, *words: str) -> 
     assert [(name, id(param)) for name, param in module.named_parameters()] == before, "half done"
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_parameters_of_compiled_modules_are_refused_and_run_where_they_are_left_out(rank, world_size, front):
     words = ["torch.jit.script", "torch.compile", "plain module", "ignored"]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_wrap
 from bed import run_ranks
 from bed.paths import ROOT
-from fronts import FRONTS, HYBRID, shard
+from fronts import FRONTS, HYBRID, either_front, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import format_bytes
@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 from benchmarks import planned
 from benchmarks.meters import Travelling, tensors
 
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 RANKS = 16  # beyond 8 gloo is asked for its own collectives, as the group that carries nothing is
 WIDTH = 48
 MACHINE = Machine(
@@ -180,7 +179,7 @@ def test_bytes_are_those_of_steps_that_run(front, option, group):
         assert (unit.gathers, unit.reductions) == (gathers, reductions)
 
 
-@each_kind
+@either_front
 def test_every_byte_has_a_kind(front):
     plan = fsdp_wrap.plan(partial(made, front), RANKS)
     whole = sum(param.numel() for param in Model().parameters())
@@ -215,7 +214,7 @@ def hybrid(front):
     return made(front, device="cuda", device_mesh=mesh, sharding_strategy=HYBRID)
 
 
-@each_kind
+@either_front
 def test_replicas_are_summed_over_the_slower_links(front, monkeypatch):
     """Under torchrun as well, where the device need not be there either."""
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -233,7 +232,7 @@ def test_replicas_are_summed_over_the_slower_links(front, monkeypatch):
     assert os.environ["LOCAL_RANK"] == "3"
 
 
-@each_kind
+@either_front
 def test_a_device_that_is_not_there(front):
     options = {"cpu_offload": CPUOffload(True)}
     offloaded = fsdp_wrap.plan(partial(made, front, device="cuda", **options), RANKS, device="cuda")
@@ -273,7 +272,7 @@ def test_tensor_parallelism():
     assert plan.wire_bytes["all_reduce"] == 5 * 8 * 64 * 4
 
 
-@each_kind
+@either_front
 def test_accumulation_reduces_once(front, group):
     def setup():
         model, optimizer, _ = made(front)
@@ -330,7 +329,7 @@ def test_bytes_of_a_rank_that_helps_are_those_of_one_over_gloo(front, batches):
     assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
 
 
-@each_kind
+@either_front
 def test_a_rank_that_helps_holds_two_units(front):
     """Beside its shards and gradients; `fully_shard` copies a unit out of what has been gathered."""
     setup = partial(helped, front, (2, 0), "cuda")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bed import ranks
-from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
+from fronts import chosen, each_front, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import (
     Audit,
     Corruption,
@@ -272,7 +272,7 @@ def test_flipped_bits_are_found(rank, world_size, front):
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_many_flipped_bits_are_found(rank, world_size, front):
     check(sweep(front, 4 * len(KINDS), 2))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
