@@ -4,7 +4,7 @@ A `front` is "flat" or "orig", the wrapper without and with `use_orig_params`, o
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import models
@@ -19,6 +20,7 @@ from fsdp_wrap import (
     BackwardPrefetch,
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
@@ -29,9 +31,12 @@ from models import named_state
 
 FRONTS = ["flat", "orig", "composable"]
 each_front = pytest.mark.parametrize("front", FRONTS)
+either_front = pytest.mark.parametrize("front", FRONTS[1:])
+"""The wrapper with `use_orig_params`, or `fully_shard`."""
 each_form = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 """Both forms of the wrapper."""
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
 def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options: Any) -> nn.Module:
@@ -46,11 +51,10 @@ def shard(front: str, module: nn.Module, auto_wrap_policy: Any = None, **options
     """
     if front != "composable":
         return FSDP(module, auto_wrap_policy=auto_wrap_policy, use_orig_params=front == "orig", **options)
-    translated = dict(_translated(name, value) for name, value in options.items())
     chosen = [] if auto_wrap_policy is None else plan_wrapping(module, auto_wrap_policy, fully_shard).targets
     for child in chosen:
-        fully_shard(child, **translated)
-    return fully_shard(module, **translated)
+        fully_shard(child, **translated(options))
+    return fully_shard(module, **translated(options))
 
 
 def shard_columns(module: nn.Module, units: Iterable[nn.Module]) -> nn.Module:
@@ -64,15 +68,37 @@ def shard_columns(module: nn.Module, units: Iterable[nn.Module]) -> nn.Module:
     return fully_shard(module, shard_placement_fn=place)
 
 
+RESHARDS = {FULL: True, KEPT: False, HYBRID: True, ShardingStrategy._HYBRID_SHARD_ZERO2: False}
+
+
+def translated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of the wrapper as those of `fully_shard`; its own it takes as they are."""
+    return dict(_translated(name, value) for name, value in options.items())
+
+
 def _translated(name: str, value: Any) -> tuple[str, Any]:
     if name == "sharding_strategy":
-        return "reshard_after_forward", {FULL: True, KEPT: False}[value]
-    if name in ("shared_memory", "travel_together_bytes", "mp_policy"):
+        return "reshard_after_forward", RESHARDS[value]
+    if name == "device_mesh":
+        return "mesh", value
+    if name == "process_group":
+        return "mesh", value and DeviceMesh.from_group(value, "cpu")
+    if name == "mixed_precision":
+        return "mp_policy", MixedPrecisionPolicy(value.param_dtype, value.reduce_dtype)
+    if name != "cpu_offload":
         return name, value
-    assert name == "cpu_offload", f"fully_shard has nothing like {name}"
     if value.only_state:
         return "offload_policy", CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)
     return "offload_policy", CPUOffloadPolicy() if value.offload_params else OffloadPolicy()
+
+
+def chosen(front: str, strategy: str, world_size: int) -> dict[str, Any]:
+    """Returns the options of a strategy, or of FULL_SHARD where such ranks or the front-end lack it."""
+    if strategy == "HYBRID_SHARD" and world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return {"sharding_strategy": HYBRID, "device_mesh": mesh}
+    lacks = strategy == "HYBRID_SHARD" or (strategy == "NO_SHARD" and front == "composable")
+    return {"sharding_strategy": FULL if lacks else ShardingStrategy[strategy]}
 
 
 def twins(

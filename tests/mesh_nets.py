@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import moe_nets
 import tp_nets
-from fronts import full
+from fronts import HYBRID, full, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, api, fully_shard
+from fsdp_wrap import api, fully_shard
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -97,7 +97,10 @@ def on_mesh(front: str, kind: str, seed: int) -> nn.Module:
         data = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         return _function(front, model, data, shard_placement_fn=_experts(front, model, mesh))
     data = mesh["replicate", "dp"] if "replicate" in names else mesh["dp"]
-    return _function(front, model, data) if front in ("ours", "torch") else _wrapper(front, model, data)
+    if front in ("ours", "torch"):
+        return _function(front, model, data)
+    policy, strategy = ModuleWrapPolicy({tp_nets.Block, moe_nets.MoE}), HYBRID if data.ndim > 1 else None
+    return shard(front, model, policy, device_mesh=data, sharding_strategy=strategy)
 
 
 def _experts(front: str, model: Net, mesh: DeviceMesh) -> Any:
@@ -111,16 +114,6 @@ def _function(front: str, model: Net, mesh: DeviceMesh, **options: Any) -> nn.Mo
     for block in model.blocks.values():
         shard(block, mesh=mesh, **options)
     return shard(model, mesh=mesh, **options)
-
-
-def _wrapper(front: str, model: Net, mesh: DeviceMesh) -> nn.Module:
-    return FSDP(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block, moe_nets.MoE}),
-        device_mesh=mesh,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim > 1 else None,
-        use_orig_params=front == "orig",
-    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -6,10 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard
+from fronts import shard
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from resuming import Block
 
@@ -71,10 +69,4 @@ class Done:
 def sharded(front: str, module: nn.Module, rank: int) -> nn.Module:
     groups = [dist.new_group(list(range(first, first + SHARDS))) for first in (0, SHARDS)]
     own = groups[rank // SHARDS]
-    if front != "composable":
-        policy = ModuleWrapPolicy({Block})
-        return FSDP(module, process_group=own, auto_wrap_policy=policy, use_orig_params=front == "orig")
-    mesh = DeviceMesh.from_group(own, "cpu")
-    for block in [each for each in module.modules() if isinstance(each, Block)]:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+    return shard(front, module, ModuleWrapPolicy({Block}), process_group=own)

@@ -78,8 +78,19 @@ REPLICATE_SPACE = {
 } | {"front": ["replicate", "mixed"]}
 """Options of `replicate`, for all units or for every second one beside `fully_shard`."""
 
-HYBRID_COMPOSABLE_SPACE = {**COMPOSABLE_SPACE, "mesh": ["hybrid", "flat"], "reshard": [None, True, False, 2]}
-HYBRID_SPACE = {**SPACE, "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"]}
+WITHIN_COPIES = {"accumulation": [*SPACE["accumulation"], "CF", "CCF", "TCF", "CTF", "FCF"]}
+"""Sums over the replicas come with the last backward then."""
+HYBRID_COMPOSABLE_SPACE = {
+    **COMPOSABLE_SPACE,
+    **WITHIN_COPIES,
+    "mesh": ["hybrid", "flat"],
+    "reshard": [None, True, False, 2],
+}
+HYBRID_SPACE = {
+    **SPACE,
+    **WITHIN_COPIES,
+    "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"],
+}
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_wrap
 from bed.accelerator import Simulation
-from fronts import FRONTS, full_state, inner, no_sync, shard
+from fronts import FRONTS, HYBRID, full_state, inner, no_sync, shard
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -144,11 +144,7 @@ def hook(model: Any) -> None:
 
 def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    if front == "composable":
-        model = by_calls(mesh=mesh, **({"offload_policy": CPUOffloadPolicy()} if offload else {}))
-    else:
-        strategy = ShardingStrategy.HYBRID_SHARD
-        model = wrapped(front, sharding_strategy=strategy, device_mesh=mesh, cpu_offload=CPUOffload(offload))
+    model = wrapped(front, sharding_strategy=HYBRID, device_mesh=mesh, cpu_offload=CPUOffload(offload))
     return train(model, rank, device, accumulates=True)
 
 

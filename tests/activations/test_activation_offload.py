@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_wrap
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
-from fronts import FRONTS, full_state, inner
+from fronts import each_front, full_state, inner
 from stream_programs import WIDTH, Layer, batch, products_beside, wrapped
 
 ROWS, BLOCKS = 2048, 8
@@ -46,7 +46,7 @@ def trained(rank: int, device: Simulation, front: str, offloads: bool) -> tuple[
     return model, peaks
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_less_memory_and_the_same_bits(front):
     states: dict[bool, list[dict[str, torch.Tensor]]] = {True: [], False: []}
     peaks: dict[bool, int] = {}

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 from bed import ranks
-from fronts import full_state, shard
+from fronts import either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint, fully_shard
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
@@ -33,8 +33,6 @@ from nets import WIDTH
 from optim_states import assert_same, by_name
 from resuming import Counter, full_disk, names_in, net, other, per_block_of, told_alike, train, trained
 from state_nets import Tied, adamw, assert_close, assert_equal
-
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def stepped(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> torch.optim.Optimizer:
@@ -140,7 +138,7 @@ class Odd(torch.optim.Optimizer):
                 state |= {"scalar": torch.tensor(1 / 3, dtype=f64), "mode": "cosine", "count": 3}
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_an_optimizer_that_was_never_stepped_has_no_state(rank, world_size, front, tmp_path):
     model = shard(front, net().double())
@@ -151,7 +149,7 @@ def test_an_optimizer_that_was_never_stepped_has_no_state(rank, world_size, fron
     assert not optimizer.state
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_path):
     makes = (Odd, torch.optim.NAdam, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9))
@@ -463,7 +461,7 @@ class Particular(nn.Linear):
 
 
 @ranks(2)
-@each_kind
+@either_front
 def test_what_fails_on_one_rank_changes_nothing_on_any(rank, world_size, front, tmp_path):
     particular = nn.Sequential(net(), Particular(3, 3).double())
     for whole, optim in ((net(), Refusing), (particular, torch.optim.AdamW)):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import Outcome, ranks, run_isolated
-from fronts import full_state, shard
+from fronts import either_front, full_state, shard
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import DamagedCheckpoint
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -215,7 +215,7 @@ def kills(seed: int, steps: int) -> Iterator[tuple[int, Kill | None]]:
         yield world_size, Kill(choice.randrange(world_size), step, choice.uniform(0, 2.0))
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 def test_a_run_with_kills_and_other_ranks_ends_as_one_without(tmp_path, front):
     program = Program(front, False, "", LONG, SELDOM)
     whole = ended(run_isolated(run, program, tmp_path / "whole", None, world_size=2, timeout=900.0))

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.serialization import _get_layout
 
 from bed import ranks, run_isolated
-from fronts import shard
+from fronts import either_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint, distributed_state_dict
 from fsdp_wrap.checkpoint import _command as command
@@ -304,7 +304,7 @@ def test_a_file_that_may_not_grow_says_so(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_a_parameter_has_one_state(rank, world_size, front, tmp_path):
     """Two optimizers with it, or one with it twice, are refused before anything changes or is written."""

@@ -23,9 +23,9 @@ from bed import ranks
 from bed.accelerator import Simulation, simulations
 from bed.patience import NEVER
 from forks import run_forks
-from fronts import assert_same_values, full_state, shard
+from fronts import HYBRID, assert_same_values, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.process_group import GroupCommunicator
@@ -33,7 +33,6 @@ from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_d
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 
-either_front = pytest.mark.parametrize("front", ["orig", "composable"])
 DESTROYED = "^the process group of this wrapped module was destroyed; wrap it anew$"
 
 
@@ -94,17 +93,11 @@ def test_groups_that_come_and_go_leave_nothing(rank, world_size, front, tmp_path
 def on_group(
     front: str, group: dist.ProcessGroup, module: nn.Module | None = None, **options: Any
 ) -> nn.Module:
-    if front == "orig":
-        return FSDP(module or net(), process_group=group, use_orig_params=True, **options)
-    return fully_shard(module or net(), mesh=dist.DeviceMesh.from_group(group, "cpu"), **options)
+    return shard(front, module or net(), process_group=group, **options)
 
 
 def hybrid(front: str, module: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2))
-    if front == "composable":
-        return fully_shard(module, mesh=mesh)
-    strategy = ShardingStrategy.HYBRID_SHARD
-    return FSDP(module, device_mesh=mesh, sharding_strategy=strategy, use_orig_params=True)
+    return shard(front, module, device_mesh=init_device_mesh("cpu", (2, 2)), sharding_strategy=HYBRID)
 
 
 @ranks(2)
@@ -127,7 +120,7 @@ def test_what_nobody_waits_for_does_not_hold_the_group(rank, world_size):
 def test_a_model_of_a_destroyed_group_is_refused(rank, world_size, front, mesh):
     """Also where a mesh of the user's keeps the group alive."""
     own = init_device_mesh("cpu", (world_size,)) if mesh == "own" else None
-    model = fully_shard(net(), mesh=own) if front == "composable" else FSDP(net(), device_mesh=own)
+    model = shard(front, net(), device_mesh=own)
     step(model)
     dist.barrier()
     dist.destroy_process_group()

@@ -22,6 +22,7 @@ from torch import nn
 
 from bed.accelerator import Simulation, run_simulated
 from bed.patience import NEVER, until
+from fronts import either_front
 from fsdp_wrap._comm import positions
 from fsdp_wrap._comm.watching import bulletin, monitor, watch
 from stream_programs import batch, wrapped
@@ -99,7 +100,7 @@ def refused(model: nn.Module, rank: int) -> str:
     return str(failed.value)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
     """First in a warning, in which it may still come; then in the log, and by the next collective."""
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.memory import Peak, only_new_objects
 from bed.references import count_collectives
-from fronts import full_grads, full_state, inner, no_sync, shard, twins
+from fronts import either_front, full_grads, full_state, inner, no_sync, shard, twins
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._compression.codecs import CODECS, ExactTail
@@ -149,7 +149,7 @@ def nbytes(numel: int, per_block: int) -> int:
     return -(-(-(-numel // 128) * per_block) // 8) * 8
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2, 3)
 def test_a_step_equals_rounding_by_hand(rank, world_size, front):
     """Parameters that modules compute with, bit for bit; gradients; the bytes on the wire."""
@@ -328,7 +328,7 @@ def test_ranks_agree_on_unused_parameters_beside_large_gradients(rank, world_siz
         torch.testing.assert_close(found, torch.full_like(found, scale * share / world_size))
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_full_parameters_are_exact_and_copies_compress_too(rank, world_size, front):
     plain, model = twins(front, net)

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from fronts import each_front, shard
+from fronts import each_front, either_front, shard
 from fsdp_wrap import CPUOffload, CPUOffloadPolicy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 absent = pytest.mark.skipif(torch.accelerator.is_available(), reason="about hosts without an accelerator")
 
 
@@ -45,7 +44,7 @@ def _train(model: nn.Module) -> None:
 
 
 @absent
-@each_api
+@either_front
 @ranks(2)
 def test_an_accelerator_that_is_compiled_in_but_absent_is_none(rank, world_size, front):
     with having("cuda", 0):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bed import ranks
 from bed.patience import until
+from fronts import either_front
 from fsdp_wrap._comm import Ranks, positions
 from fsdp_wrap._comm import device as _device
 from fsdp_wrap._comm.process_group import GroupCommunicator
@@ -135,7 +136,7 @@ def test_what_a_stream_has_not_done_is_reported_and_what_it_does_then_is_not(ran
 
 @only_cuda
 @pytest.mark.skipif(2 not in SIZES, reason="needs two GPUs")
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2, backend="nccl")
 def test_a_rank_that_comes_late_is_reported_by_unit(rank, world_size, front):
     device = place_of("cuda", rank)

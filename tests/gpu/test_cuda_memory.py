@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bed import ranks
 from bed.paths import ROOT
 from bed.scripts import python
-from fronts import no_sync, shard
+from fronts import either_front, no_sync, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy, record_events
 from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -27,7 +27,6 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks.timeline import COMPUTE, record
 
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "accumulation": {"accumulates": True},
@@ -91,7 +90,7 @@ def test_waiting_is_noticed(rank, world_size):
         value.sum().item()
 
 
-@each_api
+@either_front
 @each_device
 @ranks(1, backend=None, timeout=240)
 def test_one_of_eight_ranks_that_send_nothing(rank, world_size, device, front):
@@ -158,7 +157,7 @@ def test_offload_trains_what_does_not_fit(rank, world_size, device):
     assert losses[-1].item() < losses[0].item()
 
 
-@each_api
+@either_front
 @on_devices
 def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
     """Streams, buffers and pinned memory are the unit's, whichever device is current."""
@@ -226,7 +225,7 @@ class _Unit(nn.Module):
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
-@each_api
+@either_front
 @on_devices
 def test_gathers_and_reductions_run_beside_products(rank, world_size, device, front, offload):
     """On streams of their own, which a trace tells apart; what is beside them is part of what they take."""

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from composable import shard_blocks
-from fronts import FRONTS, FULL, KEPT, clip, full, full_grads, shard
+from fronts import FRONTS, FULL, KEPT, clip, either_front, full, full_grads, shard
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -102,7 +102,6 @@ def test_every_pair_of_options(rank, world_size, device, scenario):
             check(scenario, rank, world_size, device=place)
 
 
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # A gradient that is rounded otherwise by a kernel chosen for another alignment is off by a unit or two.
 CLOSE = {"bf16": 2e-3, "fp16": 3e-4}
@@ -126,7 +125,7 @@ def _by_hand(plain, dtype, batch):
 
 @pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("alone", [True, False], ids=["copies", "group"])
-@each_api
+@either_front
 @on_devices
 def test_training_equals_training_by_hand(rank, world_size, device, front, alone, offload):
     for name in DTYPES:
@@ -163,7 +162,7 @@ def _assert_same(model, plain, **tolerance):
         torch.testing.assert_close(found, param.detach(), rtol=0, msg=name, **tolerance)
 
 
-@each_api
+@either_front
 @on_devices
 def test_scaler_follows_torch(rank, world_size, device, front):
     """Also after a step whose gradients overflow on one rank: nobody takes it, and the scale goes down."""

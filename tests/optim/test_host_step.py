@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from bed import ranks
 from bed.accelerator import run_simulated
 from bed.patience import until
-from fronts import full_state, shard
+from fronts import either_front, full_state, shard
 from fsdp_wrap import CPUOffload
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import HostAdamW, _host_adamw, backward_steps, step_in_backward
@@ -248,7 +248,7 @@ def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
         assert all(torch.equal(found[rank][name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 def test_the_host_steps_beside_products_of_the_device(front):
     """All units' but the last two, beside whose gradients' way to the host nothing is left to run."""
     run = partial(_offloaded, front=front, in_backward=True, cpu_offload=OFFLOAD)

@@ -20,8 +20,7 @@ import tp_nets
 from bed import ranks, run_ranks
 from bed.references import count_collectives
 from beside import train_beside
-from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, fully_shard, replicate
-from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, replicate
 from fsdp_wrap.optim import Muon, batch, per_head, split
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -153,27 +152,18 @@ def columns(param: nn.Parameter) -> Any:
         ("orig", "NO_SHARD", True),
         ("flat", "HYBRID_SHARD", True),
         ("orig", "_HYBRID_SHARD_ZERO2", False),
-        ("composable", "hybrid", False),
+        ("composable", "HYBRID_SHARD", False),
     ],
 )
 @ranks(4)
 def test_strategies_and_offload(rank, world_size, front, strategy, offload):
     plain = tp_nets.net()
     mesh = init_device_mesh("cpu", (4,) if strategy == "NO_SHARD" else (2, 2))
-    model: Any = copy.deepcopy(plain)
-    if front == "composable":
-        for layer in model.blocks:
-            fully_shard(layer, mesh=mesh, shard_placement_fn=columns)
-        fully_shard(model, mesh=mesh)
-    else:
-        model = FSDP(
-            model,
-            device_mesh=mesh,
-            sharding_strategy=ShardingStrategy[strategy],
-            cpu_offload=CPUOffload(offload),
-            use_orig_params=front == "orig",
-            auto_wrap_policy=POLICY,
-        )
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    options |= (
+        {"shard_placement_fn": columns} if front == "composable" else {"cpu_offload": CPUOffload(offload)}
+    )
+    model = fronts.shard(front, copy.deepcopy(plain), POLICY, device_mesh=mesh, **options)
     optimizer = muon(model)
     owners = {matrix.owner for matrix in optimizer.matrices.matrices}
     assert owners == {0, 1, 2, 3}  # replicas share the work

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -696,11 +695,7 @@ def net() -> nn.Sequential:
 
 
 def sharded_by(front: str, group: Any = None, **options: Any) -> Any:
-    model = net()
-    if front == "composable":
-        mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
-        return fully_shard(model, mesh=mesh, **options)
-    return FSDP(model, process_group=group, use_orig_params=front == "orig", **options)
+    return fronts.shard(front, net(), process_group=group, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

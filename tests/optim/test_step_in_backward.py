@@ -18,7 +18,7 @@ import fronts
 import mesh_nets
 from bed import ranks
 from fronts import each_front, full, full_state, no_sync, shard
-from fsdp_wrap import CPUOffload, ShardingStrategy, clip_grad_norm_, set_gradients_in_place
+from fsdp_wrap import clip_grad_norm_
 from fsdp_wrap.optim import backward_steps, on_shards, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -177,33 +177,12 @@ FEW = ("plain", "tied", "frozen", "reentrant around")
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)])
 @ranks(2)
 def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
+    """Options of units meet such updates in `tests/seams`."""
     for kind, make in KINDS.items():
         if (kind in FEW) != seldom:
             compare(pair(front, make), groups if kind == "plain" else adamw, kind)
-
-
-OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
-    ("flat", "offload", {"cpu_offload": CPUOffload(True)}),
-    ("composable", "offload", {"cpu_offload": CPUOffload(True)}),
-    ("composable", "kept", {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
-    ("flat", "apart", {"travel_together_bytes": 0}),
-    ("orig", "NO_SHARD", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
-    ("orig", "in_thread", {}),
-    ("composable", "in_thread", {}),
-    ("orig", "in place", {}),
-]
-
-
-@each_front
-@ranks(2)
-def test_options_of_units(rank, world_size, front):
-    for _, option, options in (each for each in OPTIONS if each[0] == front):
-        for kind in ("plain", "twice"):
-            models = pair(front, KINDS[kind], **options)
-            if option == "in place" and kind != "twice":  # which would be refused
-                for each in models:
-                    set_gradients_in_place(each)
-            compare(models, told=f"{option}, {kind}", in_thread=option == "in_thread")
+        if kind == "twice":
+            compare(pair(front, make), told="in a thread", in_thread=True)
 
 
 class Watching(torch.optim.SGD):

@@ -266,28 +266,6 @@ def test_state_dicts_and_safetensors_hold_what_a_plain_model_has(rank, world_siz
         model = other
 
 
-class Choosing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return self.layers[number](x)
-
-
-@ranks(2)
-def test_ranks_may_use_different_layers(rank, world_size):
-    torch.manual_seed(0)
-    plain = Choosing().double()
-    model = replicate(copy.deepcopy(plain))
-    x = batches(0, 2)[..., :3]
-    for number in range(world_size):
-        plain(x[number], number).square().sum().div(2).backward()
-    model(x[rank], rank).square().sum().backward()
-    assert_same(model, plain)
-    assert model.layers[2].weight.grad is None
-
-
 @ranks(2)
 def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
     model = made("replicated")

@@ -27,7 +27,7 @@ from bed import ranks
 from bed.references import Traffic, count_collectives
 from bed.sampling import few_fast
 from beside import NEAR, assert_same_gradients, check_each, train_beside
-from fronts import each_form, full
+from fronts import HYBRID, each_form, full
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -214,17 +214,12 @@ def test_what_is_not_finite_is_so_on_all_ranks_and_what_cannot_be_clipped_is_ref
 
 def wrapped(
     use_orig_params: bool, mesh: str = "flat", plan: str = "sequence", model: tp_nets.Net | None = None
-) -> tuple[tp_nets.Net, FSDP]:
+) -> tuple[tp_nets.Net, nn.Module]:
     _, data, tensor = tp_nets.mesh_of(mesh)
-    strategy = ShardingStrategy.HYBRID_SHARD if data.ndim > 1 else None
-    shown = FSDP(
-        tp_nets.parallelize(model or tp_nets.net(), tensor, plan),
-        auto_wrap_policy=ModuleWrapPolicy({tp_nets.Block}),
-        device_mesh=data,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
-    return tp_nets.net(), shown
+    whole = tp_nets.parallelize(model or tp_nets.net(), tensor, plan)
+    options = {"device_mesh": data, "sharding_strategy": HYBRID if data.ndim > 1 else None}
+    form = "orig" if use_orig_params else "flat"
+    return tp_nets.net(), fronts.shard(form, whole, ModuleWrapPolicy({tp_nets.Block}), **options)
 
 
 def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:

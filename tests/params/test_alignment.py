@@ -2,7 +2,6 @@
 
 import copy
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from bed import ranks
-from fronts import FRONTS, assert_same_grads, assert_same_values, clip
+from fronts import FRONTS, assert_same_grads, assert_same_values, clip, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._core import UnevenCutError
@@ -114,7 +113,7 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
     for number, front in enumerate(FRONTS):
         plain = net()
         alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
-        model = _aligned(front, copy.deepcopy(plain), alignment)
+        model = shard(front, copy.deepcopy(plain), shard_alignment=alignment)
         optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
         for _ in range(2):
             for optimizer in optimizers:
@@ -131,7 +130,8 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
         with FSDP.summon_full_params(model):
             for name, value in plain.state_dict().items():
                 torch.testing.assert_close(model.module.state_dict()[name], value, **exact)
-        other = _aligned("orig" if front == "flat" else "flat", net(), None if front == "flat" else 32)
+        taker, aligned = ("orig", None) if front == "flat" else ("flat", 32)
+        other = shard(taker, net(), shard_alignment=aligned)
         other.load_state_dict(model.state_dict())
         assert_same_values(other, plain, **exact)
         resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
@@ -140,11 +140,6 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
         again = FSDP.optim_state_dict(other, resumed)
         for name, entry in saved["state"].items():
             assert all(torch.equal(value, again["state"][name][key]) for key, value in entry.items())
-
-
-def _aligned(front: str, module: nn.Module, alignment: Any) -> Any:
-    make: Any = fully_shard if front == "composable" else partial(FSDP, use_orig_params=front == "orig")
-    return make(module, shard_alignment=alignment)
 
 
 class RowScaled(torch.optim.Optimizer):

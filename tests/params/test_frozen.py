@@ -9,15 +9,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
-from bed.references import count_collectives
 from fronts import FULL, KEPT, accumulating, each_front, full_grads, twins
 from fsdp_wrap import EventKind, Phase, ShardingStrategy, record_events
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import named_state
 from params.beside_plain import assert_mean_gradients
-
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def _six_linears() -> nn.Module:
@@ -67,53 +64,6 @@ def test_every_second_linear_frozen(rank, world_size, front, strategy):
         _assert_same_gradients(model, ddp)
         plain.zero_grad()
         model.zero_grad()
-
-
-class _AdapterLast(nn.Module):
-    """The frozen first layer is needed after the adapter, which comes last, has its gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.first.requires_grad_(False)
-        self.last.requires_grad_(False)
-        self.down, self.up = nn.Linear(16, 1, bias=False), nn.Linear(1, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).tanh()
-        return self.last(x) + self.up(self.down(x))
-
-
-def _reduced_numel(front: str, params: list[nn.Parameter], world_size: int) -> int:
-    """`fully_shard` sends whole chunks of rows, and with each a number that tells of its use."""
-    if front != "composable":
-        return sum(param.numel() for param in params)
-    return sum(world_size * (param.chunk(world_size)[0].numel() + 1) for param in params)
-
-
-@orig_and_composable
-@ranks(2)
-def test_frozen_first_layer_and_adapter_on_the_last(rank, world_size, front):
-    plain, model = twins(
-        front,
-        lambda: nn.Sequential(nn.Linear(16, 16), *[_AdapterLast() for _ in range(3)]),
-        auto_wrap_policy=ModuleWrapPolicy({_AdapterLast}),
-        travel_together_bytes=0,
-    )
-    ddp = DDP(plain)
-    x = torch.randn(3, 16)
-    ddp(x).square().sum().backward()
-    for _ in range(2):
-        model.zero_grad()
-        with count_collectives() as traffic:
-            model(x).square().sum().backward()
-        # A unit has a frozen and a trainable segment; the root has one. Each is gathered once in forward,
-        # and once more in backward unless it is the root's.
-        assert traffic["all_gather_into_tensor"].calls == (3 * 2 + 1) + 3 * 2
-        assert traffic["reduce_scatter_tensor"].calls == 3 + 1
-        trained = [param for param in plain.parameters() if param.requires_grad]
-        assert traffic["reduce_scatter_tensor"].bytes == 4 * _reduced_numel(front, trained, world_size)
-    _assert_same_gradients(model, ddp)
 
 
 class _Switched(nn.Module):

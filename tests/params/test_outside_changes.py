@@ -11,14 +11,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import each_front, full_grads, full_state, inner, local_numel, shard, twins
+from fronts import each_front, either_front, full_grads, full_state, inner, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, StateDictType, iter_full_optim_state, iter_full_params
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 
 WIDTH = 4
 FQN = "norm1.weight"
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class Training:
@@ -133,7 +132,7 @@ class Clamps(nn.Linear):
         return super().forward(x)
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_weights_edited_in_forward(rank, world_size, front):
     layer = Clamps(WIDTH, WIDTH)
@@ -164,7 +163,7 @@ NEW: dict[str, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_parameters_added_to_a_sharded_model(rank, world_size, front):
     """Nobody would average their gradients. Frozen ones have none, nor has an evaluation."""
@@ -186,7 +185,7 @@ def test_parameters_added_to_a_sharded_model(rank, world_size, front):
         training.loss().backward()
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_gradients_from_before_sharding_are_dropped_with_a_warning(rank, world_size, front):
     torch.manual_seed(0)

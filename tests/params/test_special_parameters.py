@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bed import ranks
-from fronts import assert_same_grads, each_form, each_front, full_grads, full_state, local_numel, shard, twins
+from beside import train_beside
+from fronts import each_form, each_front, either_front, full_grads, full_state, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
@@ -148,22 +149,15 @@ HAND = {
 }
 
 
-def _train(steps, *modules, seed=0):
-    for model in modules:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(steps):
-            x = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed + step))
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+def _loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
 
 
-def _assert_same(plain, model):
-    state = full_state(model)
-    assert list(state) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
+def _batches(number: int) -> list[torch.Tensor]:
+    """The same for all ranks."""
+    return [torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))]
 
 
 @each_front
@@ -184,8 +178,7 @@ def test_training_tied_parameters(rank, world_size, front):
             total = torch.tensor(sum(local_numel(param) for param in model.parameters()))
             torch.distributed.all_reduce(total)
             assert abs(total.item() - sum(param.numel() for param in plain.parameters())) <= 16, "alignment"
-        _train(4, plain, model)
-        _assert_same(plain, model)
+        train_beside(model, plain, _loss_of, _batches, 0, steps=4)
         names = [name for name, _ in plain.named_parameters()]
         with FSDP.summon_full_params(model) if isinstance(model, FSDP) else nullcontext():
             assert [name for name, _ in model.named_parameters()] == names
@@ -193,14 +186,10 @@ def test_training_tied_parameters(rank, world_size, front):
             with torch.no_grad():
                 model.head.weight.add_(1)
                 plain.head.weight.add_(1)
-        _train(2, plain, model, seed=9)
-        _assert_same(plain, model)
+        train_beside(model, plain, _loss_of, _batches, 0, steps=2)
 
 
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
-
-
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_tied_modules_without_a_common_root(rank, world_size, front):
     torch.manual_seed(0)

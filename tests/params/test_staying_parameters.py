@@ -15,14 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
-from fronts import FRONTS, FULL, KEPT, ONE, each_front, full_state, inner, shard, squares
+from fronts import FRONTS, FULL, KEPT, ONE, each_front, either_front, full_state, inner, shard, squares
 from fsdp_wrap import CPUOffload, Event, EventKind, MixedPrecision, fully_shard, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, ALL = 6, 1 << 30
 UNITS = ["", "0", "1", "2"]
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class Adapted(nn.Module):
@@ -255,7 +254,7 @@ def test_what_changes_is_gathered_again(rank, world_size, front):
         assert_trains_alike(plain, model)
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_a_write_that_moves_no_counter_is_named(rank, world_size, front):
     plain, model = models(front)
@@ -270,7 +269,7 @@ def test_a_write_that_moves_no_counter_is_named(rank, world_size, front):
     torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_no_more_stays_than_the_budget(rank, world_size, front):
     model: Any = squares(front)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fronts
 from bed import ranks
 from bed.references import count_collectives
-from fronts import FRONTS, FULL, KEPT, each_front, full, inner, shard
+from fronts import FULL, KEPT, each_front, either_front, full, inner, shard
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Around, Block, Middle
@@ -180,7 +180,7 @@ CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 @pytest.mark.parametrize("sharding", ["full", "kept", "none"])
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 @ranks(2)
 def test_every_way_is_right_or_refused(rank, world_size, front, sharding):
     modes = ["train", "between", "frozen", *CONTEXTS]
@@ -310,7 +310,6 @@ def test_gradients_pass_through_the_copy(rank, world_size, front):
 # Between a forward that keeps its unit's parameters and the backward, attributes show them in full, while
 # `parameters()` yields the sharded ones, which optimizers hold.
 
-orig_and_composable = pytest.mark.parametrize("front", ["orig", "composable"])
 STRATEGIES = {"resharded": FULL, "kept": KEPT}
 
 
@@ -419,7 +418,7 @@ def assert_backward_still_right(plain: nn.Module, model: nn.Module, expected: An
     zero(plain, model)
 
 
-@orig_and_composable
+@either_front
 @ranks(2)
 def test_gradients_of_what_the_forward_computed_with(rank, world_size, front):
     """Of what was taken in the forward, and of what it kept; autograd refuses sharded parameters."""

@@ -12,27 +12,22 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from bed.memory import live_bytes
 from bed.references import count_collectives
-from bed.sampling import few_fast
 from beside import large_batch_backward, mean_backward
-from fronts import accumulating, assert_same_grads, assert_same_values, no_sync, shard, twins, within_copy
+from fronts import accumulating, assert_same_grads, either_front, no_sync, shard, twins, within_copy
 from fsdp_wrap import (
     EventKind,
     ShardingStrategy,
-    fully_shard,
     record_events,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from models import WRAPPINGS, Block, Transformer, loss_of, tokens, train, transformer_twins
-from scenario import HYBRID_COMPOSABLE_SPACE, HYBRID_SPACE, check, name_of, pairwise
+from models import WRAPPINGS, Block, Transformer, loss_of, tokens, transformer_twins
 
-each_front = pytest.mark.parametrize("front", ["orig", "composable"])
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -43,36 +38,7 @@ def backwards(model: Any, rank: int, letters: str, first: int = 0) -> None:
             loss_of(model, tokens(rank, step)).backward()
 
 
-@each_front
-@ranks(2)
-def test_no_sync_then_sync_is_bit_equal_to_ddp(rank, world_size, front):
-    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
-    ddp = DDP(plain)
-    with count_collectives() as traffic:
-        backwards(wrapped, rank, "T")  # before the first forward
-    assert set(traffic) == {"all_gather_into_tensor"}
-    with count_collectives() as traffic:
-        backwards(wrapped, rank, "F")
-    assert traffic["reduce_scatter_tensor"].calls == 4  # three blocks and the root
-    backwards(ddp, rank, "T")
-    backwards(ddp, rank, "F")
-    assert_same_grads(wrapped, ddp)
-    for model in (ddp, wrapped):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
-        with no_sync(model):
-            if front == "orig":
-                with no_sync(model):  # nested
-                    loss_of(model, tokens(rank, 3)).backward()
-            loss_of(model, tokens(rank, 1)).backward()
-        loss_of(model, tokens(rank, 2)).backward()
-        optimizer.step()
-        train(model, optimizer, rank, range(3))
-    assert_same_values(wrapped, ddp)
-
-
-@each_front
+@either_front
 @ranks(2)
 def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front):
     """After it, every interleaving equals one large batch; without replicas, a sum within the copy is all."""
@@ -119,41 +85,11 @@ def test_what_stays_for_backward_stays_under_no_sync(rank, world_size):
 
 # over replicas
 
-ACCUMULATIONS = ["CF", "CCF", "TCF", "CTF", "FCF"]
-"""Backwards of a step: letters of `accumulating`."""
-
-WRAPPER_SPACE = {
-    **HYBRID_SPACE,
-    "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"],
-    "accumulation": ACCUMULATIONS,
-}
-COMPOSABLE_SPACE = {
-    **HYBRID_COMPOSABLE_SPACE,
-    "mesh": ["hybrid"],
-    "reshard": [None, True, False],
-    "accumulation": ACCUMULATIONS,
-}
-
-
-SCENARIOS = few_fast(pairwise(WRAPPER_SPACE, seed=11), 20) + few_fast(pairwise(COMPOSABLE_SPACE, seed=12), 24)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
-@ranks(4)
-def test_every_pair_of_options_over_replicas(rank, world_size, scenario):
-    check(scenario, rank, world_size)
-
 
 def hybrid(front: str, net: nn.Module, strategy: str = "HYBRID_SHARD", unit: type[nn.Module] = Block) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    options: dict[str, Any] = {"travel_together_bytes": 0}
-    if front == "composable":
-        options |= {"mesh": mesh, "reshard_after_forward": strategy == "HYBRID_SHARD"}
-        for part in [*(each for each in net.modules() if isinstance(each, unit)), net]:
-            fully_shard(part, **options)
-        return net
-    options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    return shard(front, net, ModuleWrapPolicy({unit}), **options)
+    options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    return shard(front, net, ModuleWrapPolicy({unit}), travel_together_bytes=0, **options)
 
 
 def hybrid_twins(front: str, strategy: str = "HYBRID_SHARD") -> tuple[nn.Module, Any]:
@@ -183,6 +119,12 @@ def test_collectives_by_kind(rank, world_size, front, strategy):
         reduced = {name: each.calls for name, each in traffic.items() if name != "all_gather_into_tensor"}
         assert reduced == expected[letter], letter
         assert sum(each.kind is EventKind.REDUCE for each in events) == UNITS * (letter != "T")
+    if front == "orig":
+        with no_sync(model), count_collectives() as traffic:
+            with no_sync(model):  # nested
+                pass
+            backwards(model, rank, "F")
+        assert "reduce_scatter_tensor" not in traffic
 
 
 class Wide(nn.Module):
@@ -220,7 +162,7 @@ def fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_zero_grad_forgets_partial_sums(rank, world_size, front):
     plain, model = hybrid_twins(front)
@@ -248,7 +190,7 @@ def test_zero_grad_forgets_partial_sums(rank, world_size, front):
     assert_same_grads(model, plain, **EXACT)
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
     plain, model = hybrid_twins(front)
@@ -298,7 +240,7 @@ def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_siz
     assert traffic["all_reduce"].calls == 4
 
 
-@each_front
+@either_front
 @ranks(4)
 def test_switching_inside_a_backward_is_refused(rank, world_size, front):
     _, model = hybrid_twins(front)

@@ -15,14 +15,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import full_state, inner, shard
+from fronts import either_front, full_state, inner, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH = 6
-each_end = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class Block(nn.Module):
@@ -220,7 +219,7 @@ def test_copy_keeps_what_users_set(rank, world_size):
             second.blocks[0].normed.weight  # noqa: B018
 
 
-@each_end
+@either_front
 @ranks(2)
 def test_copy_with_an_optimizer_after_a_failed_backward(rank, world_size, front):
     model, plain = make_pair(per_block, front)
@@ -294,7 +293,7 @@ def test_average_of_parameters(rank, world_size, front, strategy, how):
     assert_same(resumed, averages[1])
 
 
-@each_end
+@either_front
 @ranks(2)
 def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters(rank, world_size, front):
     torch.manual_seed(0)

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from composable import assert_same, shard_blocks
-from fronts import full_state, shard
-from fsdp_wrap import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fronts import either_front, full_state, shard
+from fsdp_wrap import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.wrap import always_wrap_policy
 from models import Transformer, loss_of, tokens, train
@@ -195,10 +195,11 @@ def test_classes_of_what_is_sharded_and_gradients_of_what_is_not_used_or_failed(
     model = fully_shard(Branches())
     assert isinstance(model, Branches) and type(model).__name__ == "FSDPBranches"
     assert type(fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))[:1]) is nn.Sequential
-    model(torch.ones(1, 4), ["left", "right"][rank]).sum().backward()
-    assert model.neither.weight.grad is None
-    for branch in (model.left, model.right):
-        assert torch.equal(branch.weight.grad.full_tensor(), torch.full((3, 4), 0.5))
+    for each in (model, replicate(Branches())):
+        each(torch.ones(1, 4), ["left", "right"][rank]).sum().backward()
+        assert each.neither.weight.grad is None
+        for branch in (each.left, each.right):
+            assert torch.equal(branch.weight.grad.full_tensor(), torch.full((3, 4), 0.5))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
     model.set_reduce_scatter_unused_params(True)
@@ -229,7 +230,7 @@ def refuse(wrap: Callable[[nn.Module], Any], module: nn.Module, *words: str) -> 
     assert [(name, id(param)) for name, param in module.named_parameters()] == before, "half done"
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_parameters_of_compiled_modules_are_refused_and_run_where_they_are_left_out(rank, world_size, front):
     words = ["torch.jit.script", "torch.compile", "plain module", "ignored"]

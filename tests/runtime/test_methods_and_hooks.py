@@ -13,7 +13,18 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import FRONTS, each_front, full, full_state, inner, local_numel, no_sync, shard, twins
+from fronts import (
+    FRONTS,
+    each_front,
+    either_front,
+    full,
+    full_state,
+    inner,
+    local_numel,
+    no_sync,
+    shard,
+    twins,
+)
 from fsdp_wrap import CPUOffload, ShardingStrategy, register_fsdp_forward_method
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -122,7 +133,7 @@ def test_training_and_generating(rank, world_size, front, strategy):
     assert_sharded(model)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_what_a_call_gathers(rank, world_size, front):
     model, plain = make_pair(front)

@@ -17,7 +17,7 @@ import models
 from bed import ranks
 from bed.references import count_collectives
 from beside import assert_close_grads
-from fronts import FULL, KEPT, assert_same_grads
+from fronts import FULL, KEPT, assert_same_grads, either_front
 from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import events as core_events
@@ -252,7 +252,7 @@ def _trains_in_part():
     return model
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_frozen_parameters_of_a_unit(rank, world_size, front):
     """Of a unit that trains in part, only that is reduced, inside of autograd; what trains may change."""

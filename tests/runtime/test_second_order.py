@@ -14,7 +14,7 @@ from torch import func, nn
 
 from bed import ranks
 from beside import assert_close_grads, mean_backward
-from fronts import FRONTS, FULL, KEPT, no_sync, shard, twins
+from fronts import FRONTS, FULL, KEPT, each_front, either_front, no_sync, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -74,7 +74,7 @@ class _Force(nn.Module):
             return slope_of(self.energy(x), x)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(1, 2)
 def test_derivatives_of_derivatives_outlive_what_comes_between(rank, world_size, front):
     for strategy in (FULL, KEPT):
@@ -210,7 +210,7 @@ class _Walk:
         raise KeyError
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 @ranks(2)
 def test_random_walks(rank, world_size, front):
     for seed in range(8):
@@ -315,7 +315,7 @@ def test_by_batches(rank, world_size):
         assert_close_grads(model, plain, rtol=0)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_backward_after_a_transform(rank, world_size, front):
     for name in ("jvp", "grad", "vmap", "grad_of_each"):

@@ -22,12 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
 import moe_nets
-from fronts import clip
+from fronts import KEPT, clip
 from fsdp_wrap import (
     CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     allow_skipping,
     audit,
@@ -45,16 +43,6 @@ from programs import Capability, Net, Side, World, adamw
 from scenario import WIDTH
 
 COMPOSABLE, WRAPPER, BY_NAME = ["composable"], ["flat", "orig"], ["orig", "composable"]
-KEPT: dict[str, Any] = {
-    "wrapper": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "composable": {"reshard_after_forward": False},
-}
-
-
-def both(name: str, value: Any) -> dict[str, Any]:
-    """Returns an option that both front-ends have."""
-    return {"wrapper": {name: value}, "composable": {name: value}}
-
 
 # What becomes a unit, and which parameters a forward reads.
 
@@ -257,7 +245,7 @@ def over_replicas(front: str, world: World) -> dict[str, Any]:
 
 
 def over_mesh(front: str, world: World) -> dict[str, Any]:
-    return {"mesh": world.data} if front == "composable" else {"device_mesh": world.data}
+    return {"device_mesh": world.data}
 
 
 class ReplicaGroups(Capability):
@@ -267,8 +255,7 @@ class ReplicaGroups(Capability):
         return "have a hook already" if {"composable", "CommunicationHook"} <= {*names} else None
 
     def options(self, front: str, world: World) -> dict[str, Any]:
-        mesh = world.mesh["shard"]
-        return {"mesh": mesh} if front == "composable" else {"process_group": mesh.get_group()}
+        return {"process_group": world.mesh["shard"].get_group()}
 
     def begin(self, side: Side) -> None:
         if side.world is not None:
@@ -461,7 +448,9 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "FusedHead": Capability(slots=("head",), build=lambda net: setattr(net, "reads", "head")),
     "BorrowedHead": BorrowedHead(slots=("head", "tied", "units"), fronts=COMPOSABLE),
-    "BorrowedKeptHead": BorrowedHead(slots=("head", "tied", "units", "strategy"), **KEPT),
+    "BorrowedKeptHead": BorrowedHead(
+        slots=("head", "tied", "units", "strategy"), given={"sharding_strategy": KEPT}
+    ),
     "SkippedPart": SkippedPart(slots=("units",)),
     "Frozen": Capability(slots=("frozen",), spec={"frozen": "second_blocks"}),
     "MostlyFrozen": Capability(slots=("frozen",), spec={"frozen": "all_but_norms"}),
@@ -488,8 +477,7 @@ CAPABILITIES: dict[str, Capability] = {
     "Precision": Capability(
         slots=("dtype",),
         tolerance=1e-4,
-        wrapper={"mixed_precision": MixedPrecision(torch.float32, torch.float64)},
-        composable={"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)},
+        given={"mixed_precision": MixedPrecision(torch.float32, torch.float64)},
     ),
     "Accumulated": Capability(slots=("backwards",), letters="TF"),
     "TwoForwards": Capability(loss=forward_twice),
@@ -503,16 +491,16 @@ CAPABILITIES: dict[str, Capability] = {
     "ParameterHooks": Capability(slots=("backwards", "hooks", "parameter objects"), begin=hook_parameters),
     "CommunicationHook": Capability(sharded=hook_communication),
     "InPlace": InPlace(),
-    "Stays": Capability(slots=("strategy",), **KEPT),
+    "Stays": Capability(slots=("strategy",), given={"sharding_strategy": KEPT}),
     "NotSharded": Capability(
-        slots=("strategy",), fronts=WRAPPER, wrapper={"sharding_strategy": ShardingStrategy.NO_SHARD}
+        slots=("strategy",), fronts=WRAPPER, given={"sharding_strategy": ShardingStrategy.NO_SHARD}
     ),
     "Replicated": Replicated(slots=("strategy",), fronts=COMPOSABLE),
     "ReshardedToTwo": Capability(
         slots=("strategy",),
         fronts=COMPOSABLE,
         sizes=[4],
-        composable={"reshard_after_forward": 2},
+        given={"reshard_after_forward": 2},
         elsewhere=False,
     ),
     "Hybrid": Capability(slots=("strategy", "mesh"), sizes=[4], mesh={"replicas": 2}, options=over_replicas),
@@ -545,21 +533,19 @@ CAPABILITIES: dict[str, Capability] = {
         ),
         options=by_columns,
     ),
-    "Aligned": Capability(slots=("placement",), **both("shard_alignment", "rows")),
-    "Budgeted": Capability(**both("keep_unsharded_bytes", 3000)),
+    "Aligned": Capability(slots=("placement",), given={"shard_alignment": "rows"}),
+    "Budgeted": Capability(given={"keep_unsharded_bytes": 3000}),
     "Offloaded": Capability(
         slots=("offload",),
-        wrapper={"cpu_offload": CPUOffload(True)},
-        composable={"offload_policy": CPUOffloadPolicy()},
+        given={"cpu_offload": CPUOffload(True)},
     ),
     "StateOffloaded": Capability(
         slots=("offload",),
-        wrapper={"cpu_offload": CPUOffload(False, offload_optimizer_state=True)},
-        composable={"offload_policy": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True)},
+        given={"cpu_offload": CPUOffload(False, offload_optimizer_state=True)},
     ),
     # Small units share collectives else, from the second step on.
-    "Alone": Capability(**both("travel_together_bytes", 0)),
-    "OverGloo": Capability(**both("shared_memory", False)),
+    "Alone": Capability(given={"travel_together_bytes": 0}),
+    "OverGloo": Capability(given={"shared_memory": False}),
     "AdamW": Optimizer(),
     "Momentum": Optimizer(of=partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)),
     # With a float32 number for each parameter, which torch loads in the dtype of that.

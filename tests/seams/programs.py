@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import scenario
-from fronts import FRONTS, accumulating, full
+from fronts import FRONTS, accumulating, full, translated
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import fully_shard
 from fsdp_wrap.distributed_state_dict import (
@@ -131,8 +131,7 @@ class Capability:
         spec: Of the model, as `scenario.Model` takes it.
         letters: The backwards of a step, as `fronts.accumulating` takes them.
         refused: With which capability or front-end the program is refused, and what the error says.
-        wrapper: Options of the wrapper.
-        composable: Options of `fully_shard`.
+        given: Options of the front-end, as `fronts.shard` takes them.
         mesh: Of the `World`.
     """
 
@@ -146,8 +145,7 @@ class Capability:
     spec: Mapping[str, str] = {}
     letters: str | None = None
     refused: Mapping[str, str] = {}
-    wrapper: Mapping[str, Any] = {}
-    composable: Mapping[str, Any] = {}
+    given: Mapping[str, Any] = {}
     mesh: Mapping[str, int] = {}
 
     def __init__(self, **given: Any) -> None:
@@ -168,7 +166,7 @@ class Capability:
 
     def options(self, front: str, world: World) -> Mapping[str, Any]:
         """Returns the options of the front-end."""
-        return self.composable if front == "composable" else self.wrapper
+        return self.given
 
     def before_sharding(self, net: Net, world: World) -> None:
         """Changes what will be sharded."""
@@ -289,7 +287,7 @@ class Program:
         for each in self.capabilities:
             units, options = each.units(net, units), {**options, **each.options(self.front, world)}
         if self.front == "composable":
-            options = {"mesh": world.data, **options}
+            options = translated({"device_mesh": world.data, **options})
             for unit in units:
                 if not any(each.makes_unit(unit, options) for each in self.capabilities):
                     fully_shard(unit, **options)

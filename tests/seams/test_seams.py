@@ -28,8 +28,13 @@ def _chosen() -> list[Draw]:
     return [*dict.fromkeys(draw for seed in seeds for draw in draws(seed))]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draws, which takes seconds, unless all that is drawn would be left out."""
+    is_left_out = metafunc.config.option.markexpr in ("not slow", "core")
+    metafunc.parametrize("draw", [] if is_left_out else _chosen(), ids=str)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", _chosen(), ids=str)
 def test_capabilities_that_meet(draw: Draw, tmp_path: Path) -> None:
     print(f"FSDP_WRAP_SEAMS='{draw}' (drawn with FSDP_WRAP_SEAMS_SEED={SEED})")
     run_ranks(draw.size, run_draw, str(draw), str(tmp_path))

@@ -135,7 +135,7 @@ class HuggingFace(Weights):
     """Torch's storage of safetensors, consolidated, of rows; the format has no tensor of two names."""
 
     def options(self, front: str, world: World) -> dict[str, Any]:
-        return {} if front == "composable" else {"device_mesh": world.data}
+        return {"device_mesh": world.data}
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -238,11 +238,12 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 @ranks(4)
 def test_every_combination_of_options(rank, world_size, wrap, use_orig_params, strategy):
     twins = Twins(wrap, use_orig_params, sgd, **sharding(strategy))
-    for options in itertools.product([True, False], repeat=4):
+    modes = itertools.cycle([nullcontext, torch.inference_mode, torch.no_grad])  # with each option in turn
+    for mode, options in zip(modes, itertools.product([True, False], repeat=4)):
         writeback, rank0_only, offload_to_cpu, with_grads = options
         twins.backward()
         outside = list(twins.model.parameters())
-        with FSDP.summon_full_params(twins.model, True, *options):
+        with mode(), FSDP.summon_full_params(twins.model, True, *options):
             if rank0_only and rank > 0:
                 assert all(new is old for new, old in zip(twins.model.parameters(), outside, strict=True))
                 assert (gradients(twins.model) != {}) or strategy == "FULL_SHARD"  # an empty shard has none
@@ -298,20 +299,6 @@ def test_what_fails_on_one_rank_drops_the_edits_on_all(rank, world_size, wrap, u
                 elif rank == culprit:
                     raise KeyError("of the user's own")
     twins.check()
-
-
-@ranks(2)
-def test_without_recording_gradients(rank, world_size):
-    twins = Twins(make=sgd)
-    for mode in (torch.inference_mode, torch.no_grad):
-        twins.backward()
-        for options in ({}, {"rank0_only": True}, {"offload_to_cpu": True}):
-            with mode(), FSDP.summon_full_params(twins.model, with_grads=True, **options):
-                if rank == 0 or "rank0_only" not in options:
-                    half_and_double(twins.model)
-            half_and_double(twins.plain)
-        twins.update()
-        twins.check()
 
 
 @each_way

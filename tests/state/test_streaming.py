@@ -14,7 +14,7 @@ from torch import nn
 from bed import ranks
 from bed.memory import Peak, live_bytes, only_new_objects
 from bed.references import count_collectives
-from fronts import ONE, SIDE, each_form, each_front, shard, squares
+from fronts import ONE, SIDE, each_form, each_front, either_front, shard, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, iter_full_optim_state, iter_full_params, param_aliases
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -196,7 +196,7 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, front):
         assert 0.95 * 3 <= others <= 1.02 * 3
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_the_next_parameters_are_on_their_way_while_one_is_used(rank, world_size, front):
     model = squares(front, per_unit=1)
@@ -246,7 +246,7 @@ def test_small_tensors_travel_together(rank, world_size):
     assert_equal(dict(iter_full_params(model)), expected)
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_size, front):
     one = 64 * 64 * 4

@@ -22,17 +22,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed.accelerator import Simulation, run_simulated
-from fronts import FRONTS, KEPT, no_sync
+from fronts import FRONTS, HYBRID, KEPT, no_sync
 from fsdp_wrap import (
     CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
     set_gradients_in_place,
 )
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.comm_hooks import compress
-from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, by_calls, hook, list_prefetches, prepared, wrapped
+from stream_programs import BF16, NO_SHARD, OFFLOAD, batch, hook, list_prefetches, prepared, wrapped
 
 STEPS = 5
 WRAPPER = ("flat", "orig")
@@ -73,16 +70,11 @@ def _unused(front: str) -> nn.Module:
 
 def _hybrid(front: str, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    if front != "composable":
-        return wrapped(front, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, **options)
-    return by_calls(mesh=mesh)
+    return wrapped(front, sharding_strategy=HYBRID, device_mesh=mesh, **options)
 
 
 def mixed(front: str, offload: bool = False) -> nn.Module:
-    if front != "composable":
-        return wrapped(front, mixed_precision=BF16, cpu_offload=CPUOffload(offload))
-    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    return by_calls(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **options)
+    return wrapped(front, mixed_precision=BF16, cpu_offload=CPUOffload(offload))
 
 
 def _compressed(front: str, **codecs: str) -> nn.Module:

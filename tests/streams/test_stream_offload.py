@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import run_simulated
-from fronts import FRONTS, full_state, inner
+from fronts import FRONTS, each_front, either_front, full_state, inner
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime.offloading import Offloading
@@ -17,7 +17,6 @@ from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optim
 from stream_programs import BF16, OFFLOAD, STATE, batch, net, offloads, one_step, products_beside, wrapped
 
 _UNITS = 4
-both = pytest.mark.parametrize("front", ["orig", "composable"])
 _PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 
 
@@ -45,7 +44,7 @@ def _beside_products(actions, *chosen):
     return products_beside(actions, found)
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_gradients_reach_the_host_beside_the_backward(front):
     devices, _ = _devices(partial(wrapped, front, cpu_offload=OFFLOAD), steps=1)
     *earlier, _, last = _beside_products(devices[0].actions, "aten::copy_", "to host", "backward")
@@ -53,7 +52,7 @@ def test_gradients_reach_the_host_beside_the_backward(front):
 
 
 @pytest.mark.parametrize("prefetch", _PREFETCHES, ids=str)
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
     """In forward from the second on, when the order is known; in backward where no gather does so already."""
     options = {} if front == "composable" else {"backward_prefetch": prefetch}
@@ -138,7 +137,7 @@ def test_offloaded_training_has_the_bits_of_training_on_the_device(name, front):
             assert torch.equal(offloaded[rank][fqn], value), fqn
 
 
-@both
+@either_front
 def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
     """That of an accumulation as well; while the gradient of the next unit is computed."""
     seen: dict[bool, list[Any]] = {True: [], False: []}
@@ -245,7 +244,7 @@ def test_optimizer_state_alone_on_the_host(front, make):
     run_simulated(2, program, records=True, seeds=1)
 
 
-@both
+@either_front
 def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
     def told(offload):
         found: dict[int, list[Any]] = {0: [], 1: []}

@@ -8,7 +8,7 @@ from host_waits import CASES, HEAD, cell
 from mutations import places
 
 from bed.paths import ROOT
-from fronts import FRONTS
+from fronts import FRONTS, either_front
 
 
 def _rows(head):
@@ -44,7 +44,7 @@ def test_the_host_waits_where_the_table_says(number, front):
     assert cell(CASES[number], front) == told
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 def test_memory_order_and_waits(front):
     row = measure(front, "nothing else")
     assert 1 <= row.forward["compute"] < row.backward["compute"] < 1.5 * UNITS

@@ -15,7 +15,7 @@ import torch
 
 from bed.accelerator import Different, Simulation, replay, run_simulated, simulation, simulations
 from bed.paths import ROOT
-from fronts import FRONTS
+from fronts import FRONTS, each_front
 from fsdp_wrap import BackwardPrefetch
 from fsdp_wrap._comm import Finished, FromHost, ToHost
 from fsdp_wrap._comm.lanes import _EventPending
@@ -70,7 +70,7 @@ def _overlaps(kind, **options):
     return products_beside(actions, collectives[len(collectives) // 2 :])
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_gathers_and_reductions_run_beside_products(front):
     """A prefetch that is issued after the kernels of the unit before it would run beside none."""
     *earlier, last = _overlaps("reduce_scatter", front=front)

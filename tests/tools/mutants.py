@@ -184,17 +184,11 @@ class _Sites(ast.NodeVisitor):
     def _negate(self, test: ast.expr) -> None:
         self._add("condition", self._span(test), f"(not ({self._source(test)}))")
 
-    def visit_If(self, node: ast.If) -> None:
+    def visit_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
         self._negate(node.test)
         self.generic_visit(node)
 
-    def visit_While(self, node: ast.While) -> None:
-        self._negate(node.test)
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._negate(node.test)
-        self.generic_visit(node)
+    visit_While = visit_IfExp = visit_If
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:
@@ -512,17 +506,8 @@ def main() -> None:
         for mutant in mutants():
             print(f"{mutant.name}  ->  {' '.join(mutant.new.split())[:80]}")
         return
-    changed = [
-        "git",
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        "fsdp_wrap",
-        "tests",
-        f":!{RECORD}",
-    ]
-    if subprocess.check_output(changed, cwd=ROOT):
+    changed = "git status --porcelain --untracked-files=no -- fsdp_wrap tests".split()
+    if subprocess.check_output([*changed, f":!{RECORD}"], cwd=ROOT):
         raise SystemExit("a commit is judged, and something is not committed: commit it first")
     with tempfile.TemporaryDirectory() as scratch:
         Run(options.tier, options.only, Path(scratch)).everything()

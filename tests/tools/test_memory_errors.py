@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fronts import shard
+from fronts import either_front, shard
 from fsdp_wrap import explain_memory_errors
 from fsdp_wrap._core import format_bytes
 from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 WIDTH = 256
 FULL = (WIDTH * WIDTH + WIDTH) * 4
 HELD = format_bytes(FULL)
@@ -56,7 +55,7 @@ def _lines(error):
     return str(error.value).splitlines()
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_forwards_tell(rank, world_size, front):
     (model, layers), x = _model(front), torch.randn(2, WIDTH)
@@ -82,7 +81,7 @@ def test_forwards_tell(rank, world_size, front):
     model(x).sum().backward()  # the model is usable
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_backwards_tell(rank, world_size, front):
     x = torch.randn(2, WIDTH)
@@ -108,7 +107,7 @@ def test_backwards_tell(rank, world_size, front):
         model(x).sum().backward()
 
 
-@each_kind
+@either_front
 @ranks(1)
 def test_operators_of_a_backward_tell_in_the_context(rank, world_size, front):
     (model, layers), x = _model(front), torch.randn(2, WIDTH)

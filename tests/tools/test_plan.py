@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_wrap
 from bed import run_ranks
 from bed.paths import ROOT
-from fronts import FRONTS, shard
+from fronts import FRONTS, HYBRID, either_front, shard
 from fsdp_wrap import CPUOffload, EventKind, Machine, MixedPrecision, Plan, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import format_bytes
@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 from benchmarks import planned
 from benchmarks.meters import Travelling, tensors
 
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 RANKS = 16  # beyond 8 gloo is asked for its own collectives, as the group that carries nothing is
 WIDTH = 48
 MACHINE = Machine(
@@ -78,22 +77,12 @@ class Model(nn.Module):
         return self.head(self.layers(self.token(tokens)))
 
 
-def sharded_by(front, whole, options):
-    if front != "composable":
-        return shard(front, whole, ModuleWrapPolicy({Layer, Checkpointed}), **options)
-    if options.pop("cpu_offload", None):
-        options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
-    for layer in (*whole.layers, whole):
-        fsdp_wrap.fully_shard(layer, **options)
-    return whole
-
-
 def made(front, model=Model, device="cpu", freeze="", **options):
     """A setup for `plan`: a model by its class, sharded by layer, and a step of AdamW."""
     whole = model()
     for name, param in whole.named_parameters():
         param.requires_grad_(not freeze or freeze not in name)
-    sharded = sharded_by(front, whole.to(device), options)
+    sharded = shard(front, whole.to(device), ModuleWrapPolicy({Layer, Checkpointed}), **options)
     trainable = [param for param in sharded.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, foreach=False)
 
@@ -158,12 +147,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": "layers.1"},
     "partly frozen": {"freeze": "linear.weight"},
     "tied": {"model": partial(Model, tied=True)},
-    "bf16": {},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "checkpointed": {"model": partial(Model, Checkpointed)},
-}
-MIXED: dict[str, dict[str, Any]] = {
-    "composable": {"mp_policy": fsdp_wrap.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "orig": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
 }
 PAIRS = [("orig", each) for each in OPTIONS] + [
     ("flat", "tied"),
@@ -185,8 +170,7 @@ def as_measured(setup):
 
 @pytest.mark.parametrize(("front", "option"), PAIRS)
 def test_bytes_are_those_of_steps_that_run(front, option, group):
-    setup = partial(made, front, **OPTIONS[option], **(MIXED[front] if option == "bf16" else {}))
-    plan, travelling, events = as_measured(setup)
+    plan, travelling, events = as_measured(partial(made, front, **OPTIONS[option]))
     assert plan.payload_bytes["all_gather"] == travelling.nbytes["gathers"]
     assert plan.payload_bytes["reduce_scatter"] == travelling.nbytes["reduce-scatters"]
     for unit in plan.units:
@@ -195,7 +179,7 @@ def test_bytes_are_those_of_steps_that_run(front, option, group):
         assert (unit.gathers, unit.reductions) == (gathers, reductions)
 
 
-@each_kind
+@either_front
 def test_every_byte_has_a_kind(front):
     plan = fsdp_wrap.plan(partial(made, front), RANKS)
     whole = sum(param.numel() for param in Model().parameters())
@@ -227,12 +211,10 @@ def test_plans_of_few_and_of_many_ranks():
 
 def hybrid(front):
     mesh = init_device_mesh("cuda", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    strategy = {"sharding_strategy": fsdp_wrap.ShardingStrategy.HYBRID_SHARD} if front != "composable" else {}
-    key = "mesh" if front == "composable" else "device_mesh"
-    return made(front, device="cuda", **{key: mesh}, **strategy)
+    return made(front, device="cuda", device_mesh=mesh, sharding_strategy=HYBRID)
 
 
-@each_kind
+@either_front
 def test_replicas_are_summed_over_the_slower_links(front, monkeypatch):
     """Under torchrun as well, where the device need not be there either."""
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -250,7 +232,7 @@ def test_replicas_are_summed_over_the_slower_links(front, monkeypatch):
     assert os.environ["LOCAL_RANK"] == "3"
 
 
-@each_kind
+@either_front
 def test_a_device_that_is_not_there(front):
     options = {"cpu_offload": CPUOffload(True)}
     offloaded = fsdp_wrap.plan(partial(made, front, device="cuda", **options), RANKS, device="cuda")
@@ -290,7 +272,7 @@ def test_tensor_parallelism():
     assert plan.wire_bytes["all_reduce"] == 5 * 8 * 64 * 4
 
 
-@each_kind
+@either_front
 def test_accumulation_reduces_once(front, group):
     def setup():
         model, optimizer, _ = made(front)
@@ -347,7 +329,7 @@ def test_bytes_of_a_rank_that_helps_are_those_of_one_over_gloo(front, batches):
     assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
 
 
-@each_kind
+@either_front
 def test_a_rank_that_helps_holds_two_units(front):
     """Beside its shards and gradients; `fully_shard` copies a unit out of what has been gathered."""
     setup = partial(helped, front, (2, 0), "cuda")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import stream_programs as programs
 from bed import ranks
 from bed.accelerator import run_simulated
-from fronts import shard
+from fronts import either_front, shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline, uneven
 from fsdp_wrap._comm import messages
 from fsdp_wrap._core import Computing, step_watchers
@@ -38,7 +38,6 @@ from nets import WIDTH, Block, Net
 
 STEPS = 2
 CATEGORIES = ("gather", "reduce", "forward", "backward", "optimizer")
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def _trained(front, **options):
@@ -205,7 +204,7 @@ def test_files_of_ranks_are_merged(rank, world_size, tmp_path):
         assert "records are missing" in alone and "records are missing" not in whole.report()
 
 
-@each_kind
+@either_front
 @ranks(1)
 def test_recomputed_and_nested_units(rank, world_size, front, tmp_path):
     class Inner(Block):
@@ -286,7 +285,7 @@ def test_files_that_are_no_timelines(tmp_path):
         load(path)
 
 
-@each_kind
+@either_front
 def test_on_an_accelerator(front, tmp_path):
     found = {}
 
@@ -319,7 +318,7 @@ class _Sleeping(torch.optim.SGD):
         super().step(closure)
 
 
-@each_kind
+@either_front
 @ranks(1)
 def test_updates_in_the_backward(rank, world_size, front, tmp_path):
     """In a thread they are a track of their own, beside the backward of other units; else part of it."""
@@ -352,7 +351,7 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
             assert int(told[0].split("%")[0].split()[-1]) >= 10
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_a_rank_without_a_batch_helps(rank, world_size, front, tmp_path):
     """Rank 1 has one batch of two, then none; its gathers and reductions lie in slices of its help."""

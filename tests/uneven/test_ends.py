@@ -16,18 +16,10 @@ from fsdp_wrap import uneven
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import WIDTH, Middle
 
 VICTIM, IDLE = 1, 2
 BATCHES = [3, 3, 0]
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
 
 
 class Fault(Exception):
@@ -36,11 +28,11 @@ class Fault(Exception):
 
 def model_of(front: str = "orig") -> nn.Module:
     torch.manual_seed(0)
-    return shard(front, nn.Sequential(Layer(), Layer(), Layer()), ModuleWrapPolicy({Layer}))
+    return shard(front, nn.Sequential(Middle(), Middle(), Middle()), ModuleWrapPolicy({Middle}))
 
 
 def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
-    return model(torch.full((2, 4), 1.0 + rank)).square().mean()
+    return model(torch.full((2, WIDTH), 1.0 + rank)).square().mean()
 
 
 def grads(model: nn.Module) -> list[Any]:

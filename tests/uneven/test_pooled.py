@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
-from fronts import FRONTS, assert_same_grads, no_sync, shard
-from fsdp_wrap import BackwardPrefetch, CPUOffload, ShardingStrategy, set_travel_together_bytes, uneven
+from fronts import FRONTS, assert_same_grads, chosen, no_sync, shard
+from fsdp_wrap import BackwardPrefetch, CPUOffload, set_travel_together_bytes, uneven
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
@@ -76,21 +75,10 @@ def sharded(plain: Transformer, draw: Draw, world_size: int) -> nn.Module:
     if draw.checkpointing != "none":
         module.__class__ = Checkpointed
         module.reentrant = draw.checkpointing == "reentrant"
-    hybrid = draw.strategy == "HYBRID_SHARD" and world_size == 4
-    if draw.front == "composable":
-        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
-        if draw.strategy == "SHARD_GRAD_OP":
-            options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    else:
-        chosen = "FULL_SHARD" if draw.strategy == "HYBRID_SHARD" and not hybrid else draw.strategy
+    options = chosen(draw.front, draw.strategy, world_size)
+    if draw.front != "composable":
         prefetch = None if draw.prefetch == "none" else BackwardPrefetch[draw.prefetch]
-        options = {
-            "sharding_strategy": ShardingStrategy[chosen],
-            "backward_prefetch": prefetch,
-            "forward_prefetch": draw.forward_prefetch,
-        }
-        if hybrid:
-            options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options |= {"backward_prefetch": prefetch, "forward_prefetch": draw.forward_prefetch}
     if draw.offload and draw.strategy != "NO_SHARD":
         options["cpu_offload"] = CPUOffload(offload_params=True)
     model = shard(draw.front, module, WRAPPINGS[draw.wrapping](), **options)

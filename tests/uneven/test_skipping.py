@@ -5,23 +5,21 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
+from beside import mean_backward
 from fronts import (
     FRONTS,
     assert_same_grads,
     assert_same_values,
-    clip,
+    chosen,
     each_front,
     full_grads,
     inner,
@@ -31,17 +29,14 @@ from fronts import (
 from fsdp_wrap import (
     CPUOffload,
     EventKind,
-    ShardingStrategy,
     allow_skipping,
     fully_shard,
     record_events,
-    set_gradients_in_place,
     set_travel_together_bytes,
     uneven,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.comm_hooks import compress
-from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.wrap import NameWrapPolicy
 
 WIDTH = 6
@@ -132,11 +127,7 @@ def drawn(number: int) -> Draw:
 
 
 def sharded(plain: nn.Module, draw: Draw, world_size: int) -> nn.Module:
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[draw.strategy]}
-    if draw.strategy == "HYBRID_SHARD" and world_size == 4 and draw.front != "composable":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif draw.strategy != "SHARD_GRAD_OP" and (draw.front == "composable" or draw.strategy != "NO_SHARD"):
-        options["sharding_strategy"] = ShardingStrategy.FULL_SHARD
+    options = chosen(draw.front, draw.strategy, world_size)
     if draw.front != "composable":
         options["forward_prefetch"] = draw.forward_prefetch
     if draw.offload and draw.strategy != "NO_SHARD":
@@ -199,44 +190,19 @@ def mixture(front: str, dtype: torch.dtype = torch.float64, **options: Any) -> t
     return plain, model
 
 
-SEAMS: dict[str, Callable[[nn.Module], Any]] = {
-    "updates in the backward": lambda model: step_in_backward(model, partial(torch.optim.SGD, lr=0.1)),
-    "gradients in place": lambda model: set_gradients_in_place(model, True),
-    "kept segments": lambda model: model.set_keep_unsharded_bytes(1 << 20),
-    "compression": lambda model: compress(model, reductions="int8"),
-    "a deep copy": copy.deepcopy,
-}
-
-
-def _pairs() -> list[Any]:
-    """Each front-end with each of them, slow but for one that takes turns."""
-    return [
-        pytest.param(front, seam, marks=[] if front == FRONTS[number % len(FRONTS)] else [pytest.mark.slow])
-        for number, seam in enumerate(SEAMS)
-        for front in FRONTS
-    ]
-
-
-@pytest.mark.parametrize(("front", "seam"), _pairs())
 @ranks(2)
-def test_training_beside_what_else_there_is(rank, world_size, front, seam):
-    plain, model = mixture(front)
-    made = SEAMS[seam](model)
-    model = made if seam == "a deep copy" else model
-    optimizer = made if seam == "updates in the backward" else torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+def test_experts_whose_gradients_are_compressed(rank, world_size):
+    """What else there is meets a unit that is skipped in `tests/seams`."""
+    plain, model = mixture("orig")
+    compress(model, reductions="int8")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(3):
         model(*batch_of(rank, step)).backward()
-        for member in range(world_size):
-            (plain(*batch_of(member, step)) / world_size).backward()
-        if seam != "updates in the backward":
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            clip(model, 0.5)
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-    near = 0.02 if seam == "compression" else 1e-12
-    assert_same_values(model, plain, rtol=0.0, atol=near)
+        mean_backward(lambda member: plain(*batch_of(member, step)))  # noqa: B023
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, plain, rtol=0.0, atol=0.02)
 
 
 @each_front

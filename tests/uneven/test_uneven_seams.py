@@ -22,7 +22,7 @@ from fronts import (
     shard,
     squares,
 )
-from fsdp_wrap import MixedPrecision, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, uneven
+from fsdp_wrap import MixedPrecision, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import StepWatcher, watching_steps
 from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.optim import Muon, step_in_backward
@@ -165,7 +165,8 @@ def test_a_rank_without_a_batch_holds_two_units_at_most(rank, world_size, front)
 @each_front
 @ranks(2)
 def test_a_scaler_and_mixed_precision(rank, world_size, front):
-    plain, model = pair(front, torch.float32, **half_precision(front))
+    precision = MixedPrecision(torch.bfloat16, torch.float32)
+    plain, model = pair(front, torch.float32, mixed_precision=precision)
     scaler, optimizer = ShardedGradScaler("cpu", init_scale=64.0), torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [3, 1]
     with uneven(model) as work:
@@ -180,12 +181,6 @@ def test_a_scaler_and_mixed_precision(rank, world_size, front):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 64.0
-
-
-def half_precision(front: str) -> dict[str, Any]:
-    if front == "composable":
-        return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    return {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
 
 
 @ranks(2)

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bed import ranks
-from fronts import FRONTS, inner, no_sync, shard, shard_columns, within_copy
+from fronts import chosen, each_front, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import (
     Audit,
     Corruption,
@@ -24,7 +23,6 @@ from fsdp_wrap import (
     MixedPrecision,
     ShardingStrategy,
     audit,
-    fully_shard,
 )
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._core.torch_private import graph_task
@@ -274,7 +272,7 @@ def test_flipped_bits_are_found(rank, world_size, front):
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("front", FRONTS)
+@each_front
 def test_many_flipped_bits_are_found(rank, world_size, front):
     check(sweep(front, 4 * len(KINDS), 2))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -340,11 +338,7 @@ def test_clean_steps_of_parameters_that_are_cut_by_columns(rank, world_size):
 
 
 def hybrid() -> nn.Module:
-    torch.manual_seed(0)
-    net, mesh = FaultyNet(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    return made("composable", **chosen("composable", "HYBRID_SHARD", 4))
 
 
 @ranks(4)

@@ -12,17 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from fronts import each_front, inner, no_sync, shard, shard_columns
+from fronts import chosen, each_front, inner, no_sync, shard, shard_columns
 from fsdp_wrap import (
     CPUOffload,
     MixedPrecision,
     NonFiniteError,
     ShardingStrategy,
     find_nonfinite,
-    fully_shard,
 )
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values.looks import Looks, Origin, Spot
@@ -306,11 +304,8 @@ def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
 @SLOW
 @ranks(4)
 def test_all_ranks_of_a_hybrid_mesh_raise(rank, world_size):
-    torch.manual_seed(0)
-    net, mesh = SpoiledNet(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    error = error_of(fully_shard(net, mesh=mesh), partial(spoil_output, NAN))
+    model = made("composable", **chosen("composable", "HYBRID_SHARD", world_size))
+    error = error_of(model, partial(spoil_output, NAN))
     assert place(error) == (CULPRIT, "output", "blocks.1", "blocks.1.between")
 
 

@@ -15,6 +15,7 @@ import fsdp_wrap
 from bed import ranks, run_isolated, run_ranks
 from bed.patience import NEVER
 from bed.scripts import python
+from fronts import each_front
 from fsdp_wrap._values.verifying.launch import Launch
 from fsdp_wrap._values.verifying.observe import Errand, Observed, observe, places_of, seed_as_of
 from fsdp_wrap._values.verifying.pair import Pair
@@ -158,7 +159,7 @@ ALL_FRONTS = [
 @slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("front", ["flat", "orig", "composable"])
+@each_front
 def test_each_front_end_and_precision_is_told_the_same(front, bf16):
     if front == "composable" and bf16:
         pytest.skip("the front's options have no precision in common")

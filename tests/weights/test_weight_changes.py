@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import moe_nets
 from bed import ranks
-from fronts import full_state, shard
+from fronts import either_front, full_state, shard
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_changes
 from fsdp_wrap.weights import Change, Changes, apply_changes, checksum
 from sent_weights import POLICY, WIDTH, net, step
@@ -138,7 +138,7 @@ def test_what_did_not_change_is_not_told(rank, world_size):
         assert (name, index.tolist(), value.tolist()) == ("count", [1], [5])
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_buffers_go_along(rank, world_size, front):
     model = shard(front, nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)), POLICY)

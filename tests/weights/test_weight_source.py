@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from bed import ranks
 from bed.memory import live_bytes
-from fronts import ONE, SIDE, full_state, shard
+from fronts import ONE, SIDE, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
 from fsdp_wrap._state.full_values import FullValue
@@ -60,7 +60,6 @@ class Net(nn.Module):
 POLICY = ModuleWrapPolicy({Block})
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 STACK = {"w1": "experts.*"}
-each_kind = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 def trained(front: str, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -87,7 +86,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert torch.equal(found[name], value.detach()), name
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_full_tensors_under_plain_names(rank, world_size, front):
     model, plain = trained(front)
@@ -164,7 +163,7 @@ def test_replicas_and_tensor_parallelism(rank, world_size):
     assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
 
 
-@each_kind
+@either_front
 @ranks(2)
 def test_memory_stays_within_the_budget(rank, world_size, front):
     net = nn.Sequential(*(nn.Sequential() for _ in range(6)))

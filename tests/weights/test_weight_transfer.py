@@ -21,7 +21,7 @@ from torch import nn
 
 from bed import ranks
 from bed.patience import NEVER
-from fronts import full_state, shard
+from fronts import each_front, full_state, shard
 from fsdp_wrap import fully_shard, weight_changes, weight_source
 from fsdp_wrap.checkpoint import _safetensors
 from fsdp_wrap.weights import Changes, Update, WeightFolder, stored
@@ -39,7 +39,7 @@ def follow(updates: Iterator[Update]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("front", ["flat", "orig", "composable"])
+@each_front
 @ranks(2)
 def test_a_receiver_has_what_the_trainers_have(rank, world_size, front):
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:

@@ -18,7 +18,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bed import ranks
-from fronts import shard
+from fronts import either_front, shard
 from fsdp_wrap import BackwardPrefetch, ShardingStrategy, StateDictType, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy, NameWrapPolicy
@@ -510,7 +510,7 @@ def test_torchs_objects_are_told_from_ours(rank, world_size):
         assert_names_both(type(value).__name__, partial(call, **{argument: value}))
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_shared_memory_is_a_flag(rank, world_size, front):
     for wrong in ("yes", 1, "0"):
@@ -536,7 +536,7 @@ def test_a_policy_that_matches_nothing_warns(rank, world_size):
         FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.ReLU, nn.Conv2d}))
 
 
-@pytest.mark.parametrize("front", ["orig", "composable"])
+@either_front
 @ranks(2)
 def test_lazy_modules_are_to_run_once(rank, world_size, front):
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))

@@ -10,14 +10,13 @@ from torch import nn
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.patience import until
-from fronts import assert_same_grads, each_front, no_sync, prefetching, shard, twins
+from fronts import assert_same_grads, each_front, either_front, no_sync, prefetching, shard, twins
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import Block, Transformer, loss_of, tokens, train
 
 WIDTH = 64
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
 
 
 class _Square(nn.Module):
@@ -105,7 +104,7 @@ def test_only_shards_remain_after_each_step(rank, world_size, strategy, front, p
             model.zero_grad()
 
 
-@each_api
+@either_front
 @ranks(2)
 def test_evaluation_and_steps_leave_nothing_behind(rank, world_size, front):
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ TWO_RANKS = [
     *few_fast(pairwise(REPLICATE_SPACE, seed=5), 14),
 ]
 FOUR_RANKS = [
-    *few_fast(pairwise(HYBRID_SPACE, seed=2)[::2], 3),
+    *few_fast(pairwise(HYBRID_SPACE, seed=2), 6),
     *few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 20),
 ]
 

@@ -98,26 +98,6 @@ def test_strategy_and_prefetch_change_no_bit(rank, world_size, front, prefetch, 
     assert_trains_like_ddp(wrapped, DDP(plain), rank)
 
 
-@each_front
-@ranks(2)
-def test_wrapping_by_hand_nested_and_side_by_side(rank, world_size, front):
-    torch.manual_seed(0)
-    plain = Transformer()
-    by_hand, mixed = copy.deepcopy(plain), copy.deepcopy(plain)
-    by_hand.blocks[0].mlp = shard(front, by_hand.blocks[0].mlp)
-    by_hand.blocks[0] = shard(front, by_hand.blocks[0])
-    by_hand.blocks[2] = shard(front, by_hand.blocks[2])
-    assert_trains_like_ddp(shard(front, by_hand), DDP(copy.deepcopy(plain)), rank)
-
-    # Without a wrapper around all, each child is a root of its own; the rest is reduced by hand.
-    mixed.blocks = nn.ModuleList(shard(front, block) for block in mixed.blocks)
-    ddp = DDP(plain)
-    for model in (ddp, mixed):
-        loss_of(model, tokens(rank, 0)).backward()
-    for index, block in enumerate(mixed.blocks):
-        assert_same_grads(block, ddp.module.blocks[index])
-
-
 @ranks(2)
 def test_no_shard_keeps_one_copy_and_shapes(rank, world_size):
     with only_new_objects():  # not what tests before have left in this process

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bed import ranks
 from bed.paths import ROOT
-from fronts import full_state
+from fronts import either_front, full_state
 from fsdp_wrap.replica_groups import join_replica_groups
 from replica_managers import SHARDS, Manager, sharded
 from resuming import net, other, train, trained
@@ -29,8 +29,6 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks.group_kills import Group, lighthouse, told, wait_for
 
-each_api = pytest.mark.parametrize("front", ["orig", "composable"])
-
 
 def joined(front: str, rank: int, **options: Any) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
     model, manager = sharded(front, net(), rank), Manager()
@@ -39,7 +37,7 @@ def joined(front: str, rank: int, **options: Any) -> tuple[Manager, torch.nn.Mod
     return manager, model, optimizer
 
 
-@each_api
+@either_front
 @ranks(4)
 def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, front):
     manager, model, optimizer = joined(front, rank)
@@ -76,7 +74,7 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
         assert all(torch.equal(value, two[number][key]) for key, value in entry.items())
 
 
-@each_api
+@either_front
 @ranks(4)
 def test_without_gradients_only_states_are_the_managers(rank, world_size, front):
     """As for LocalSGD and DiLoCo, which average parameters."""
@@ -169,7 +167,7 @@ class Plain:
 
 
 @needs_torchft
-@each_api
+@either_front
 @ranks(4)
 def test_groups_that_trained_apart_meet_by_local_sgd_and_by_diloco(rank, world_size, front):
     """The first averages their shards, the second steps by what they have moved."""

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
 from collectives import check_gathers_and_sums
-from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fronts import FULL, HYBRID, shard
 from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.messages import ExchangeCommunicator
 from fsdp_wrap._comm.shared_memory.automatic import AutomaticCommunicator
@@ -137,15 +136,9 @@ def make_net():
 
 
 def wrapped(front, hybrid, shared_memory):
-    net = make_net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
-    if front == "composable":
-        for module in (*net, net):
-            fully_shard(module, mesh=mesh, shared_memory=shared_memory)
-        return net
-    strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-    policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(net, None, strategy, None, policy, device_mesh=mesh, shared_memory=shared_memory)
+    options = {"device_mesh": mesh, "sharding_strategy": HYBRID if hybrid else FULL}
+    return shard(front, make_net(), ModuleWrapPolicy({nn.Linear}), shared_memory=shared_memory, **options)
 
 
 def training(rank, front, hybrid):
