@@ -233,6 +233,32 @@ def test_unsharding_by_hand(rank, world_size):
     assert_same(model, plain)
 
 
+class Unseen(torch.optim.SGD):
+    """Writes past version counters, as kernels of some packages do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"])
+
+
+@ranks(2)
+def test_a_step_outdates_what_was_unsharded_before_it(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(1)
+    model = shard_blocks(copy.deepcopy(plain))
+    optimizers = Unseen(model.parameters(), lr=0.5), Unseen(plain.parameters(), lr=0.5)
+    ddp = DDP(plain)
+    for number in range(2):
+        for each in (model, ddp):
+            loss_of(each, tokens(rank, number)).backward()
+        model.blocks[0].unshard()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(loss_of(model, tokens(rank, 2)), loss_of(plain, tokens(rank, 2)))
+
+
 @ranks(2)
 def test_expert_setters(rank, world_size):
     torch.manual_seed(0)
