@@ -142,13 +142,14 @@ def hook(model: Any) -> None:
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
 
 
-def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
+def _hybrid(rank: int, device: Simulation, front: str, offload: bool, over: bool = False) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
     if front == "composable":
-        model = by_calls(mesh=mesh, **({"offload_policy": CPUOffloadPolicy()} if offload else {}))
+        policy = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+        model = by_calls(mesh=mesh, state_over_replicas=over, **policy)
     else:
-        strategy = ShardingStrategy.HYBRID_SHARD
-        model = wrapped(front, sharding_strategy=strategy, device_mesh=mesh, cpu_offload=CPUOffload(offload))
+        options = {"device_mesh": mesh, "state_over_replicas": over, "cpu_offload": CPUOffload(offload)}
+        model = wrapped(front, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **options)
     return train(model, rank, device, accumulates=True)
 
 
@@ -545,6 +546,14 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     **{f"frozen-{front}": (2, partial(_trains, front=front, prepare=_freeze)) for front in FRONTS},
     **{f"hybrid-{front}": (4, partial(_hybrid, front=front, offload=False)) for front in FRONTS},
     **{f"hybrid-offload-{front}": (4, partial(_hybrid, front=front, offload=True)) for front in FRONTS},
+    **{
+        f"over_replicas-{front}": (4, partial(_hybrid, front=front, offload=False, over=True))
+        for front in FRONTS
+    },
+    **{
+        f"over_replicas-offload-{front}": (4, partial(_hybrid, front=front, offload=True, over=True))
+        for front in FRONTS
+    },
     **{f"evaluates-{front}": (2, partial(_evaluates, front=front)) for front in FRONTS},
     **{f"states-{front}": (2, partial(_states, front=front, offload=False)) for front in FRONTS},
     "states-offload": (2, partial(_states, front="orig", offload=True)),

@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
-from fsdp_wrap._core import (
-    HOOKS_OF,
-    ParamPlaces,
-    ParamSlot,
-    Place,
-    ShardAlignment,
-    run_gradient_hooks,
-)
+from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, local_parts, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
