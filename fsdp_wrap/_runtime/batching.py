@@ -93,9 +93,7 @@ def _can_gather(members: Iterable[_Member]) -> bool:
             return False
         if unit.options is not options or handle.generation != generation or handle.without_values:
             return False
-        if (
-            handle.kept_segments or handle.post_forward_shards is not None
-        ):  # little or nothing is left to gather
+        if handle.kept_segments or handle.post_forward_shards is not None:  # little is left to gather
             return False
         if handle.transport is not handle.communicator or handle.keeps_storage:
             return False

@@ -31,10 +31,10 @@ CODE_LINES = {
     "compat": 802,
     "optim": 2146,
     "tools": 4095,
-    "top level": 2315,
+    "top level": 2313,
     "weights": 795,
-    "core": 16494,
-    "all": 33254,
+    "core": 16486,
+    "all": 33477,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
