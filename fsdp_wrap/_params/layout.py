@@ -407,7 +407,7 @@ class Layout(ABC):
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
-        self._shard.data.copy_(own.data)
+        self._shard.detach().copy_(own.data)  # which moves its version counter
 
     # module attributes
 
