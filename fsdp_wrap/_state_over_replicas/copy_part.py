@@ -42,10 +42,10 @@ class CopyPart:
         Within a backward the values are those of its forward, which optimizers' steps do not outdate: those
         of other units may run in a thread.
         """
-        if self._made_of is None or self._segment.layout.extended:  # whose own code makes values each time
+        in_backward = graph_task() != -1
+        if self._made_of is None or (self._segment.layout.extended and not in_backward):  # by users' code
             return True
-        stepped = graph_task() == -1 and steps_taken() != self._steps
-        if self._made_of.is_outdated(self._written, stepped):
+        if self._made_of.is_outdated(self._written, not in_backward and steps_taken() != self._steps):
             return True
         if self._made_of.was_written_unseen:
             self._made_of = None
