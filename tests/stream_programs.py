@@ -148,7 +148,11 @@ def _hybrid(rank: int, device: Simulation, front: str, offload: bool, over: bool
         policy = {"offload_policy": CPUOffloadPolicy()} if offload else {}
         model = by_calls(mesh=mesh, state_over_replicas=over, **policy)
     else:
-        options = {"device_mesh": mesh, "state_over_replicas": over, "cpu_offload": CPUOffload(offload)}
+        options: dict[str, Any] = {
+            "device_mesh": mesh,
+            "state_over_replicas": over,
+            "cpu_offload": CPUOffload(offload),
+        }
         model = wrapped(front, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **options)
     return train(model, rank, device, accumulates=True)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from copies import adamw, both, in_copies, step, transformer
 from torch import nn
 
 from bed import ranks
+from copies import adamw, both, in_copies, step, transformer
 from fronts import FRONTS, each_front, full_grads, full_state, no_sync, shard
 from fsdp_wrap import (
     CPUOffload,
@@ -123,10 +123,10 @@ def test_pairs_of_groups_are_joined(rank, world_size, given):
     copies, across = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     if size == 1:
         copies, across = [[0], [1], [2], [3]], [[0, 1], [2, 3]]
-    pair = [dist.new_subgroups_by_enumeration(each)[0] for each in (copies, across)]
+    pair: Any = [dist.new_subgroups_by_enumeration(each)[0] for each in (copies, across)]
     model = FSDP(
         transformer(),
-        process_group=tuple(pair),
+        process_group=pair,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         state_over_replicas=True,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from copies import adamw, both, in_copies, transformer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_wrap
 from bed import ranks
+from copies import adamw, both, in_copies, transformer
 from fronts import FRONTS, each_form, full_state
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
@@ -44,17 +44,20 @@ def test_meshes_without_replicas_or_in_another_order(rank, world_size):
         FSDP(module, state_over_replicas=True)
     with pytest.raises(ValueError, match=r"of HYBRID_SHARD counts ranks copy by copy"):
         FSDP(module, device_mesh=mixed, sharding_strategy=HYBRID, state_over_replicas=True)
-    pair = (mixed.get_group(1), mixed.get_group(0))
+    pair: Any = (mixed.get_group(1), mixed.get_group(0))
     with pytest.raises(ValueError, match=r"of HYBRID_SHARD counts ranks copy by copy"):
         FSDP(module, process_group=pair, sharding_strategy=HYBRID, state_over_replicas=True)
-    stand_in = type("StandIn", (), {"rank": lambda self: 0, "size": lambda self: 2})()
+    stand_in: Any = type("StandIn", (), {"rank": lambda self: 0, "size": lambda self: 2})()
+    stand_ins: Any = (stand_in, stand_in)
     with pytest.raises(ValueError, match="needs process groups that communicate, not stand-ins"):
-        FSDP(module, process_group=(stand_in,) * 2, sharding_strategy=HYBRID, state_over_replicas=True)
-    for wrong in ({"device_mesh": mesh, "sharding_strategy": HYBRID}, {}):
+        FSDP(module, process_group=stand_ins, sharding_strategy=HYBRID, state_over_replicas=True)
+    options: list[dict[str, Any]] = [{"device_mesh": mesh, "sharding_strategy": HYBRID}, {}]
+    not_a_flag: Any = "yes"
+    for wrong in options:
         with pytest.raises(TypeError, match="state_over_replicas"):
-            FSDP(module, **wrong, state_over_replicas="yes")
+            FSDP(module, **wrong, state_over_replicas=not_a_flag)
     with pytest.raises(TypeError, match="state_over_replicas"):
-        fully_shard(module, mesh=mesh, state_over_replicas=2)
+        fully_shard(module, mesh=mesh, state_over_replicas=not_a_flag)
     assert type(module) is nn.Linear and not hasattr(module.weight, "_fsdp_flattened")
     assert type(module.weight) is nn.Parameter
 

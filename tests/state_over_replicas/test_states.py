@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from copies import adamw, in_copies, step, transformer
 from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import mesh_nets
 import tp_nets
 from bed import ranks, run_ranks
+from copies import adamw, in_copies, step, transformer
 from fronts import FRONTS, each_front, full, full_state
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
@@ -31,7 +31,7 @@ def side(front: str, kind: str, seed: int) -> Side:
     model: Any = mesh_nets.net(seed)
     names = ("dp",) if kind == "full" else ("replicate", "dp")
     mesh = init_device_mesh("cpu", (4,) if kind == "full" else (2, 2), mesh_dim_names=names)
-    over = {"state_over_replicas": kind == "one"}
+    over: dict[str, Any] = {"state_over_replicas": kind == "one"}
     if front == "composable":
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh, **over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,9 +14,10 @@ from copies import adamw, in_copies, received, transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_wrap
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
-from fronts import each_front, no_sync
+from fronts import FRONTS, each_front, no_sync
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -51,6 +53,16 @@ def squares(front: str, way: str, bf16: bool) -> Any:
     )
 
 
+each_form_and_dtype = pytest.mark.parametrize(
+    ("front", "bf16"),
+    [
+        pytest.param(front, bf16, marks=() if bf16 == (front == "composable") else pytest.mark.slow)
+        for front in FRONTS
+        for bf16 in (False, True)
+    ],
+)
+
+
 def trained(model: Any, steps: int = 2) -> Any:
     """Trains; returns the optimizer, whose gradients are gone."""
     optimizer = adamw(model)
@@ -61,8 +73,7 @@ def trained(model: Any, steps: int = 2) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@each_front
+@each_form_and_dtype
 @ranks(4)
 def test_bytes_at_rest(rank, world_size, front, bf16):
     """Of 12 for each parameter, Adam's state included: a half in copies, a quarter over all ranks."""
@@ -89,8 +100,7 @@ def by_ranks(counts: Counter[tuple[str, tuple[int, ...]]]) -> dict[tuple[str, in
     return found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@each_front
+@each_form_and_dtype
 @ranks(4)
 def test_bytes_received_in_a_step(rank, world_size, front, bf16):
     """Neighbours make a copy. Ranks two apart are counterparts: less crosses their link than with copies."""
@@ -151,3 +161,35 @@ def test_gathers_cross_the_replicas_when_the_state_may_have_changed(rank, world_
     forward()
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0).step()
     assert not crossings(forward), "what is frozen stays, whatever is stepped"
+
+
+def test_a_plan_knows_both_links():
+    """512 ranks in copies of 32: bytes at rest and received."""
+    plans = {way: fsdp_wrap.plan(partial(planned, way), 512, device="cuda") for way in ("hybrid", "one")}
+    assert plans["hybrid"].rest_bytes == pytest.approx(12 * PLANNED / 32, rel=0.01)
+    assert plans["one"].rest_bytes == pytest.approx(12 * PLANNED / 512 + 2 * PLANNED / 32, rel=0.01)
+    gathers, sums = (plans["one"].wire_bytes[kind] for kind in ("all_gather", "reduce_scatter"))
+    assert gathers == pytest.approx(PLANNED * (2 * 2 * 31 / 32 + 2 / 32 * 15 / 16), rel=0.01)
+    assert sums == pytest.approx(PLANNED * (4 * 31 / 32 + 4 / 32 * 15 / 16), rel=0.01)
+    assert "all_reduce" in plans["hybrid"].wire_bytes and "all_reduce" not in plans["one"].wire_bytes
+
+
+PLANNED = 3 * 4096**2
+
+
+def planned(way: str) -> Any:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    mesh = init_device_mesh("cuda", (16, 32), mesh_dim_names=("copies", "shards"))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, state_over_replicas=way == "one")
+    model.to_empty(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(1, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
