@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,18 @@ def _union(within: Ranks, across: Ranks, user: str) -> dist.ProcessGroup:
             f"state_over_replicas=True of {user} needs process groups that communicate, not stand-ins: pass "
             "two of torch.distributed, or a device_mesh"
         )
-    device = torch.device(device_type_for(within.group))
+    device, known = torch.device(device_type_for(within.group)), _ranks_of.setdefault(within.group, {})
+    members = tuple(across.members)
+    if members not in known:
+        known[members] = _ranks_of_copies(within, across, device)
+    _check_order(known[members], user)
+    world = default_group(user)
+    whole = len(known[members]) == dist.get_world_size(world)
+    return world if whole else group_over(known[members], device)
+
+
+def _ranks_of_copies(within: Ranks, across: Ranks, device: torch.device) -> list[int]:
+    """Returns the ranks of all copies, copy by copy, as counterparts tell; collective."""
     if dist.get_backend(within.group) in CARRY_NOTHING or across.size == 1:
         copies = [
             [first - across.members[across.rank] + each for each in within.members]
@@ -97,10 +109,11 @@ def _union(within: Ranks, across: Ranks, user: str) -> dist.ProcessGroup:
         ]
     else:
         copies = make_communicator(across, device, False).all_gather_object(within.members)
-    ranks = [rank for copy in copies for rank in copy]
-    _check_order(ranks, user)
-    world = default_group(user)
-    return world if len(ranks) == dist.get_world_size(world) else group_over(ranks, device)
+    return [rank for copy in copies for rank in copy]
+
+
+_ranks_of: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
+"""The ranks of all copies, by this copy's group and this rank's counterparts."""
 
 
 def _check_order(ranks: Sequence[int], user: str) -> None:

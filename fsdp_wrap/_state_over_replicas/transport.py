@@ -35,7 +35,7 @@ class StagedTransport:
     def __init__(self, within: Communicator, across: Communicator, handle: ParamHandle) -> None:
         self._handle, self.positions = weakref.ref(handle), within.positions
         self._within, self._across = Stage(within), Stage(across)
-        self._on_streams = accelerator_of(within.device) is not None
+        self._accelerator = accelerator_of(within.device)
         self._parts: dict[Segment, CopyPart] = {}
         self.keeps_notes = within.keeps_notes and across.keeps_notes
 
@@ -44,7 +44,8 @@ class StagedTransport:
         for buffer in buffers:
             buffer.allocate()
         parts = self._parts_of(buffers)
-        outdated = [part for part in parts if part.is_outdated()]
+        captures = self._accelerator is not None and self._accelerator.captures  # for steps to come
+        outdated = [part for part in parts if captures or part.is_outdated()]
         within, across = self._within.communicator, self._across.communicator
 
         def fill_own() -> None:
@@ -83,7 +84,7 @@ class StagedTransport:
 
     def _then(self, first: Pending, stage: Stage, issue: Callable[[], Pending]) -> Pending:
         """Lets the collectives of a second stage follow those of the first."""
-        if self._on_streams:  # in the order of their lane
+        if self._accelerator is not None:  # in the order of their lane
             return Then([first, issue()])
         return stage.queue(first, issue)
 

@@ -24,7 +24,7 @@ CODE_LINES = {
     "_reproducible": 578,
     "_runtime": 3315,
     "_state": 3125,
-    "_state_over_replicas": 233,
+    "_state_over_replicas": 241,
     "_uneven": 899,
     "_values": 3444,
     "checkpoint": 2449,
@@ -34,7 +34,7 @@ CODE_LINES = {
     "top level": 2313,
     "weights": 795,
     "core": 16486,
-    "all": 33477,
+    "all": 33485,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
