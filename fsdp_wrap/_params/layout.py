@@ -173,6 +173,7 @@ class Layout(ABC):
     in_place = True  # whether the gathered buffer is the unsharded one
     sharded = True  # whether ranks have different parts
     alignment: ShardAlignment | None = None
+    reads = 0  # calls of `read_shard`, alike on all ranks
     extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
@@ -407,7 +408,8 @@ class Layout(ABC):
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
-        self._shard.detach().copy_(own.data)  # which moves its version counter
+        self.reads += 1  # no version counter moves: the values may be the same
+        self._shard.data.copy_(own.data)
 
     # module attributes
 

@@ -24,6 +24,7 @@ class CopyPart:
         self._segment, self._copies, self._ranks, self._place = segment, copies, ranks, place
         self._made_of: KeptSegment | None = None  # the shard at the last gather over the replicas
         self._steps = -1  # taken by optimizers then; none where a thread may be stepping
+        self._reads = 0  # of the shard until then
         self.data = torch.empty(0)
 
     def follow(self, written: Written) -> None:
@@ -43,7 +44,9 @@ class CopyPart:
         of other units may run in a thread.
         """
         in_backward = graph_task() != -1
-        if self._made_of is None or (self._segment.layout.extended and not in_backward):  # by users' code
+        if self._made_of is None or self._reads != self._segment.layout.reads:
+            return True
+        if self._segment.layout.extended and not in_backward:  # whose users' code makes values each time
             return True
         if self._made_of.is_outdated(self._written, not in_backward and steps_taken() != self._steps):
             return True
@@ -59,7 +62,7 @@ class CopyPart:
 
     def begin(self) -> None:
         """Notes that a gather over the replicas begins; until `end` the part is outdated."""
-        self._made_of = None
+        self._made_of, self._reads = None, self._segment.layout.reads
         self._coming = KeptSegment(self._segment.layout, self._written)
         self._steps = steps_taken() if graph_task() == -1 else -1
 
