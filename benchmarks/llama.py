@@ -100,12 +100,17 @@ class Llama(nn.Module):
 
 
 def setup(
-    hosts: int = 1, length: int = 4096, batch: int = 1, model: Callable[[], nn.Module] = Llama
+    hosts: int = 1,
+    over_replicas: bool = False,
+    length: int = 4096,
+    batch: int = 1,
+    model: Callable[[], nn.Module] = Llama,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
     """Shards it by block, to be trained in bfloat16 on CUDA devices.
 
     Args:
         hosts: Over how many groups of ranks it is replicated; 1 to shard over all.
+        over_replicas: Whether replicas share one state.
         length: Tokens of a sequence.
         batch: Sequences of a rank.
         model: Makes it.
@@ -116,9 +121,8 @@ def setup(
     with torch.device("meta"):
         made: Any = model()
     policy = fsdp_wrap.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in made.blocks:
-        fsdp_wrap.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp_wrap.fully_shard(made, mesh=mesh, mp_policy=policy)
+    for part in (*made.blocks, made):
+        fsdp_wrap.fully_shard(part, mesh=mesh, mp_policy=policy, state_over_replicas=over_replicas)
     made.to_empty(device="cuda")
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)
 
@@ -135,11 +139,11 @@ def main() -> None:
     """Prints the pages, and what it took to make them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=512)
-    parser.add_argument("--hosts", type=int, default=16, help="replicas of the hybrid plan")
+    parser.add_argument("--hosts", type=int, default=16, help="replicas of the hybrid plans")
     options = parser.parse_args()
-    for hosts in (1, options.hosts):
+    for hosts, over in ((1, False), (options.hosts, False), (options.hosts, True)):
         begin, worked = time.monotonic(), time.process_time()
-        plan = fsdp_wrap.plan(partial(setup, hosts), options.ranks, device="cuda", machine=H100)
+        plan = fsdp_wrap.plan(partial(setup, hosts, over), options.ranks, device="cuda", machine=H100)
         seconds, worked = time.monotonic() - begin, time.process_time() - worked
         print(plan)
         memory = _most_resident() / 1e9

@@ -50,6 +50,7 @@ AREAS = {
     "_comm/shared_memory": "Shared memory of a host",
     "_comm/watching": "Ranks that do not come",
     "_compression": "Compressed communication",
+    "_state_over_replicas": "State over replicas",
     "_core": "Settings, modules and hooks",
     "_core/optimizers": "Optimizers as they are given",
     "_params": "Parameters",

@@ -41,6 +41,7 @@ FOLDERS = {
     "_uneven": ("ranks without a batch", STATE),
     "_values": ("values of steps", STATE),
     "_compression": ("fewer bytes", STATE),
+    "_state_over_replicas": ("one state for all copies", STATE),
     "_activations": ("activations in host memory", STATE),
     "_state": ("full values, state dicts, norms", STATE),
     "_runtime": ("when each unit does what", RUNTIME),

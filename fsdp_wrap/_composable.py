@@ -187,10 +187,7 @@ def _makes_layouts(
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:
     """Returns the meshes of all parameters, the default one first."""
-    found: list[DataMesh] = []
-    for over, _ in locations.values():
-        if over not in found:
-            found.append(over)
+    found = dict.fromkeys(location.over for location in locations.values())
     return sorted(found, key=lambda over: over != data) or [data]
 
 

@@ -410,12 +410,14 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def extra_repr(self) -> str:
-        """Returns the text of the module's class, with the alignment of shards and the kept bytes."""
-        own, handles = super().extra_repr(), [unit.handle for unit in _unit_of(self).over_all_meshes]
-        staying = sum(handle.kept_nbytes for handle in handles if handle is not None)
+        """Returns the text of the module's class, with where state and shards lie, and the kept bytes."""
+        units = _unit_of(self).over_all_meshes
+        handles = [unit.handle for unit in units if unit.handle is not None]
+        staying = sum(handle.kept_nbytes for handle in handles)
         stays = f"{staying} bytes stay unsharded" if staying else ""
-        layouts = [segment.layout for handle in handles if handle is not None for segment in handle.segments]
-        return ", ".join(filter(None, [own, _format_alignment(layouts), stays]))
+        layouts = [segment.layout for handle in handles for segment in handle.segments]
+        staged = "state over replicas" if any(handle.staged for handle in handles) else ""
+        return ", ".join(filter(None, [super().extra_repr(), staged, _format_alignment(layouts), stays]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
@@ -537,11 +539,8 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
 
 def _shows_one_kind(handle: ParamHandle) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
-    kinds = (
-        {(param.dtype, param.is_meta) for param in layout.shown() if param is not None}
-        for layout in handle.layouts
-    )
-    return all(len(each) == 1 for each in kinds)
+    shown = ([param for param in layout.shown() if param is not None] for layout in handle.layouts)
+    return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)
 
 
 def _format_alignment(layouts: Sequence[Layout]) -> str:

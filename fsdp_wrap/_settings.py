@@ -31,7 +31,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
-from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions
+from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions, over_replicas
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -91,6 +91,7 @@ class Settings:
     travel_together_bytes: int | None = None
     keep_unsharded_bytes: int = 0
     shard_alignment: int | str | None = None
+    state_over_replicas: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -106,10 +107,14 @@ class Settings:
         check_kind("cpu_offload", self.cpu_offload, CPUOffload)
         check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
-        check_own(self.shared_memory, self.travel_together_bytes, self.keep_unsharded_bytes)
+        own = self.shared_memory, self.travel_together_bytes, self.keep_unsharded_bytes
+        check_own(*own, self.state_over_replicas)
         ShardAlignment.of(self.shard_alignment)
         self.policy.check()
-        return resolve_mesh(self.process_group, self.device_mesh, self.strategy)
+        mesh = resolve_mesh(self.process_group, self.device_mesh, self.strategy)
+        if self.state_over_replicas:
+            mesh = over_replicas.needed("state_over_replicas=True").flat_ranks(mesh, self.strategy.name)
+        return mesh
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -125,11 +130,7 @@ class Settings:
         """Returns a function that makes the layout of a segment."""
         plain = SliceLayout if self.use_orig_params else FlatParameterLayout
         offload = self.cpu_offload is not None and self.cpu_offload.offload_params
-        options: dict[str, Any] = {
-            "module": module,
-            "sharded": mesh.shard is not None,
-            "offload": offload,
-        }
+        options: dict[str, Any] = {"module": module, "sharded": mesh.shard is not None, "offload": offload}
         alignment = ShardAlignment.of(self.shard_alignment)
 
         def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:

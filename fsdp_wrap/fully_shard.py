@@ -38,7 +38,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import DataMesh, chunk_numel, is_extension, to_local
-from fsdp_wrap._runtime import UnitOptions
+from fsdp_wrap._runtime import UnitOptions, over_replicas
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
@@ -59,6 +59,7 @@ def fully_shard(
     travel_together_bytes: int | None = None,
     keep_unsharded_bytes: int = 0,
     shard_alignment: int | str | None = None,
+    state_over_replicas: bool = False,
 ) -> Any:
     """Makes a unit of a module in place: its parameters become `DTensor`s that are sharded over the ranks.
 
@@ -102,6 +103,10 @@ def fully_shard(
             with other boundaries stays unsharded on every rank if it has one dimension, or fewer elements
             than the alignment times the ranks; `repr` names it. Any other parameter is refused. Not one of
             torch's arguments.
+        state_over_replicas: On a mesh of two dimensions, shard parameters, gradients and optimizer state over
+            the replicas too: each copy computes by itself as before, and all ranks hold one state between
+            them, as `DTensor`s on the flattened mesh. Each rank also keeps its part of the copy, as gathered,
+            and gathers it over the replicas when the state has changed. Not one of torch's arguments.
 
     Returns:
         `module` itself.
@@ -117,10 +122,15 @@ def fully_shard(
     """
     parts = outermost(module, "fully_shard")
     offload = checked_offload(mp_policy, offload_policy)
-    check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes)
+    check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes, state_over_replicas)
     alignment = ShardAlignment.of(shard_alignment)
-    data = _data_mesh(default_mesh("fully_shard") if mesh is None else mesh, dp_mesh_dims)
+    mesh = default_mesh("fully_shard") if mesh is None else mesh
+    check_mesh(mesh, dp_mesh_dims)
+    data = DataMesh(mesh) if dp_mesh_dims is None else DataMesh.within(mesh, dp_mesh_dims)
+    if state_over_replicas:
+        data = over_replicas.needed("state_over_replicas=True").flat_mesh(data, type(parts[0]).__name__)
     reshard_after_forward = _resolved(reshard_after_forward)
+    few = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
     shares = shared_memory is not False
 
     def location_of(slot: ParamSlot) -> Location:
@@ -141,17 +151,12 @@ def fully_shard(
             travel_together_bytes=travel_together_bytes,
             keep_unsharded_bytes=keep_unsharded_bytes or 0,
         ),
-        kept_within=partial(_kept_within, reshard_after_forward, data=data, shared_memory=shares),
+        kept_within=None if few is None else partial(_kept_within, few, data=data, shared_memory=shares),
         shared_memory=shares,
         alignment=alignment,
     )
     compose(module, parts, wanted)
     return module
-
-
-def _data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataMesh:
-    check_mesh(mesh, dims)
-    return DataMesh(mesh) if dims is None else DataMesh.within(mesh, dims)
 
 
 def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMesh) -> Location:
@@ -223,8 +228,7 @@ def _dim_of(fqn: str, placement: Shard, shape: torch.Size, over: DataMesh) -> in
             f"parameter '{fqn}' of shape {tuple(shape)} has no dimension {placement.dim}: let "
             f"shard_placement_fn choose one from {-len(shape)} to {len(shape) - 1}"
         )
-    shard = over.ranks.shard
-    ranks = 1 if shard is None else shard.size
+    ranks = 1 if over.ranks.shard is None else over.ranks.shard.size
     if dim and shape[dim] % ranks:
         raise UnevenCutError(
             f"parameter '{fqn}' of shape {tuple(shape)} cannot be cut along dimension {dim}: its size "
@@ -251,11 +255,9 @@ def _resolved(reshard_after_forward: Any) -> bool | int | None:
 
 
 def _kept_within(
-    reshard_after_forward: bool | int | None, over: DataMesh, *, data: DataMesh, shared_memory: bool
+    reshard_after_forward: int, over: DataMesh, *, data: DataMesh, shared_memory: bool
 ) -> Communicator | None:
-    """Returns the communicator of ranks that keep full parameters between them, or None."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
+    """Returns the communicator of so many ranks that keep full parameters between them, or None."""
     shard = over.ranks.shard
     if over != data and (shard is None or shard.size == 1):  # unsharded there: no gather
         return None

@@ -163,6 +163,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             or "rows" for indices of the first dimension. The cost is padding, which `repr` shows. None for no
             alignment. Frozen tensor subclasses, which are sharded as bytes, are not aligned. Not one of
             torch's arguments.
+        state_over_replicas: With hybrid strategies, shard parameters, gradients and optimizer state over the
+            replicas too: each copy computes by itself as before, and all ranks hold one state between them.
+            Each rank also keeps its part of the copy, as gathered, and gathers it over the replicas when the
+            state has changed. Not one of torch's arguments.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -197,6 +201,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         travel_together_bytes: int | None = None,
         keep_unsharded_bytes: int = 0,
         shard_alignment: int | str | None = None,
+        state_over_replicas: bool = False,
     ) -> None:
         # Late, since it imports torch.distributed.checkpoint, which takes as long as this package.
         from fsdp_wrap._torch_helpers import adapt_torch_helpers
@@ -249,10 +254,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         if handle is None:
             return f"{self.sharding_strategy.name}, no parameters of its own"
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
+        copies += " (state over replicas)" if handle.staged else ""
         ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
         way = f", through {ways[0]}" if ways else ""
-        known = self._unit.schedule is not None
-        others = schedule_of(self._unit).batches.companions_of(self._unit) if known else []
+        others = schedule_of(self._unit).batches.companions_of(self._unit) if self._unit.schedule else []
         if others:
             way += f", gathered with {listed(map(repr, others), 3)}"
         held = ", ".join(segment.describe() for segment in handle.segments)

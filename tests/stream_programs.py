@@ -142,9 +142,14 @@ def hook(model: Any) -> None:
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
 
 
-def _hybrid(rank: int, device: Simulation, front: str, offload: bool) -> object:
+def _hybrid(rank: int, device: Simulation, front: str, offload: bool, over: bool = False) -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "copy"))
-    model = wrapped(front, sharding_strategy=HYBRID, device_mesh=mesh, cpu_offload=CPUOffload(offload))
+    options: dict[str, Any] = {
+        "device_mesh": mesh,
+        "cpu_offload": CPUOffload(offload),
+        "state_over_replicas": over,
+    }
+    model = wrapped(front, sharding_strategy=HYBRID, **options)
     return train(model, rank, device, accumulates=True)
 
 
@@ -541,6 +546,14 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     **{f"frozen-{front}": (2, partial(_trains, front=front, prepare=_freeze)) for front in FRONTS},
     **{f"hybrid-{front}": (4, partial(_hybrid, front=front, offload=False)) for front in FRONTS},
     **{f"hybrid-offload-{front}": (4, partial(_hybrid, front=front, offload=True)) for front in FRONTS},
+    **{
+        f"over_replicas-{front}": (4, partial(_hybrid, front=front, offload=False, over=True))
+        for front in FRONTS
+    },
+    **{
+        f"over_replicas-offload-{front}": (4, partial(_hybrid, front=front, offload=True, over=True))
+        for front in FRONTS
+    },
     **{f"evaluates-{front}": (2, partial(_evaluates, front=front)) for front in FRONTS},
     **{f"states-{front}": (2, partial(_states, front=front, offload=False)) for front in FRONTS},
     "states-offload": (2, partial(_states, front="orig", offload=True)),

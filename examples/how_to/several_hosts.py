@@ -36,4 +36,12 @@ net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
 model = FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
+model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+for layer in model:
+    fully_shard(layer, mesh=mesh, state_over_replicas=True)
+fully_shard(model, mesh=mesh, state_over_replicas=True)
+
+model(torch.randn(2, 16)).sum().backward()
+
 dist.destroy_process_group()

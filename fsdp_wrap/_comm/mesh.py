@@ -22,12 +22,14 @@ class ShardMesh:
     """The ranks that hold one copy of a unit between them, and those that hold the same part of other copies.
 
     `shard` is None where every rank holds all parameters, `replicate` where there is one copy. `given` is the
-    user's mesh.
+    user's mesh. `copies` are the ranks of the copies where `shard` are those of all of them: they hold the
+    state between them, and each copy computes by itself.
     """
 
     shard: Ranks | None
     replicate: Ranks | None
     given: DeviceMesh | None = None
+    copies: ShardMesh | None = None
 
     @property
     def is_first(self) -> bool:
@@ -59,12 +61,11 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
-    groups: tuple[Any, ...]
+    several = isinstance(process_group, (tuple, list))
+    groups: tuple[Any, ...] = tuple(process_group) if several else (process_group,)
     if device_mesh is not None:
         groups = _mesh_groups(device_mesh)
         check_present(torch.device(device_mesh.device_type), "device_mesh")
-    else:
-        groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
     if strategy in HYBRID_STRATEGIES:
         groups = groups_by_host(default_group("FullyShardedDataParallel")) if groups == (None,) else groups
         if len(groups) != 2:

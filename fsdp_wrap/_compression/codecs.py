@@ -74,9 +74,8 @@ class _Blockwise(Codec):
     _block_nbytes: int
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return round_up(
-            ceil_div(numel, BLOCK) * (self._block_nbytes + _scale_dtype(dtype).itemsize), _ALIGNMENT_BYTES
-        )
+        block_nbytes = self._block_nbytes + _scale_dtype(dtype).itemsize
+        return round_up(ceil_div(numel, BLOCK) * block_nbytes, _ALIGNMENT_BYTES)
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         for part, scales, codes in self._chunks(values, encoded):

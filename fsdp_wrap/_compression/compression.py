@@ -6,6 +6,7 @@ Full parameters, state dicts and optimizers stay exact: they use the sharded par
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) 
     for handle in handles:
         if handle.communicator.size > 1:
             codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
-            handle.set_transport(CompressedTransport(handle.communicator, gather_codec, codec))
+            handle.set_transport(partial(CompressedTransport, gather_codec, codec))
 
 
 def _codec(argument: str, name: str | None) -> Codec | None:
@@ -71,8 +72,8 @@ def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
 class CompressedTransport:
     """A `Transport` that encodes a unit's parameters and gradients; without a codec they stay as they are."""
 
-    def __init__(self, communicator: Communicator, gathers: Codec | None, reductions: Codec | None) -> None:
-        self._communicator = communicator
+    def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
+        self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self._gathers, self._reductions = gathers, reductions
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
         self.compresses_reductions = reductions is not None

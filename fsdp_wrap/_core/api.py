@@ -108,11 +108,14 @@ def check_nbytes(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
 
 
-def check_own(shared_memory: object, travel_together_bytes: object, keep_unsharded_bytes: object = 0) -> None:
+def check_own(
+    shared_memory: object, together_bytes: object, keep_bytes: object = 0, over_replicas: object = False
+) -> None:
     """Checks the arguments that torch does not have."""
     check_flag("shared_memory", shared_memory)
-    check_nbytes("travel_together_bytes", travel_together_bytes)
-    check_nbytes("keep_unsharded_bytes", keep_unsharded_bytes)
+    check_nbytes("travel_together_bytes", together_bytes)
+    check_nbytes("keep_unsharded_bytes", keep_bytes)
+    check_flag("state_over_replicas", over_replicas)
 
 
 def nbytes_of(size: int | str, name: str) -> int:

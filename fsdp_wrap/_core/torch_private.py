@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    FakeProcessGroup,
-    HashStore,
-    ReduceScatterOptions,
-)
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import profiler as torch_profiler

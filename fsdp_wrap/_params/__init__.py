@@ -28,14 +28,9 @@ from fsdp_wrap._params.flat import (
 )
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
-from fsdp_wrap._params.interval_tensor import (
-    PASSES_FOR_DTENSOR,
-    IntervalTensor,
-    assemble,
-    by_rows,
-)
-from fsdp_wrap._params.kept import KeptSegmentsPlan
-from fsdp_wrap._params.layout import Interval, Layout, memory_around
+from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR, IntervalTensor, assemble, by_rows
+from fsdp_wrap._params.kept import KeptSegment, KeptSegmentsPlan
+from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,
     LocalPart,

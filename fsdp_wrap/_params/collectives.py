@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp_wrap._comm import Buffer, Communicator, Finished, Pending
+from fsdp_wrap._comm import Buffer, Communicator, Finished, GroupPositions, Pending
 from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
@@ -27,10 +27,12 @@ class Transport(Protocol):
     Attributes:
         keeps_notes: Whether reductions hand on the notes of `Layout.note_used`.
         compresses_reductions: Whether gradients are sent in fewer bytes, unlike with a communication hook.
+        positions: Log of the ranks that have all issued a gather which is over; None for a rank alone.
     """
 
     keeps_notes: bool
     compresses_reductions: bool
+    positions: GroupPositions | None
 
     def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending: ...
 

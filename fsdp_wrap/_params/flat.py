@@ -224,7 +224,7 @@ class FlatLayout(Layout):
             self.extents, self._begins, self.sources, self._bounds, parts
         ):
             offset = start if source is self.flat_param else 0
-            data, shape = self.flat_param.data[start:stop], extent.shape if part is None else part.shape
+            data, shape = self.flat_param.detach()[start:stop], extent.shape if part is None else part.shape
             result.append(Interval(extent.fqn, shape, first, data, source, offset, extent.start, part))
         return result
 

@@ -36,7 +36,7 @@ from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
 _GATHERED, _REQUIRES_GRAD, _NBYTES = attrgetter("gathered"), attrgetter("requires_grad"), attrgetter("nbytes")
-_WRITTEN = methodcaller("written")
+_WRITTEN, _COMMUNICATOR = methodcaller("written"), attrgetter("communicator")
 
 
 class HandleState(Enum):
@@ -85,6 +85,7 @@ class ParamHandle:
     ) -> None:
         self.communicator, self.replicas, self.held_by = communicator, replicas, held_by
         self.transport: Transport = communicator
+        self._transport_of: Callable[[ParamHandle], Transport] = _COMMUNICATOR
         self._policies, self.keeps_storage = policies, False
         self.layouts = layouts
         self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
@@ -113,7 +114,7 @@ class ParamHandle:
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
-        handle.set_transport(self.transport)
+        handle.set_transport(self._transport_of)
         if self.sums is None:  # which a copy does not have
             handle.divide_gradients_by(self.contributors)
         handle.keep_storage(self.keeps_storage)
@@ -125,10 +126,20 @@ class ParamHandle:
         """Lets something else sum gradients over ranks; None for the transport."""
         self.sums = sums
 
-    def set_transport(self, transport: Transport) -> None:
-        """Changes the transport of training; full parameters for users are gathered as before."""
+    def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
+        """Changes the transport of training, made for a handle; full parameters for users come as before."""
+        if self.staged:
+            raise RuntimeError(
+                f"state_over_replicas=True decides how '{self.layouts[0].fqns[0]}', and what is beside it in "
+                "its unit, is gathered and reduced: shard without it"
+            )
         self.free_kept_segments()  # another transport may round them otherwise
-        self.transport = transport
+        self.transport, self._transport_of = transport_of(self), transport_of
+
+    @property
+    def staged(self) -> bool:
+        """Whether gathers and reductions take two stages, of which the second is among fewer ranks."""
+        return self.transport.positions is not self.communicator.positions
 
     def _dtypes(self) -> list[SegmentDtypes]:
         if self.in_full:
@@ -526,11 +537,7 @@ class ParamHandle:
 
     def reduced_segments(self) -> list[Segment]:
         """Returns the segments that take part in a reduction, the same on all ranks."""
-        segments = []
-        for segment in self.segments:
-            if segment.trainable or segment.gradients.waits:
-                segments.append(segment)
-        return segments
+        return [each for each in self.segments if each.trainable or each.gradients.waits]
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters are gathered, or gradients reduced."""

@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
-from fsdp_wrap._core import (
-    HOOKS_OF,
-    ParamPlaces,
-    ParamSlot,
-    Place,
-    ShardAlignment,
-    run_gradient_hooks,
-)
+from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, local_parts, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
@@ -180,6 +173,7 @@ class Layout(ABC):
     in_place = True  # whether the gathered buffer is the unsharded one
     sharded = True  # whether ranks have different parts
     alignment: ShardAlignment | None = None
+    reads = 0  # calls of `read_shard`, alike on all ranks
     extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
@@ -414,6 +408,7 @@ class Layout(ABC):
 
     def read_shard(self, own: torch.Tensor) -> None:
         """Copies this rank's part of an unsharded buffer back into the shard."""
+        self.reads += 1  # no version counter moves: the values may be the same
         self._shard.data.copy_(own.data)
 
     # module attributes

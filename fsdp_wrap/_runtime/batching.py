@@ -89,15 +89,11 @@ def _can_gather(members: Iterable[_Member]) -> bool:
     """Whether all members are sharded, with all to gather, and unchanged since the plan."""
     for unit, options, generation in members:
         handle = unit.handle
-        if (
-            handle is None
-            or handle.state is not HandleState.SHARDED
-            or handle.post_forward_shards is not None
-        ):
+        if handle is None or handle.state is not HandleState.SHARDED:
             return False
         if unit.options is not options or handle.generation != generation or handle.without_values:
             return False
-        if handle.kept_segments:  # little or nothing is left to gather
+        if handle.kept_segments or handle.post_forward_shards is not None:  # little is left to gather
             return False
         if handle.transport is not handle.communicator or handle.keeps_storage:
             return False

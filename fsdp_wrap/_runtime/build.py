@@ -15,6 +15,7 @@ from fsdp_wrap._core import (
     BufferCasts,
     Ignored,
     ParamSlot,
+    Seam,
     SegmentPolicy,
     UnitContents,
     announce_sharded,
@@ -46,6 +47,8 @@ from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 FLAT_PARAM = "_flat_param"
 """Attribute of a module that holds its `FlatParameter` (torch's name)."""
 
+over_replicas: Seam[Any] = Seam("state over replicas", "fsdp_wrap._state_over_replicas")
+
 LayoutMaker = Callable[..., Layout]
 """Makes the layout of a segment from its parameters, the communicator and `name=`."""
 
@@ -65,13 +68,10 @@ class UnitSpec:
     only: frozenset[nn.Parameter] | None = None  # the parameters to take; None for all of the module
     mesh_label: str = ""  # empty for the first mesh of the module
 
-    def communicators(self) -> tuple[Communicator, Communicator]:
-        """Returns the communicator of the sharding ranks and the communicator of the replicas."""
-        shard, replicate = (
-            make_communicator(ranks, self.device, self.shared_memory)
-            for ranks in (self.mesh.shard, self.mesh.replicate)
-        )
-        return shard, replicate
+    def communicators(self, mesh: ShardMesh) -> tuple[Communicator, Communicator]:
+        """Returns the communicator of a mesh's sharding ranks and the communicator of its replicas."""
+        options = self.device, self.shared_memory
+        return make_communicator(mesh.shard, *options), make_communicator(mesh.replicate, *options)
 
 
 def check_module(
@@ -106,7 +106,7 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
     tensors = contents.tensors()
     move(tensors, spec.device)
     if values.synchronised:
-        broadcast(tensors, spec.communicators()[::-1], spec.mesh.groups)
+        broadcast(tensors, spec.communicators(spec.mesh)[::-1], spec.mesh.groups)
     return assemble_unit(module, contents, spec)
 
 
@@ -152,15 +152,19 @@ def assemble_unit(
 def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str, Any]:
     """Shards the parameters of a unit; returns the arguments of `Unit` for them."""
     segments = [*by_kind.values()]
-    communicator, replicas = spec.communicators()
+    communicator, replicas = spec.communicators(spec.mesh)
     samples = sample([slot.param for slot in segment] for segment in segments)
     layouts = [
         spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
         for number, segment in enumerate(segments)
     ]
     policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
+    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
+    if handle is not None and spec.mesh.copies is not None:
+        staged = over_replicas.needed("state_over_replicas=True").transport
+        handle.set_transport(staged(*spec.communicators(spec.mesh.copies)))
     return {
-        "handle": ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None,
+        "handle": handle,
         "options": spec.options,
         "parts": spec.parts,
         "initial": InitialValues(samples, layouts).lines,

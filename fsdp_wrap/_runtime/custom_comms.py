@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fsdp_wrap._comm import (
     Accelerator,
     Buffer,
-    Communicator,
     Pending,
     SymmetricMemory,
     Then,
@@ -39,7 +38,8 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
     before = handle.transport
     if not isinstance(before, CustomTransport) and before is not handle.communicator:
         raise OtherCommsError(
-            f"compress() decides how {name} communicates; call compress(module) without codecs first"
+            f"compress() decides how {name} communicates, or state_over_replicas=True does: call "
+            "compress(module) without codecs first, or shard without the other"
         )
     for method, comm in comms.items():
         if not (callable(comm) and callable(getattr(comm, "allocate", None))):
@@ -48,7 +48,7 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
                 f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
             )
     theirs = before.comms if isinstance(before, CustomTransport) else {}
-    handle.set_transport(CustomTransport(handle, {**theirs, **comms}))
+    handle.set_transport(lambda each: CustomTransport(each, {**theirs, **comms}))
 
 
 def allocate_by_group(unit: Unit, enable: bool) -> None:
@@ -150,7 +150,7 @@ class CustomTransport:
     compresses_reductions = False
 
     def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
-        self._communicator: Communicator = handle.communicator
+        self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self.comms = comms
         self._used = comms if self._communicator.size > 1 else {}  # one rank sends nothing
         self.keeps_notes = "reduce_scatter" not in self._used  # a user's reduction may round the notes

@@ -88,10 +88,11 @@ class SameModel:
         """Returns the positions of a unit's collectives, which compare the unit before the first one."""
         communicators = communicators_of(unit)
         within = unit.options.reshards_within
+        gathering = None if unit.handle is None else unit.handle.transport.positions
         return UnitPositions(
             unit.name,
             self._tree,
-            gathering=[one.positions for one in communicators[:1] if one.positions is not None],
+            gathering=[] if gathering is None else [gathering],
             # Replicas first: a rank that finds a mismatch there must not announce a reduction to its copy.
             reducing=[one.positions for one in reversed(communicators) if one.positions is not None],
             keeping=[] if within is None or within.positions is None else [within.positions],

@@ -384,10 +384,9 @@ class Unit:
             )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        assert self.schedule is not None
-        lasting = (
-            self._lasts or not self.schedule.syncs or bool(self.schedule.kept.chosen) or phase is Phase.IDLE
-        )
+        schedule = self.schedule
+        assert schedule is not None
+        lasting = self._lasts or not schedule.syncs or bool(schedule.kept.chosen) or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes
         if handle.kept_segments:
             self.drop_outdated(phase)
@@ -399,7 +398,7 @@ class Unit:
             note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
             if handle.post_forward_shards is None and handle.kept_segments:
                 note = self.positions.gather_part(handle.left)
-            note.issue(phase, self.schedule.iteration)
+            note.issue(phase, schedule.iteration)
         with self.span(SpanKind.GATHER, phase, nbytes) if step_watchers else NO_SPAN:
             handle.gather(lasting)
         if travels and (step_watchers or observers):

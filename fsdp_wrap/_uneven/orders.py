@@ -130,17 +130,17 @@ class Follower:
             schedule.close_backward(bool(detail))
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
-        before = self._gathered
-        if before is not None and before[0] is unit:
+        if self._gathered is not None and self._gathered[0] is unit:
             self._drop_gathered()
         unit.gather(phase)
         self._drop_gathered()
         self._gathered = unit, phase
+        if unit.handle is not None and unit.handle.staged:  # its second stage is not to wait for an order
+            self._drop_gathered()
 
     def _drop_gathered(self) -> None:
         """Ends the gather before: this rank does not compute with it."""
-        if self._gathered is not None:
-            unit, phase = self._gathered
-            self._gathered = None
-            unit.unshard(phase)
-            unit.reshard(phase)
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            gathered[0].unshard(gathered[1])
+            gathered[0].reshard(gathered[1])

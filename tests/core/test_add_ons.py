@@ -32,6 +32,14 @@ ADD_ONS = {
         "fsdp_wrap.comm_hooks.compress(torch.nn.Linear(1, 1), gathers='int8')",
         "MissingAddOn: compress() needs the add-on for compression",
     ),
+    "state over replicas": AddOn(
+        ["_state_over_replicas/"],
+        ["state_over_replicas/"],
+        "torch.distributed.init_process_group('fake', rank=0, world_size=4); mesh = "
+        "torch.distributed.init_device_mesh('cpu', (2, 2)); "
+        "fsdp_wrap.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, state_over_replicas=True)",
+        "MissingAddOn: state_over_replicas=True needs the add-on for state over replicas",
+    ),
     "activations": AddOn(
         ["_activations/"],
         ["activations/", "streams/"],

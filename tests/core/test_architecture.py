@@ -21,6 +21,7 @@ INNER = [
     "_state",
     "_activations",
     "_compression",
+    "_state_over_replicas",
     "_uneven",
     "_reproducible",
     "_values",
@@ -28,7 +29,7 @@ INNER = [
 FLOORS = [*INNER, "", "checkpoint", "_writer_process", "weights", "optim", "compat", "tools"]
 """Folders from the lowest on; the empty name is the top of the package."""
 
-MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 16, 16, 60, 9
+MOST_FOLDERS, MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 17, 16, 60, 9
 
 ALL_MAY_READ = "fsdp_wrap._core.torch_private"
 """The one file that others import directly: its list of names is what it is for."""

@@ -204,8 +204,7 @@ def hook_communication(side: Side) -> None:
             if hasattr(module, "set_all_reduce_hook"):
                 module.set_all_reduce_hook(lambda reduced: reduced.mul_(1.0))
         return
-    assert side.world is not None
-    state = comm_hooks.DefaultState(side.world.mesh["shard"].get_group())
+    state = comm_hooks.DefaultState(side.model.process_group)
     whole = side.model.sharding_strategy is ShardingStrategy.NO_SHARD
     side.model.register_comm_hook(
         state, comm_hooks.allreduce_hook if whole else comm_hooks.reduce_scatter_hook
@@ -242,6 +241,11 @@ class Replicated(Capability):
 def over_replicas(front: str, world: World) -> dict[str, Any]:
     strategy = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": world.data}
     return {} if front == "composable" else strategy
+
+
+def one_state(front: str, world: World) -> dict[str, Any]:
+    """Lets all copies hold one state."""
+    return {**over_mesh(front, world), **over_replicas(front, world), "state_over_replicas": True}
 
 
 def over_mesh(front: str, world: World) -> dict[str, Any]:
@@ -306,10 +310,9 @@ def _to_experts(block: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
 
 def by_columns(front: str, world: World) -> dict[str, Any]:
     """Cuts matrices along their second dimension."""
-    ranks = world.copies // world.replicas
 
     def place(param: nn.Parameter) -> Shard | None:
-        return Shard(1) if param.ndim == 2 and param.shape[1] % ranks == 0 else None
+        return Shard(1) if param.ndim == 2 and param.shape[1] % world.copies == 0 else None
 
     return {"shard_placement_fn": place}
 
@@ -504,6 +507,7 @@ CAPABILITIES: dict[str, Capability] = {
         elsewhere=False,
     ),
     "Hybrid": Capability(slots=("strategy", "mesh"), sizes=[4], mesh={"replicas": 2}, options=over_replicas),
+    "OneState": Capability(slots=("strategy", "mesh"), sizes=[4], mesh={"replicas": 2}, options=one_state),
     # With a first backward that reduces within each copy alone.
     "WithinCopies": Capability(
         slots=("strategy", "mesh", "backwards"),

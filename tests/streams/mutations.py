@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _CALLS = ("wait", "wait_stream", "wait_event", "synchronize")
 _ON_THE_HOST = (
     *("watch.py", "messages.py", "shared_memory/", "checkpoint/", "compat/", "weights/"),
+    "_state_over_replicas/stage.py",
     *("replica_groups.py", "tools/machines/", "tools/timeline/clocks.py"),
 )
 """What has to do with processes, not with streams."""

@@ -28,6 +28,7 @@ NOT_CORE = {
     "weights",
     "_activations",
     "_compression",
+    "_state_over_replicas",
     "_uneven",
     "_reproducible",
     "_values",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class DataMesh:
         whole: The mesh of all parameters, if they are distributed already and `mesh` is a part of it.
         dims: The dimensions of `whole` that `mesh` consists of.
         only_copies: Whether all of `mesh` replicates; with `dims`, those decide.
+        copies: The mesh (replicate, shard) of the copies that share their state over `mesh`, if they do.
     """
 
     mesh: DeviceMesh
     whole: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
     only_copies: bool = False
+    copies: DeviceMesh | None = None
 
     @classmethod
     def of(cls, info: Any, device_type: str) -> DataMesh:
@@ -89,6 +91,8 @@ class DataMesh:
     def ranks(self) -> ShardMesh:
         """The ranks of the mesh, as units take them."""
         found = ranks_of(self.mesh)
+        if self.copies is not None:
+            return replace(found, copies=ranks_of(self.copies))
         return found if self.shards else ShardMesh(None, found.shard, self.mesh)
 
     @property

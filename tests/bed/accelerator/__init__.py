@@ -6,18 +6,24 @@ operators touch the same bytes and no event orders them, and does everything aga
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bed.accelerator.group import BACKEND, SimulatedGroup
 from bed.accelerator.replay import Different, replay
 from bed.accelerator.simulation import Simulation, simulations
 from bed.threads import threads_as_ranks
 from fsdp_wrap._comm.positions import _Sheet
+from fsdp_wrap._core import steps_taken
+from fsdp_wrap._runtime import over_replicas
 
 __all__ = ["Different", "Simulation", "replay", "run_simulated", "simulations"]
 
@@ -48,6 +54,28 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def _steps_by_rank() -> Iterator[None]:
+    """Lets each rank count its own optimizers' steps: ranks are processes elsewhere."""
+    taken = threading.local()
+
+    def note(*_: Any) -> None:
+        taken.steps = steps_of_rank() + 1
+
+    def steps_of_rank() -> int:
+        return getattr(taken, "steps", 0)
+
+    assert over_replicas.filled is not None or not find_spec("fsdp_wrap._state_over_replicas")
+    users = [each for name, each in sys.modules.items() if name.startswith("fsdp_wrap.")]
+    counting = register_optimizer_step_post_hook(note)
+    with ExitStack() as patches:
+        for user in users:
+            if getattr(user, "steps_taken", None) is steps_taken:
+                patches.enter_context(mock.patch.object(user, "steps_taken", steps_of_rank))
+        yield
+    counting.remove()
+
+
 def _run(size: int, body: Callable[[int, Simulation], Any], records: bool, seeds: int) -> list[Simulation]:
     all_ranks, kept = [Simulation(records) for _ in range(size)], []
 
@@ -58,7 +86,7 @@ def _run(size: int, body: Callable[[int, Simulation], Any], records: bool, seeds
     SimulatedGroup._meetings.clear()
     SimulatedGroup._arrivals.clear()
     alive = mock.patch.object(_Sheet, "lives", lambda *_: True)  # threads share what a process locks
-    with simulations(), alive, threads_as_ranks(size, BACKEND) as run:
+    with simulations(), alive, _steps_by_rank(), threads_as_ranks(size, BACKEND) as run:
         run(rank_body)
     faults = [f"rank {rank}: {fault}" for rank, one in enumerate(all_ranks) for fault in one.faults]
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
