@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    FakeProcessGroup,
-    HashStore,
-    ReduceScatterOptions,
-)
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import profiler as torch_profiler
@@ -42,6 +37,7 @@ from torch.distributed.fsdp import _runtime_utils as torch_runtime_utils
 from torch.distributed.fsdp import _traversal_utils as torch_traversal_utils
 from torch.distributed.fsdp import _unshard_param_utils as torch_unshard_utils
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as UseOfUnit
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -171,7 +167,6 @@ PURPOSES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
-    "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": "finds ours",
     "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "the type of a wrapper's `_device_handle`",
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
@@ -192,6 +187,7 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": "tells programs what a unit does",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "as what programs read parameters",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo": "tells programs who shows a parameter",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
