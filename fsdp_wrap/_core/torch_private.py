@@ -29,6 +29,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
+from torch.distributed.checkpoint.state_dict import _state_dict_fn as own_method
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param
@@ -193,6 +194,7 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
+    "torch.distributed.checkpoint.state_dict._state_dict_fn": "a method below torch's patch, which calls us",
     "torch.distributed.checkpoint.state_dict._verify_options": "finds our modules by their clean names",
     "torch.distributed.checkpoint.state_dict._get_model_state_dict": "asks our wrapper, where there is one",
     "torch.distributed.checkpoint.state_dict._get_optim_state_dict": "asks our wrapper, where there is one",

@@ -19,7 +19,7 @@ CODE_LINES = {
     "_comm": 2172,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1671,
+    "_core": 1673,
     "_params": 3892,
     "_reproducible": 578,
     "_runtime": 3315,
@@ -33,8 +33,8 @@ CODE_LINES = {
     "tools": 4095,
     "top level": 2315,
     "weights": 795,
-    "core": 16490,
-    "all": 33421,
+    "core": 16492,
+    "all": 33423,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
