@@ -44,7 +44,39 @@ Whether the names that a program imports are served, `python -m fsdp_wrap.compat
 [without running it](reference/compat.md).
 """
 
-OTHERS: list[str] = []
+OTHERS = """## Run by hand
+
+These are not in the tests. On two ranks, four with tensor parallelism, without a GPU:
+
+| client | torch | scenario | result |
+|---|---|---|---|
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="partial_dtensor"` | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="full_dtensor"` | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
+| torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
+| torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
+| torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |
+
+`spmd_types` is the default of torchtitan 0.3. It annotates plain parameters, which torch's `fully_shard`
+translates from torch 2.14 on, and ours does not read. torchsnapshot knows torch's `ShardedTensor` alone.
+
+## Names that are served
+
+`python -m fsdp_wrap.compat --check` of packages that were not run, on torch 2.13.0:
+
+| package | not served |
+|---|---|
+| verl 0.9.1 | none |
+| LLaMA-Factory 0.9.5 | none |
+| NeMo 3.0.0 | none |
+| torchtune 0.6.1 | none |
+| ray 2.60.0 | none |
+| Liger 0.8.5 | none |
+| axolotl 0.19.0 | three methods of `FSDPParam` |
+
+axolotl replaces these methods to shard four-bit weights; [ours need none of that](how-to/lora.md#qlora).
+"""
 
 
 @dataclass(frozen=True)
@@ -119,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(*map(broken, environments.values()), sep="\n")
         return 0
     tables = [f"## torch {torch}\n\n{table(runs)}\n" for torch, runs in environments.items()]
-    TARGET.write_text("\n".join([HEAD, *tables, *OTHERS]), "utf-8")
+    TARGET.write_text("\n".join([HEAD, *tables, OTHERS]), "utf-8")
     return 0
 
 
