@@ -30,7 +30,7 @@ from fsdp_wrap._core import (
     named,
     params,
 )
-from fsdp_wrap._core.torch_private import IncompatibleKeys
+from fsdp_wrap._core.torch_private import IncompatibleKeys, own_method
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
@@ -108,7 +108,7 @@ def pieces_of_model(model: nn.Module) -> dict[str, Any]:
     if not is_wrapped(model):
         return get_model_state_dict(model) if has_tensors(model) else model.state_dict()
     with settings_of(model, resolve_settings(StateDictType.SHARDED_STATE_DICT)):
-        return _detached(model.state_dict(keep_vars=True))
+        return _detached(own_method(model, "state_dict")(keep_vars=True))
 
 
 def has_tensors(model: nn.Module) -> bool:
@@ -130,7 +130,7 @@ def model_state(
     others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
         # The shards themselves, without copies, as with plain modules and `fully_shard`.
-        state = _detached(model.state_dict(keep_vars=not options.full_state_dict))
+        state = _detached(own_method(model, "state_dict")(keep_vars=not options.full_state_dict))
     if options.full_state_dict and others_sharded:  # parts of the model are sharded by `fully_shard`
         state.update({name: unsharded(value) for name, value in state.items()})
     if on_first and not is_first_rank(model):
@@ -153,8 +153,7 @@ def optim_state(
     options = _checked(options)
     with _kind(model, options):
         parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
-    parts = [part for part in parts if part]
-    if not parts:
+    if not any(parts):
         return {}
     state = {name: entry for part in parts for name, entry in part["state"].items()}
     groups = [group for part in parts for group in part["param_groups"]]
@@ -193,6 +192,9 @@ def set_model_state_dict(
 
     Returns:
         Missing and unexpected keys.
+
+    Raises:
+        RuntimeError: If keys are missing or unexpected, unless `options.strict` is False.
     """
     if not is_wrapped(model):
         with deaths_told():
@@ -204,7 +206,7 @@ def set_model_state_dict(
         return IncompatibleKeys([], [])
     # This kind cuts pieces from full tensors without communication.
     with StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return model.load_state_dict(model_state_dict, strict=options.strict)
+        return own_method(model, "load_state_dict")(state_dict=model_state_dict, strict=options.strict)
 
 
 def set_optimizer_state_dict(
@@ -236,9 +238,8 @@ def set_optimizer_state_dict(
         optim_state_dict = _unflattened(model, optim_state_dict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
     for optimizer in optimizers:
-        optimizer.load_state_dict(
-            load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
-        )
+        fitting = load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
+        own_method(optimizer, "load_state_dict")(state_dict=fitting)
 
 
 def set_state_dict(
@@ -249,8 +250,10 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Calls `set_model_state_dict` and `set_optimizer_state_dict`; returns missing and unexpected keys."""
-    keys = set_model_state_dict(model, model_state_dict, options=options)
+    """Calls `set_model_state_dict`, if there is anything, and `set_optimizer_state_dict`; returns keys."""
+    keys = IncompatibleKeys([], [])
+    if model_state_dict or (options is not None and options.broadcast_from_rank0):
+        keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys
 

@@ -108,14 +108,13 @@ def check_nbytes(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
 
 
-def check_own(
-    shared_memory: object, together_bytes: object, keep_bytes: object = 0, over_replicas: object = False
-) -> None:
-    """Checks the arguments that torch does not have."""
-    check_flag("shared_memory", shared_memory)
-    check_nbytes("travel_together_bytes", together_bytes)
-    check_nbytes("keep_unsharded_bytes", keep_bytes)
-    check_flag("state_over_replicas", over_replicas)
+_OWN = "shared_memory", "travel_together_bytes", "keep_unsharded_bytes", "state_over_replicas"
+
+
+def check_own(*values: object) -> None:
+    """Checks the arguments that torch does not have, or the first of them."""
+    for name, value in zip(_OWN, values):
+        (check_nbytes if name.endswith("_bytes") else check_flag)(name, value)
 
 
 def nbytes_of(size: int | str, name: str) -> int:

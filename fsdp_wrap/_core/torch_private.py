@@ -29,6 +29,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
+from torch.distributed.checkpoint.state_dict import _state_dict_fn as own_method
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param
@@ -37,6 +38,7 @@ from torch.distributed.fsdp import _runtime_utils as torch_runtime_utils
 from torch.distributed.fsdp import _traversal_utils as torch_traversal_utils
 from torch.distributed.fsdp import _unshard_param_utils as torch_unshard_utils
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as UseOfUnit
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -166,7 +168,6 @@ PURPOSES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
-    "torch.distributed.checkpoint.state_dict._get_module_fsdp_state_if_fully_sharded_module": "finds ours",
     "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "the type of a wrapper's `_device_handle`",
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
@@ -187,11 +188,13 @@ PURPOSES = {
     "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": "tells programs of a unit's mesh",
     "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": "tells programs of a unit's mesh",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": "tells programs what a unit does",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "as what programs read parameters",
     "torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo": "tells programs who shows a parameter",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "as what programs read units",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "as what programs read trees",
+    "torch.distributed.checkpoint.state_dict._state_dict_fn": "a method below torch's patch, which calls us",
     "torch.distributed.checkpoint.state_dict._verify_options": "finds our modules by their clean names",
     "torch.distributed.checkpoint.state_dict._get_model_state_dict": "asks our wrapper, where there is one",
     "torch.distributed.checkpoint.state_dict._get_optim_state_dict": "asks our wrapper, where there is one",

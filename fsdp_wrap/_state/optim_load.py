@@ -65,7 +65,7 @@ def load_optim_state_dict(
     if optim is None:
         groups = given_groups(model, names, optim_input)
     else:
-        groups = groups_of(names, optim, optim.state_dict())
+        groups = groups_of(names, optim, {})
     if only_known:
         names_given = {*pieces, *_declared(saved)}
         groups = [replace(group, params=_known(group.params, names_given)) for group in groups]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
@@ -115,17 +116,15 @@ def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
     return names if optim is None else names.as_held_by(optim)
 
 
-def groups_of(
-    names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> list[ParamGroup]:
+def groups_of(names: Originals, optim: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[ParamGroup]:
     """Returns an optimizer's groups.
 
     Args:
         names: The parameters of the model.
         optim: The optimizer.
-        state_dict: The optimizer's; without `param_groups` its parameters go by the keys that it uses now.
+        saved: Its state dict; without `param_groups` its parameters go by the keys that it uses now.
     """
-    saved = state_dict if "param_groups" in state_dict else optim.state_dict()
+    saved = saved if "param_groups" in saved else own_method(optim, "state_dict")()
     groups = []
     for group, now in zip(saved["param_groups"], optim.param_groups):
         keys = _in_order(names, group["params"], now["params"])
@@ -163,7 +162,7 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
     except KeyError as error:
         raise ValueError(f"a parameter group of optim_input has no {error}") from error
     refuse_shared(module, [optim])
-    return [replace(group, options=None) for group in groups_of(names, optim, optim.state_dict())]
+    return [replace(group, options=None) for group in groups_of(names, optim, {})]
 
 
 # each once

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import OptimStateKeyType
+from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
@@ -219,7 +220,7 @@ def _local_state(
 def _read_local_state(
     names: Originals, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, initial: bool
 ) -> _LocalState:
-    saved = state_dict or optim.state_dict()
+    saved = state_dict or own_method(optim, "state_dict")()
     groups = groups_of(names, optim, saved)
     states = saved["state"] or (_initial_state(optim, groups) if initial else {})
     params = {key: originals for group in groups for key, originals in group.params.items()}

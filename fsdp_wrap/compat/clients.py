@@ -24,17 +24,8 @@ def adapt_clients(installation: Installation, cpu: bool) -> None:
 
 def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
     """Shows peft the names of state dicts: it strips one prefix at most, and would miss nested wrappers."""
-
-    def by_clean_names(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with clean_names():
-                return function(*args, **kwargs)
-
-        return call
-
     functions = [getattr(save_and_load, f"{verb}_peft_model_state_dict") for verb in ("get", "set")]
-    installation.replace([(each, by_clean_names(each)) for each in functions])
+    installation.replace([(each, clean_names()(each)) for each in functions])
 
 
 def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:

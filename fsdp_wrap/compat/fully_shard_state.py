@@ -156,8 +156,7 @@ class UnitGroup(_Proxy):
 
     @property
     def post_forward_mesh_info(self) -> Any:
-        options = self.unit.options
-        if options.reshards_within is not None:
+        if self.unit.options.reshards_within is not None:
             self._refuse("post_forward_mesh_info")
         return self.mesh_info if self._reshard_after_forward else None
 
@@ -175,6 +174,20 @@ class UnitGroup(_Proxy):
         unit = self.unit
         known_root = unit.schedule is not None and not unit.nested
         return unit.options.reshard_after_forward and not (known_root and unit.options.keeps_as_root)
+
+    reshard_after_backward = property(attrgetter("unit.options.reshards_after_backward"))
+
+    @property
+    def _training_state(self) -> Any:
+        """The unit's current use; a program may assign what it is."""
+        if self.unit.reached and torchs.graph_task() != -1:
+            return torchs.UseOfUnit.PRE_BACKWARD
+        return torchs.UseOfUnit.FORWARD if self.unit.running else torchs.UseOfUnit.IDLE
+
+    @_training_state.setter
+    def _training_state(self, state: Any) -> None:
+        if state is not self._training_state:
+            self._refuse("_training_state")
 
     is_sharded = property(lambda self: self._handle.state is HandleState.SHARDED)
     is_unsharded = property(lambda self: self._handle.state is HandleState.UNSHARDED)
@@ -288,11 +301,14 @@ def fully_shard_names() -> dict[str, tuple[Any, Any]]:
     return {name: (old, ours[name]) for name, old in _TORCHS.items() if name in ours}
 
 
-def adapt_fully_shard(installation: Installation) -> None:
+def adapt_fully_shard(installation: Installation) -> list[tuple[Any, Any]]:
     """Makes the names of torch's FSDP2 resolve to ours, in all loaded modules and for later imports.
 
     Meanwhile our sharded modules are instances of torch's `FSDPModule` or `ReplicateModule` for all code that
     holds that class, and torch's functions that look for a module's state find theirs.
+
+    Returns:
+        (torch's, ours) of functions and policies.
     """
     importlib.import_module(_IMPORTER)
     names = fully_shard_names()
@@ -306,6 +322,7 @@ def adapt_fully_shard(installation: Installation) -> None:
         if theirs not in ours.__bases__:
             installation.callback(setattr, ours, "__bases__", ours.__bases__)
             ours.__bases__ = (*ours.__bases__, theirs)  # last: whatever we define or inherit goes before
+    return [*names.values()]
 
 
 def _adapt_importer(installation: Installation, module: Any) -> None:

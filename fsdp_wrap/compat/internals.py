@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,13 +58,10 @@ def _refuse(kind: str, name: str) -> None:
             raise AttributeError(f"fsdp_wrap has no '{name}' of a {kind}, as torch has: {instead}")
 
 
-_Body = TypeVar("_Body", bound=type)
-
-
-def _given_to(owner: type) -> Callable[[_Body], _Body]:
+def _given_to(owner: type) -> Callable[[type], type]:
     """Copies the properties in the body of a class, which is never instantiated, to the class `owner`."""
 
-    def give(body: _Body) -> _Body:
+    def give(body: type) -> type:
         for name, value in vars(body).items():
             if isinstance(value, (property, cached_property)):
                 setattr(owner, name, value)
@@ -196,49 +193,43 @@ class FlatHandle:
     _unit = property(attrgetter("_wrapper._unit"))
     _segment = property(lambda self: self._unit.handle.segments[self._number])
 
-    @property
-    def _shard(self) -> _FlatParameter:
-        param: _FlatParameter = self._segment.layout.flat_param
-        return param
-
+    _shard = property(attrgetter("_segment.layout.flat_param"))
     _layout = property(lambda self: _layout_of(self._shard))
 
     @property
     def flat_param(self) -> FlatParameter:
         """The flat parameter: the shard, or while the unit computes a copy of the full values."""
-        shard, layout = self._shard, self._layout
+        shard: FlatParameter = self._shard
         if not (self._segment.full.temporary and _computes(self._unit)):
             return shard
-        full = _copy_of_full(layout)[: layout.extents[-1].stop]
-        shown = HiddenFlatParameter(full, shard.requires_grad, layout.extents)
+        full = _copy_of_full(self._layout)[: self._layout.extents[-1].stop]
+        shown = HiddenFlatParameter(full, shard.requires_grad, self._layout.extents)
         shown.of_layout = shard.of_layout
         return shown
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it."""
         schedule_of(self._unit).require_idle("flat_param_to()")
-        handle = self._unit.handle
-        if handle is None or not handle.become_sharded():
+        if not self._unit.handle.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
                 f"{self._unit.name} is taken or loaded"
             )
         self._shard.data = self._shard.data.to(*args, **kwargs)
         self._shard.shard_alias = None
-        handle.follow_replaced()
+        self._unit.handle.follow_replaced()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Frees the unit's full parameters, or only lets the modules show sharded ones."""
-        unit, handle = self._unit, self._unit.handle
+        unit = self._unit
         if free_unsharded_flat_param:
             schedule_of(unit).reshard(unit)
-        elif handle is not None and not unit.running:
-            handle.shown.show_sharded()
+        elif not unit.running:
+            unit.handle.shown.show_sharded()
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are freed."""
-        handle = self._unit.handle
-        return handle is not None and handle.state is HandleState.SHARDED and self.uses_sharded_strategy
+        return self._unit.handle.state is HandleState.SHARDED and self.uses_sharded_strategy
 
     def _get_padded_unsharded_flat_param(self) -> Any:
         """Returns a copy of the unsharded buffer, or nothing while that is freed."""
@@ -248,39 +239,29 @@ class FlatHandle:
     _use_orig_params = property(attrgetter("_wrapper._use_orig_params"))
     _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
 
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        """Whether each rank holds a shard of its own."""
-        return self._wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
+    uses_sharded_strategy = property(
+        lambda self: self._wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD,
+        doc="Whether each rank holds a shard of its own.",
+    )
 
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """Dtype of the shard, assigned by accelerate after an upcast."""
-        return self._shard.dtype
+    def _follow_upcast(self, dtype: torch.dtype) -> None:
+        if self._unit.handle.state is HandleState.SHARDED:
+            self._unit.handle.follow_replaced()
 
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        handle = self._unit.handle
-        if handle is not None and handle.state is HandleState.SHARDED:
-            handle.follow_replaced()
-
-
-def _training_state_of(unit: Unit) -> str:
-    """Returns what a unit is used for now, by torch's name."""
-    if is_summoned(unit):
-        return "SUMMON_FULL_PARAMS"
-    return "FORWARD_BACKWARD" if unit.running or _in_backward(unit) else "IDLE"
+    _orig_param_dtype = property(
+        attrgetter("_shard.dtype"), _follow_upcast, doc="Dtype of the shard; accelerate assigns it."
+    )
 
 
 def _in_backward(unit: Unit) -> bool:
+    """Whether the backward that runs in this thread needs the unit."""
     return graph_task() != -1 and unit.reached
 
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    if unit.handle is None or unit.handle.state is not HandleState.UNSHARDED:
-        return False
-    return unit.running > 0 or _in_backward(unit)
+    unsharded = unit.handle is not None and unit.handle.state is HandleState.UNSHARDED
+    return unsharded and (unit.running > 0 or _in_backward(unit))
 
 
 # wrappers
@@ -383,7 +364,11 @@ class _Wrapper(FullyShardedDataParallel):
     _device_handle = property(
         lambda self: torch_common_utils._FSDPDeviceHandle.from_device(self.compute_device)
     )
-    training_state = property(
-        lambda self: torch_common_utils.TrainingState[_training_state_of(self._unit)],
-        doc="The unit's current use, as torch's enum.",
-    )
+
+    @property
+    def training_state(self) -> Any:
+        """The unit's current use, as torch's enum."""
+        uses = torch_common_utils.TrainingState
+        if is_summoned(self._unit):
+            return uses.SUMMON_FULL_PARAMS
+        return uses.FORWARD_BACKWARD if self._unit.running or _in_backward(self._unit) else uses.IDLE

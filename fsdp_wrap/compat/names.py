@@ -16,7 +16,6 @@ import runpy
 import sys
 from typing import Any
 
-from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.fsdp import api as torch_api
@@ -28,18 +27,16 @@ import fsdp_wrap
 from fsdp_wrap import distributed_state_dict, sharded_grad_scaler, wrap
 from fsdp_wrap._comm import HYBRID_STRATEGIES
 from fsdp_wrap._core.torch_private import torch_fully_shard
+from fsdp_wrap.compat._checking import report, warn_of_held
 from fsdp_wrap.compat.clients import adapt_clients
 from fsdp_wrap.compat.fully_shard_state import adapt_fully_shard
 from fsdp_wrap.compat.helpers import HELPERS
 from fsdp_wrap.compat.installation import Installation
-from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["Installation", "install", "main", "missing", "replacements", "uninstall"]
 
 _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
 """Torch's own runtime, FSDP2 and this package hold what they held, save for the helpers."""
-
-_OURS = (fsdp_wrap, wrap, sharded_grad_scaler)
 
 
 def _wrapper_names() -> dict[str, Any]:
@@ -62,7 +59,11 @@ _STATE_DICT_FUNCTIONS = [
 
 def replacements() -> dict[str, tuple[Any, Any]]:
     """Returns (torch's, ours) for every public name of torch's wrapper that we have."""
-    ours = {name: value for module in _OURS for name, value in vars(module).items()}
+    ours = {
+        name: value
+        for module in (fsdp_wrap, wrap, sharded_grad_scaler)
+        for name, value in vars(module).items()
+    }
     return {name: (old, ours[name]) for name, old in _WRAPPER_NAMES.items() if name in ours}
 
 
@@ -80,6 +81,9 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     Call it before anything is wrapped. A further call changes what has come since. With it, peft saves and
     loads the adapters of nested wrappers, too, which it would miss by their names, and on all ranks.
 
+    It rebinds names of loaded modules. A warning names other objects of theirs that hold torch's, such as a
+    subclass, or a default of an argument: these stay as they are.
+
     Args:
         cpu: Let accelerate (with it transformers' `Trainer`) and Lightning accept FSDP on a host without
             accelerators, over gloo. They refuse it otherwise.
@@ -90,15 +94,15 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
         A context manager that takes the changes of this call back, if used in a `with` statement.
     """
     installation = Installation()
-    installation.replace([*replacements().values(), *_STATE_DICT_FUNCTIONS], kept=_KEPT)
+    pairs = [*replacements().values(), *_STATE_DICT_FUNCTIONS]
+    installation.replace(pairs, kept=_KEPT)
     installation.replace(HELPERS, kept=("fsdp_wrap.",))
-    if vars(torch_state_dict)[_STATE_OF] is not _state_of:
-        installation.rebind(torch_state_dict, _STATE_OF, _state_of)
-        if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
-            installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
+    if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
+        installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
     if fully_shard:
-        adapt_fully_shard(installation)
+        pairs += adapt_fully_shard(installation)
     adapt_clients(installation, cpu)
+    warn_of_held(old for old, _ in pairs)
     _installations.append(installation)
     return installation
 
@@ -109,24 +113,28 @@ def uninstall() -> None:
         _installations.pop().end()
 
 
-_STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 _HYBRID = "HYBRID_SHARDING_STRATEGIES"
 
 
-def _state_of(module: nn.Module) -> nn.Module | None:
-    return module if isinstance(module, FullyShardedDataParallel) else None
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a script, or a module, in which the names of torch's wrapper stand for those of fsdp_wrap."""
+    """Runs a script, or a module, in which the names of torch's wrapper stand for those of fsdp_wrap.
+
+    With `--check` it runs nothing: it prints which names of torch's FSDP installed packages use, and which of
+    these are served. It exits with 1 if one is not.
+    """
     parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
-    accept = "let accelerate and Lightning accept FSDP on a host without accelerators"
-    parser.add_argument("--cpu", action="store_true", help=accept)
+    packages = "tell the names of torch's FSDP that packages use (all installed ones, if none is given)"
+    parser.add_argument("--check", nargs="*", metavar="PACKAGE", help=packages)
+    parser.add_argument("--cpu", action="store_true", help="let clients accept a host without accelerators")
     parser.add_argument("--fully-shard", action="store_true", help="let FSDP2's names stand for ours, too")
     parser.add_argument("-m", action="store_true", dest="by_name", help="the script is a module's name")
-    parser.add_argument("script", help="a file of Python code")
+    parser.add_argument("script", nargs="?", help="a file of Python code")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)
+    if given.check is not None:
+        sys.exit(report(given.check, lambda: install(fully_shard=True)))
+    if given.script is None:
+        parser.error("the following arguments are required: script")
     install(given.cpu, given.fully_shard)
     sys.argv = [given.script, *given.arguments]
     if given.by_name:

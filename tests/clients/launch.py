@@ -22,10 +22,10 @@ GRACE = 5.0
 
 
 def needs(*packages: str) -> list[pytest.MarkDecorator]:
-    """The marks of a client's tests."""
+    """The marks of a client's tests; of the packages the first is the client, others are used with it."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     reason = f"needs the extra 'clients': {', '.join(absent)} not installed"
-    return [pytest.mark.slow, pytest.mark.skipif(bool(absent), reason=reason)]
+    return [pytest.mark.slow, pytest.mark.client(*packages), pytest.mark.skipif(bool(absent), reason=reason)]
 
 
 class Ranks:

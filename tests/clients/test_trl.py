@@ -30,6 +30,8 @@ CASES = [  # each trainer by each version, each variant by each version
     (2, "DPO", "plain"),
     (2, "DPO", "peft"),
     (2, "DPO", "peft and checkpointing"),
+    (1, "DPO", "precomputed"),
+    (2, "DPO", "precomputed"),
     (2, "KTO", "peft"),
     (2, "Reward", "plain"),
     (2, "GRPO", "peft and checkpointing"),
@@ -79,11 +81,11 @@ def _fsdp(version):
     return common if version == 2 else {**common, "use_orig_params": True, "sync_module_states": False}
 
 
-def _arguments(kind, version, checkpointing, folder):
+def _arguments(kind, version, variant, folder):
     import trl
 
     options: dict[str, dict[str, Any]] = {
-        "DPO": {"max_length": 16},
+        "DPO": {"max_length": 16, "precompute_ref_log_probs": variant == "precomputed"},
         "KTO": {"max_length": 16},
         "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1},
     }
@@ -95,7 +97,7 @@ def _arguments(kind, version, checkpointing, folder):
         learning_rate=1e-2,
         max_steps=STEPS,
         bf16=False,
-        gradient_checkpointing=checkpointing,
+        gradient_checkpointing="checkpointing" in variant,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         save_strategy="no",
         **QUIET,
@@ -123,8 +125,9 @@ def _lora(kind):
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
 
 
-def _trainer(kind, version, variant, folder):
+def _trainer(kind, version, variant, folder, data):
     import trl
+    from datasets import load_from_disk
 
     options: dict[str, Any] = {"reward_funcs": _rewards} if kind == "GRPO" else {}
     if "peft" in variant:
@@ -132,8 +135,8 @@ def _trainer(kind, version, variant, folder):
     torch.manual_seed(1)
     return getattr(trl, f"{kind}Trainer")(
         model=_class(kind).from_pretrained(f"{folder}/model"),  # the reference is loaded from there as well
-        args=_arguments(kind, version, "checkpointing" in variant, folder),
-        train_dataset=_data(kind),
+        args=_arguments(kind, version, variant, folder),
+        train_dataset=load_from_disk(data),  # beside which the first rank writes what others read
         processing_class=_tokenizer(),
         **options,
     )
@@ -144,7 +147,7 @@ def _train(rank, world_size, port, ours, version, kind, variant, folder):
     with client_rank(rank, port, ours, version == 2), contextlib.ExitStack() as stack:
         if not ours:
             _open_to_cpu(stack)
-        trainer = _trainer(kind, version, variant, folder)
+        trainer = _trainer(kind, version, variant, folder, f"{folder}/data of {ours}")
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         return [(entry["loss"], entry["grad_norm"]) for entry in logs]
@@ -163,6 +166,8 @@ def _open_to_cpu(stack):
 @pytest.mark.parametrize("version, kind, variant", CASES)
 def test_training_equals_torchs(run, tmp_path, version, kind, variant):
     _save_model(kind, tmp_path / "model")
+    for ours in (False, True):
+        _data(kind).save_to_disk(tmp_path / f"data of {ours}")
     expected = run(_train, False, version, kind, variant, str(tmp_path))
     found = run(_train, True, version, kind, variant, str(tmp_path))
     assert len(expected[0]) == STEPS and all(norm > 0 for _, norm in expected[0])

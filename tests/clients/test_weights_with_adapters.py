@@ -108,6 +108,7 @@ def test_two_adapters_are_both_merged(rank, world_size):
     torch.testing.assert_close(found["blocks.1.up.weight"], merged.blocks[1].up.weight.detach())
 
 
+@pytest.mark.shows("refused: not plain LoRA")
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
 @ranks(2)
 def test_what_is_not_plain_lora_is_refused_by_name(rank, world_size, options):

@@ -247,6 +247,38 @@ def test_programs_set_what_happens_after_forward(rank, world_size):
         assert [group.is_unsharded for group in groups] == [False, True, False, False]
 
 
+def uses_of_a_unit(rank: int) -> list[str]:
+    """What a unit is used for in a step, and what happens to it after its backward, by its state."""
+    model = _sharded()
+    model.set_reshard_after_backward(False)
+    group = torch_fsdp.fully_shard.state(model.blocks[0])._fsdp_param_group
+    told = [group._training_state.name]
+
+    def tell(*_: Any) -> None:
+        told.append(group._training_state.name)
+
+    def tell_in_backward(_: Any, __: Any, output: Any) -> None:
+        tell()
+        output.register_hook(tell)
+
+    model.blocks[0].norm1.register_forward_hook(tell_in_backward)
+    model(tokens(rank, 0)).sum().backward()
+    tell()
+    group._training_state = type(group._training_state).IDLE  # as programs do before they offload
+    return [*told, group.reshard_after_backward]
+
+
+@ranks(2)
+def test_programs_read_and_reset_the_use_of_a_unit(rank, world_size):
+    torchs = uses_of_a_unit(rank)
+    with compat.install(fully_shard=True):
+        assert uses_of_a_unit(rank) == torchs == ["IDLE", "FORWARD", "PRE_BACKWARD", "IDLE", False]
+        model = _sharded()
+        group = torch_fsdp.fully_shard.state(model)._fsdp_param_group
+        with pytest.raises(RuntimeError, match="'_training_state' of torch's FSDPParamGroup"):
+            group._training_state = type(group._training_state).FORWARD
+
+
 @ranks(2)
 def test_backwards_ended_by_the_state(rank, world_size):
     """As pipelines do: backwards that neither reduce nor reshard, and then each unit's part by hand."""

@@ -29,13 +29,14 @@ CODE_LINES = {
     "_values": 3444,
     "_writer_process": 210,
     "checkpoint": 2449,
-    "compat": 802,
+    "compat": 800,
+    "compat/_checking": 175,
     "optim": 2146,
     "tools": 4095,
     "top level": 2313,
     "weights": 795,
     "core": 16488,
-    "all": 33700,
+    "all": 33873,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -227,6 +227,45 @@ def test_torchs_own_functions_find_our_wrappers(rank, world_size):
         assert_equal(found, net.state_dict() if rank == 0 or not offload else {})
 
 
+@each_front
+@ranks(2)
+def test_methods_that_torch_has_patched(rank, world_size, front):
+    """`_patch_model_state_dict` makes `state_dict()` call the functions, which must not call it again."""
+    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh())).double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.Sequential}))
+    optimizer, reference = adamw(model), adamw(plain)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    options = StateDictOptions(full_state_dict=True)
+    theirs._patch_model_state_dict(model, options=options)
+    theirs._patch_optimizer_state_dict(model, optimizers=optimizer, options=options)
+    state, moments = model.state_dict(), optimizer.state_dict()
+    assert_close(state, plain.state_dict())
+    assert_same(moments, theirs.get_optimizer_state_dict(plain, reference))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for entry in optimizer.state.values():
+        entry["exp_avg"].zero_()
+    model.load_state_dict(state)
+    optimizer.load_state_dict(moments)
+    train_side_by_side(2, model, optimizer, plain, reference)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@ranks(2)
+def test_an_empty_model_state_dict_means_the_optimizer_alone(rank, world_size):
+    """Also for models without our wrappers, as torch's function takes it."""
+    for model in (FSDP(Net()), nn.parallel.DistributedDataParallel(Net())):
+        optimizer, again = adamw(model), adamw(model)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        state = ours.get_optimizer_state_dict(model, optimizer)
+        found = ours.set_state_dict(model, again, model_state_dict={}, optim_state_dict=state)
+        assert found.missing_keys == found.unexpected_keys == []
+        steps = [again.state[param]["step"] for param in model.parameters()]
+        assert steps and set(map(float, steps)) == {1.0}
+
+
 IMPORT_AND_WRAP = """
 import sys
 import torch

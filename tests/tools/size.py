@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-TOP, SHARED_MEMORY = "top level", "_comm/shared_memory"
+TOP, SHARED_MEMORY, CHECKING = "top level", "_comm/shared_memory", "compat/_checking"
 NOT_CORE = {
     "checkpoint",
     "optim",
@@ -34,6 +34,7 @@ NOT_CORE = {
     "_values",
     "_writer_process",
     SHARED_MEMORY,
+    CHECKING,
 }
 
 _BEGINNING = re.compile(
@@ -49,8 +50,10 @@ def parse(path: Path) -> ast.Module:
 
 
 def folder_of(path: Path) -> str:
-    """Returns the folder that a file is counted in: one at the top of the package, or shared memory."""
-    parts = path.relative_to(PACKAGE).parts
+    """Returns what a file is counted as: a folder at the top of the package, shared memory, or by itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if "/".join(parts) == CHECKING:
+        return CHECKING
     if parts[:2] == ("_comm", "shared_memory"):
         return SHARED_MEMORY
     return parts[0] if len(parts) > 1 else TOP

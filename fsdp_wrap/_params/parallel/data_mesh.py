@@ -145,7 +145,7 @@ class DataMesh:
         if part is None or part.mesh != whole:
             raise ValueError(
                 f"parameter '{fqn}' is {found}; with dp_mesh_dims all parameters must be DTensors on "
-                f"the mesh that was passed, {whole} (distribute_tensor(param, mesh, placements))"
+                f"the mesh passed, {whole} (distribute_tensor; torchtitan: spmd_backend='full_dtensor')"
             )
         for name in self.own_dims:
             placement = part.placements[_place(whole, name)]

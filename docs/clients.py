@@ -1,0 +1,159 @@
+"""Writes docs/clients.md from JUnit reports of tests/clients: which client runs, in which version.
+
+    pytest -m slow tests/clients -n 2 --junitxml=clients.xml
+    python docs/clients.py clients.xml [OTHER.xml ...]
+    python docs/clients.py --broken clients.xml
+
+Reports with the same torch make one table. `--broken` writes nothing: it prints
+what failed or was skipped, with the versions, and exits with 0, since a new version may break at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+TARGET = Path(__file__).with_name("clients.md")
+
+HEAD = """# Clients
+
+Which programs for torch's FSDP run on this library, in which versions. Each scenario is a test in
+`tests/clients`: a client's own code, unmodified, trains on our units, and its numbers are compared with
+torch's FSDP, DDP or a plain model.
+
+| result | what it means |
+|---|---|
+| equal | the numbers are those of torch, to the tolerance in the test; often to the bit |
+| refused | an error names the culprit and the cure, before anything changes |
+| broken | the test fails with these versions |
+
+This page is made from the reports of such runs, one for each environment:
+
+```console
+$ pytest -m slow tests/clients -n 2 --junitxml=clients.xml
+$ python docs/clients.py clients.xml
+```
+
+`FSDP_WRAP_NEWEST=1 .ci/run` also runs them with the newest clients on the newest torch, and tells what broke.
+Whether the names that a program imports are served, `python -m fsdp_wrap.compat --check` says
+[without running it](reference/compat.md).
+"""
+
+OTHERS = """## Run by hand
+
+These are not in the tests. On two ranks, four with tensor parallelism, without a GPU:
+
+| client | torch | scenario | result |
+|---|---|---|---|
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="partial_dtensor"` | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="full_dtensor"` | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
+| torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
+| torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
+| torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |
+
+`spmd_types` is the default of torchtitan 0.3. It annotates plain parameters, which torch's `fully_shard`
+translates from torch 2.14 on, and ours does not read. torchsnapshot knows torch's `ShardedTensor` alone.
+
+## Names that are served
+
+`python -m fsdp_wrap.compat --check` of packages that were not run, on torch 2.13.0:
+
+| package | not served |
+|---|---|
+| verl 0.9.1 | none |
+| LLaMA-Factory 0.9.5 | none |
+| NeMo 3.0.0 | none |
+| torchtune 0.6.1 | none |
+| ray 2.60.0 | none |
+| Liger 0.8.5 | none |
+| axolotl 0.19.0 | three methods of `FSDPParam` |
+
+axolotl replaces these methods to shard four-bit weights; [ours need none of that](how-to/lora.md#qlora).
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case of a test of a client."""
+
+    test: str
+    torch: str
+    clients: tuple[str, ...]
+    result: str
+    """What it shows, or why it does not."""
+    works: bool
+
+    @classmethod
+    def of(cls, case: ElementTree.Element) -> Run:
+        told = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        found = {kind: case.find(kind) for kind in ("failure", "error", "skipped")}
+        failed = next(((kind, each) for kind, each in found.items() if each is not None), None)
+        test = case.get("name", "").partition("[")[0].removeprefix("test_").replace("_", " ")
+        file = case.get("classname", "").rpartition(".")[2].removeprefix("test_")
+        clients = tuple(told.get("clients", file).split(", "))
+        if failed is None:
+            return cls(test, told["torch"], clients, told["shows"], works=True)
+        kind, element = failed
+        why = (element.get("message") or "").strip().partition("\n")[0]
+        return cls(test, told.get("torch", ""), clients, f"{BROKEN.get(kind, kind)}: {why}", works=False)
+
+
+BROKEN = {"failure": "broken", "error": "broken", "skipped": "not run"}
+
+
+def runs_of(report: Path) -> Iterator[Run]:
+    """Yields what a report tells of clients."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        if ".clients." in f".{case.get('classname', '')}":
+            yield Run.of(case)
+
+
+def table(runs: list[Run]) -> str:
+    """Returns the rows of one version of torch: by client and test, with the number of cases."""
+    rows: dict[tuple[tuple[str, ...], str], list[Run]] = defaultdict(list)
+    for run in runs:
+        rows[run.clients, run.test].append(run)
+    lines = ["| client | with | scenario | cases | result |", "|---|---|---|---|---|"]
+    for (clients, test), cases in sorted(rows.items()):
+        results = "; ".join(dict.fromkeys(case.result for case in cases))
+        row = (clients[0], ", ".join(clients[1:]), test, str(len(cases)), results)
+        lines.append(f"| {' | '.join(each.replace('|', '/') for each in row)} |")
+    return "\n".join(lines)
+
+
+def broken(runs: list[Run]) -> str:
+    """Returns a line for each case that does not work, and a count."""
+    lines = [f"{run.test} ({', '.join(run.clients)}): {run.result}" for run in runs if not run.works]
+    return "\n".join([*lines, f"{len(runs) - len(lines)} of {len(runs)} scenarios of clients work"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the page, or prints what broke."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("reports", nargs="+", type=Path, help="JUnit reports")
+    parser.add_argument("--broken", action="store_true", help="print what does not work; write nothing")
+    given = parser.parse_args(arguments)
+    environments: dict[str, list[Run]] = defaultdict(list)
+    for report in given.reports:
+        runs = list(runs_of(report))
+        torch = next((run.torch for run in runs if run.torch), "of another version")
+        environments[torch] += runs
+    if given.broken:
+        print(*map(broken, environments.values()), sep="\n")
+        return 0
+    tables = [f"## torch {torch}\n\n{table(runs)}\n" for torch, runs in environments.items()]
+    TARGET.write_text("\n".join([HEAD, *tables, OTHERS]), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
