@@ -75,6 +75,7 @@ __all__ = [
     "Place",
     "Plan",
     "PlanningError",
+    "Recipe",
     "ReplicateModule",
     "Reproducible",
     "ShardedOptimStateDictConfig",
@@ -114,6 +115,7 @@ __all__ = [
     "set_travel_together_bytes",
     "share_comm_ctx",
     "timeline",
+    "tune",
     "uneven",
     "verify",
     "weight_changes",
@@ -154,12 +156,14 @@ if TYPE_CHECKING:
         Place,
         Plan,
         PlanningError,
+        Recipe,
         UnitPlan,
         explain_memory_errors,
         fit,
         measure_machine,
         plan,
         preset,
+        tune,
     )
     from fsdp_wrap.tools.timeline import Timeline, timeline
     from fsdp_wrap.weights import weight_changes, weight_source

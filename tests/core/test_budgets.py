@@ -29,11 +29,11 @@ CODE_LINES = {
     "checkpoint": 2449,
     "compat": 802,
     "optim": 2146,
-    "tools": 4095,
-    "top level": 2315,
+    "tools": 4916,
+    "top level": 2319,
     "weights": 795,
-    "core": 16494,
-    "all": 33254,
+    "core": 16498,
+    "all": 34077,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
