@@ -1,6 +1,6 @@
 """What `tune` finds: measured beside eight usual recipes on the CPU, and its pages for large models on GPUs.
 
-python -m benchmarks.tuned --programs gpt,long,layers,wide,uneven --write
+python -m benchmarks.tuned --programs gpt,long,layers,wide,uneven
 python -m benchmarks.tuned --gpu 8b,70b-64,70b-512
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,11 +27,6 @@ from benchmarks.meters import tensors
 from benchmarks.models import Block, LinearBlock, Transformer, TransformerBlock
 from fsdp_wrap.tools import Machine, Recipe, UnitRecipe
 from fsdp_wrap.tools.tuning.recipe import FREED, RECOMPUTED, STAY, TO_BACKWARD
-
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
-FIGURES = PAGE.parent / "performance" / "tuned.json"
-BEGIN, END = "<!-- tuned -->", "<!-- end of tuned -->"
-"""Between which the table stands."""
 
 NOISE = 1.03
 """A step counts as slower than another one above this ratio of medians."""
@@ -201,14 +194,6 @@ def as_table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: dict[str, dict[str, Any]]) -> None:
-    """Keeps the figures, and writes the table into the page."""
-    FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    PAGE.write_text(f"{before}{begin}\n{as_table(rows)}\n{end}{after}")
-
-
 # on GPUs, by plan
 
 
@@ -265,7 +250,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=split, default=["2", "3"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--gpu", type=split, default=[], metavar="A,B", help=f"of {', '.join(GPUS)}")
-    parser.add_argument("--write", action="store_true", help="keep the figures and write docs/planning.md")
     options = parser.parse_args()
     for name in options.gpu:
         tune_for_gpus(name)
@@ -274,8 +258,6 @@ def main() -> None:
     for program, ranks in itertools.product(options.programs, map(int, options.ranks)):
         rows |= compare(program, ranks, options.rounds)
         print(as_table(rows), flush=True)
-    if options.write and rows:
-        write(rows)
 
 
 if __name__ == "__main__":

@@ -323,6 +323,30 @@ def test_activations_leave_for_the_host_where_there_is_a_device():
     assert ON_HOST in {unit.activations for unit in found.units}
 
 
+def test_a_plan_shows_each_word_of_a_recipe():
+    def figures(recipe: Recipe) -> dict[str, Any]:
+        return {unit.name: unit for unit in plan(lambda: small(recipe), 2).units}
+
+    freed = figures(Recipe(units=tuple(UnitRecipe((name,)) for name in ("", "0", "1", "2"))))
+    mixed = figures(
+        Recipe(
+            units=(
+                UnitRecipe(("",)),
+                UnitRecipe(("0",), TO_BACKWARD),
+                UnitRecipe(("1",), FREED, RECOMPUTED),
+                UnitRecipe(("2",)),
+            )
+        )
+    )
+    assert [freed[name].gathers for name in "012"] == [2, 2, 2]
+    assert [mixed[name].gathers for name in "012"] == [1, 2, 2]
+    assert mixed["0"].activation_bytes == freed["0"].activation_bytes > 2 * mixed["1"].activation_bytes
+    assert freed["1"].activation_bytes == freed["0"].activation_bytes
+    pairs = figures(Recipe(units=(UnitRecipe(("",)), UnitRecipe(("0", "1")), UnitRecipe(("2",)))))
+    assert pairs.keys() == {"", "0", "2"}, "a unit of two modules is one"
+    assert pairs["0"].parameters == freed["0"].parameters + freed["1"].parameters
+
+
 @pytest.mark.slow
 def test_of_a_small_program_no_recipe_is_much_faster():
     for part in (0.75, 0.9):
