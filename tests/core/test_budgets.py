@@ -29,11 +29,11 @@ CODE_LINES = {
     "checkpoint": 2449,
     "compat": 802,
     "optim": 2146,
-    "tools": 4916,
+    "tools": 4915,
     "top level": 2319,
     "weights": 795,
     "core": 16498,
-    "all": 34077,
+    "all": 34076,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

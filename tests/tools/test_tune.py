@@ -400,11 +400,11 @@ def nothing() -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: UnitRecipe(("",), "there"), ValueError, "parameters must be one of 'freed', "),
-        (lambda: UnitRecipe(("",), FREED, "gone"), ValueError, "activations must be one of 'stay', "),
+        (lambda: UnitRecipe(("",), "there"), ValueError, "parameters must be one of freed, "),
+        (lambda: UnitRecipe(("",), FREED, "gone"), ValueError, "activations must be one of stay, "),
         (lambda: UnitRecipe(()), ValueError, "modules must name a module"),
-        (lambda: Recipe(offload="half"), ValueError, "offload must be one of 'none', "),
-        (lambda: Recipe(prefetch=-1), ValueError, "prefetch=-1 must be a whole number"),
+        (lambda: Recipe(offload="half"), ValueError, "offload must be one of none, "),
+        (lambda: Recipe(prefetch=-1), ValueError, "prefetch counts units: pass 0 or a positive int, not -1"),
         (lambda: Recipe(units=(UnitRecipe(("a",)), UnitRecipe(("a",)))), ValueError, "'a' is in two units"),
         (lambda: Recipe.from_json("{}"), ValueError, "this is not what Recipe.to_json.. writes"),
         (lambda: tune(small, machine=None), TypeError, "tune.. needs a machine, such as"),  # type: ignore[arg-type]

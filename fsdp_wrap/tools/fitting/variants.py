@@ -113,8 +113,7 @@ def shard_as(
         "front_end": front_end,
     }
     for name, word in chosen.items():
-        if word not in WORDS[name]:
-            raise ValueError(f"{name} must be one of {', '.join(WORDS[name])}, not {word!r}")
+        check_word(name, word, WORDS[name])
     found = modules_of(model, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))
     if checkpointing == "blocks":
         for module in found:
@@ -130,6 +129,16 @@ def shard_as(
 
         offload_activations(made)
     return made
+
+
+def check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Checks that a word is one of some.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, not {word!r}")
 
 
 def modules_of(model: nn.Module, blocks: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, walk
 from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
 from fsdp_wrap.fully_shard import fully_shard
-from fsdp_wrap.tools.fitting.variants import OFFLOADS, allocate, mesh_of, modules_of
+from fsdp_wrap.tools.fitting.variants import OFFLOADS, allocate, check_word, mesh_of, modules_of
 
 PARAMETERS = FREED, TO_BACKWARD, ALWAYS = "freed", "kept to backward", "kept"
 ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
@@ -56,8 +56,8 @@ class UnitRecipe:
         Raises:
             ValueError: If one is unknown, or there is no module.
         """
-        _check_word("parameters", self.parameters, PARAMETERS)
-        _check_word("activations", self.activations, ACTIVATIONS)
+        check_word("parameters", self.parameters, PARAMETERS)
+        check_word("activations", self.activations, ACTIVATIONS)
         if not self.modules:
             raise ValueError("modules must name a module of the unit at least; the root's name is ''")
 
@@ -103,11 +103,11 @@ class Recipe:
         Raises:
             ValueError: If one is out of range, or a module is in two units.
         """
-        _check_word("offload", self.offload, tuple(OFFLOADS))
+        check_word("offload", self.offload, OFFLOADS)
         for name in ("together", "prefetch"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"{name}={number!r} must be a whole number that is not negative")
+                raise ValueError(f"{name} counts units: pass 0 or a positive int, not {number!r}")
         times = Counter(name for unit in self.units for name in unit.modules)
         if twice := [name for name, count in times.items() if count > 1]:
             raise ValueError(f"the module '{twice[0]}' is in two units of the recipe: name it once")
@@ -302,11 +302,6 @@ def format_names(units: Sequence[tuple[str, ...]]) -> str:
 def _successor(name: str) -> str | None:
     head, dot, last = name.rpartition(".")
     return f"{head}{dot}{int(last) + 1}" if last.isdecimal() else None
-
-
-def _check_word(name: str, word: str, words: Sequence[str]) -> None:
-    if word not in words:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, not {word!r}")
 
 
 def _blocks_of(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
