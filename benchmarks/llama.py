@@ -70,6 +70,13 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
+class WholeLlamaBlock(LlamaBlock):
+    """One block, which keeps all that its backward needs."""
+
+    def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self._compute(x, turns)
+
+
 class Llama(nn.Module):
     """Next-token prediction; as large as Llama 3 70B unless told otherwise."""
 
@@ -81,10 +88,11 @@ class Llama(nn.Module):
         heads: int = 64,
         shared: int = 8,
         vocabulary: int = 128256,
+        block: type[LlamaBlock] = LlamaBlock,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, hidden, heads, shared) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(width, hidden, heads, shared) for _ in range(blocks))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head_width = width // heads
 

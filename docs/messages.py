@@ -74,6 +74,7 @@ AREAS = {
     "tools/machines": "Machines",
     "tools/planning": "Plans",
     "tools/timeline": "Timelines",
+    "tools/tuning": "Recipes",
     "weights": "Weights for an engine",
 }
 """The headings, by folder."""

@@ -75,6 +75,7 @@ __all__ = [
     "Place",
     "Plan",
     "PlanningError",
+    "Recipe",
     "ReplicateModule",
     "Reproducible",
     "ShardedOptimStateDictConfig",
@@ -114,6 +115,7 @@ __all__ = [
     "set_travel_together_bytes",
     "share_comm_ctx",
     "timeline",
+    "tune",
     "uneven",
     "verify",
     "weight_changes",
@@ -145,9 +147,9 @@ if TYPE_CHECKING:
         record_values,
         verify,
     )
-    from fsdp_wrap.tools import (
-        Choice,
-        Fit,
+    from fsdp_wrap.tools import explain_memory_errors, measure_machine, preset
+    from fsdp_wrap.tools.fitting import Choice, Fit, fit
+    from fsdp_wrap.tools.planning import (
         HostMemory,
         Machine,
         Moment,
@@ -155,13 +157,10 @@ if TYPE_CHECKING:
         Plan,
         PlanningError,
         UnitPlan,
-        explain_memory_errors,
-        fit,
-        measure_machine,
         plan,
-        preset,
     )
     from fsdp_wrap.tools.timeline import Timeline, timeline
+    from fsdp_wrap.tools.tuning import Recipe, tune
     from fsdp_wrap.weights import weight_changes, weight_source
 else:
     __getattr__, __dir__ = _found_when_asked_for(

@@ -39,14 +39,14 @@ def work(file: int) -> None:
             return
         try:
             memory = mmap.mmap(file, os.fstat(file).st_size)
-            answer: Any = CheckedWriter(*given).write_data(plan, _Found(contents, memory)).value()
+            answer: Any = CheckedWriter(*given).write_data(plan, _FromMemory(contents, memory)).value()
         except Exception as error:
             answer = _portable(error)
         pickle.dump(answer, answers)
         answers.flush()
 
 
-class _Found(DefaultSavePlanner):
+class _FromMemory(DefaultSavePlanner):
     """Finds the data of items in the memory."""
 
     def __init__(self, contents: Contents, memory: mmap.mmap) -> None:

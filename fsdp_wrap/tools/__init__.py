@@ -5,6 +5,7 @@ from fsdp_wrap.tools.machines import PRESETS, measure_machine, preset
 from fsdp_wrap.tools.memory import explain_memory_errors
 from fsdp_wrap.tools.planning import HostMemory, Machine, Moment, Place, Plan, PlanningError, UnitPlan, plan
 from fsdp_wrap.tools.timeline import Timeline, timeline
+from fsdp_wrap.tools.tuning import Recipe, UnitRecipe, tune
 
 __all__ = [
     "PRESETS",
@@ -16,8 +17,10 @@ __all__ = [
     "Place",
     "Plan",
     "PlanningError",
+    "Recipe",
     "Timeline",
     "UnitPlan",
+    "UnitRecipe",
     "explain_memory_errors",
     "fit",
     "measure_machine",
@@ -26,4 +29,5 @@ __all__ = [
     "shard_as",
     "step_of",
     "timeline",
+    "tune",
 ]

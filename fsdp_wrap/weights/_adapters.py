@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import clean_fqn, is_castable
-from fsdp_wrap.weights._recipes import LowRank, Merged, Recipe, SourceTensor
+from fsdp_wrap.weights._recipes import Formula, LowRank, Merged, SourceTensor
 
 _BASE, _AROUND = "base_layer", "base_model.model."
 _SAVED, _ORIGINAL = "modules_to_save", "original_module"
@@ -24,7 +24,7 @@ def merged(
     plain: Mapping[str, SourceTensor],
     dtype: torch.dtype | None,
     subclasses: Collection[str],
-) -> dict[str, Recipe]:
+) -> dict[str, Formula]:
     """Returns the tensors of a model with its active adapters merged, under the names that it has without."""
     left, sums = dict(plain), {}
     for name, module in model.named_modules():
@@ -38,7 +38,7 @@ def merged(
             f"'{quantised[0]}' is of a tensor subclass, to which an adapter cannot be added: use "
             "adapters='apart'"
         )
-    found: dict[str, Recipe] = {}
+    found: dict[str, Formula] = {}
     for name in plain:
         if name in sums or name in left:
             found[_without_adapters(name)] = sums.get(name) or cast(left[name], dtype, subclasses)
@@ -54,7 +54,7 @@ def cast(tensor: SourceTensor, dtype: torch.dtype | None, subclasses: Collection
 
 def _of_layer(
     fqn: str, layer: Any, left: dict[str, SourceTensor], dtype: torch.dtype | None
-) -> dict[str, Recipe]:
+) -> dict[str, Formula]:
     """Takes an adapted layer's own tensors from those that are left; returns its weight as a sum."""
     prefix = f"{fqn}." if fqn else ""
     names = [name for name in left if name.startswith(prefix) and _is_adapter(name.removeprefix(prefix))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_wrap.weights._recipes import Joined, Recipe
+from fsdp_wrap.weights._recipes import Formula, Joined
 
 Rules = Mapping[str, Sequence[str] | str]
 """For the name of what is joined those of its parts, or a pattern of them; see `weight_source`."""
@@ -28,7 +28,7 @@ def check_rules(fuse: Rules | None) -> Rules:
     return rules
 
 
-def fused(made: dict[str, Recipe], rules: Rules) -> dict[str, Recipe]:
+def fused(made: dict[str, Formula], rules: Rules) -> dict[str, Formula]:
     """Joins tensors by rules, one rule after the other; what is joined stands where its first part stood."""
     for joined, parts in rules.items():
         found = _stacks(made, joined, parts) if isinstance(parts, str) else _rows(made, joined, parts)
@@ -39,7 +39,7 @@ def fused(made: dict[str, Recipe], rules: Rules) -> dict[str, Recipe]:
     return made
 
 
-def _rows(made: dict[str, Recipe], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
+def _rows(made: dict[str, Formula], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
     """Returns the names of the parts by the fused tensor's name."""
     found: dict[str, list[str]] = {}
     for name in made:
@@ -56,7 +56,7 @@ def _rows(made: dict[str, Recipe], joined: str, parts: Sequence[str]) -> dict[st
     return found
 
 
-def _stacks(made: dict[str, Recipe], joined: str, pattern: str) -> dict[str, list[str]]:
+def _stacks(made: dict[str, Formula], joined: str, pattern: str) -> dict[str, list[str]]:
     """Returns the names of the parts, in order of their numbers, by the stacked tensor's name."""
     numbered: dict[str, dict[int, str]] = {}
     wanted = pattern.split(".")
@@ -76,13 +76,13 @@ def _stacks(made: dict[str, Recipe], joined: str, pattern: str) -> dict[str, lis
     return {stack: [names[number] for number in sorted(names)] for stack, names in numbered.items()}
 
 
-def _replaced(made: dict[str, Recipe], found: dict[str, list[str]], stacked: bool) -> dict[str, Recipe]:
+def _replaced(made: dict[str, Formula], found: dict[str, list[str]], stacked: bool) -> dict[str, Formula]:
     joined = {
         stack: _joined(stack, {name: made[name] for name in names}, stacked) for stack, names in found.items()
     }
     firsts = {min(names, key=[*made].index): stack for stack, names in found.items()}
     parts = {name for names in found.values() for name in names}
-    result: dict[str, Recipe] = {}
+    result: dict[str, Formula] = {}
     for name, each in made.items():
         if name in firsts:
             result[firsts[name]] = joined[firsts[name]]
@@ -91,7 +91,7 @@ def _replaced(made: dict[str, Recipe], found: dict[str, list[str]], stacked: boo
     return result
 
 
-def _joined(stack: str, parts: Mapping[str, Recipe], stacked: bool) -> Joined:
+def _joined(stack: str, parts: Mapping[str, Formula], stacked: bool) -> Joined:
     first_name, first = next(iter(parts.items()))
     skipped = 0 if stacked else 1
     if not stacked and not first.shape:

@@ -13,7 +13,7 @@ Fetch = Callable[[], torch.Tensor]
 """Returns the next of the tensors, in memory of its own."""
 
 
-class Recipe(Protocol):
+class Formula(Protocol):
     """How to make one of an engine's tensors from a model's; shape and dtype are known before."""
 
     @property
@@ -104,7 +104,7 @@ class Merged:
 class Joined:
     """Several tensors as one: one after the other along the first dimension, or stacked along a new one."""
 
-    parts: Sequence[Recipe]
+    parts: Sequence[Formula]
     stacked: bool = False
 
     @property

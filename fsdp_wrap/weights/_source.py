@@ -13,7 +13,7 @@ from fsdp_wrap._core import nbytes_of
 from fsdp_wrap._state import FullParams, check_dtype
 from fsdp_wrap.weights._adapters import cast, merged
 from fsdp_wrap.weights._fuse import Rules, check_rules, fused
-from fsdp_wrap.weights._recipes import Recipe, SourceTensor
+from fsdp_wrap.weights._recipes import Formula, SourceTensor
 
 _DOING = "weight_source()"
 
@@ -81,7 +81,7 @@ def weight_source(
     check_dtype(dtype)
     params = FullParams(model, _DOING, buffers=buffers)
     plain = {name: SourceTensor(name, *described) for name, described in params.described().items()}
-    made: dict[str, Recipe]
+    made: dict[str, Formula]
     if adapters == "merge":
         made = merged(model, plain, dtype, params.subclasses)
     else:
@@ -89,10 +89,10 @@ def weight_source(
     return WeightSource(model, _renamed(fused(made, rules), rename), nbytes, buffers, rank0_only)
 
 
-def _renamed(made: dict[str, Recipe], rename: Callable[[str], str] | None) -> dict[str, Recipe]:
+def _renamed(made: dict[str, Formula], rename: Callable[[str], str] | None) -> dict[str, Formula]:
     if rename is None:
         return made
-    found: dict[str, Recipe] = {}
+    found: dict[str, Formula] = {}
     before: dict[str, str] = {}
     for name, each in made.items():
         new = rename(name)
@@ -115,7 +115,7 @@ class WeightSource:
     """
 
     def __init__(
-        self, model: nn.Module, made: dict[str, Recipe], budget: int, buffers: bool, rank0_only: bool
+        self, model: nn.Module, made: dict[str, Formula], budget: int, buffers: bool, rank0_only: bool
     ) -> None:
         self.model, self._made = model, made
         self._budget, self._buffers, self._rank0_only = budget, buffers, rank0_only

@@ -32,11 +32,12 @@ CODE_LINES = {
     "compat": 800,
     "compat/_checking": 175,
     "optim": 2146,
-    "tools": 4095,
-    "top level": 2313,
+    "tools": 4251,
+    "tools/tuning": 664,
+    "top level": 2312,
     "weights": 795,
-    "core": 16488,
-    "all": 33873,
+    "core": 16487,
+    "all": 34692,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

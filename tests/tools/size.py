@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-TOP, SHARED_MEMORY, CHECKING = "top level", "_comm/shared_memory", "compat/_checking"
+TOP, APART = "top level", ("_comm/shared_memory", "compat/_checking", "tools/tuning")
 NOT_CORE = {
     "checkpoint",
     "optim",
@@ -33,8 +33,7 @@ NOT_CORE = {
     "_reproducible",
     "_values",
     "_writer_process",
-    SHARED_MEMORY,
-    CHECKING,
+    *APART,
 }
 
 _BEGINNING = re.compile(
@@ -50,12 +49,10 @@ def parse(path: Path) -> ast.Module:
 
 
 def folder_of(path: Path) -> str:
-    """Returns what a file is counted as: a folder at the top of the package, shared memory, or by itself."""
+    """Returns what a file is counted as: a folder at the top of the package, or a part that stands apart."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if "/".join(parts) == CHECKING:
-        return CHECKING
-    if parts[:2] == ("_comm", "shared_memory"):
-        return SHARED_MEMORY
+    if "/".join(parts[:2]) in APART:
+        return "/".join(parts[:2])
     return parts[0] if len(parts) > 1 else TOP
 
 

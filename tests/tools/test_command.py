@@ -150,7 +150,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("checkpoint export {file}", "is no file that torch.load"),
         ("checkpoint", "the following arguments are required"),
         ("cure", "invalid choice: 'cure'"),
-        ("", "the following arguments are required: plan|timeline|values|verify|checkpoint|doctor"),
+        ("", "the following arguments are required: plan|tune|timeline|values|verify|checkpoint|doctor"),
     ]:
         code, out, err = run(capsys, *arguments.format(file=file, tmp=tmp_path).split())
         assert code == 2 and not out, arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from bed import ranks
-from fsdp_wrap import iter_full_params, plan, record_events
+from fsdp_wrap import fit, iter_full_params, plan, preset, record_events
 from fsdp_wrap.tools import shard_as, step_of
 from nets import WIDTH, Block, Net
 
@@ -86,6 +87,30 @@ def test_precision_and_meta_models_are_as_the_words_say(front_end):
     assert set(dtypes) == {torch.float32} and set(seen) == {torch.bfloat16}
     for unit in found.units:
         assert unit.gathered_bytes == 2 * unit.parameters, "computed with in 16 bits"
+
+
+def test_activations_leave_for_the_host_where_that_is_somewhere_else():
+    def setup(*, checkpointing="none"):
+        with torch.device("meta"):
+            model: nn.Module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        model = shard_as(model, nn.Linear, checkpointing=checkpointing)
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def loss():
+            return model(torch.ones(4096, 512, device=device, requires_grad=True)).square().mean()
+
+        return model, optimizer, step_of(model, optimizer, loss)
+
+    machine = replace(preset("h100"), host_bandwidth=1e9)
+    device = "cuda"
+    found = fit(setup, 2, device_memory="1GB", device=device, machine=machine)
+    by_word = {choice.values["checkpointing"]: choice for choice in found.choices}
+    assert by_word.keys() == {"none", "blocks", "host"}
+    assert by_word["host"].peak_bytes < 0.8 * by_word["none"].peak_bytes
+    assert by_word["host"].predicted_seconds > 2 * by_word["none"].predicted_seconds, "of a slow bus"
+    device = "cpu"
+    found = fit(setup, 2, device_memory="1GB")
+    assert {choice.values["checkpointing"] for choice in found.choices} == {"none", "blocks"}
 
 
 def test_words_that_mean_nothing_are_refused():

@@ -36,6 +36,19 @@ def add_command(commands: Any) -> None:
     add = command.add_argument
     add("setup", metavar="FILE.py:setup", help="the function, and the file in which it is")
     add("--ranks", type=_counts, default=[8], metavar="N,...", help="numbers of ranks; default: 8")
+    add_machine_options(add)
+    add(
+        "--fit", action="store_true", help="vary the setup's arguments, and list what fits, the fastest first"
+    )
+    vary = "values of an argument of the setup, with --fit; may be repeated"
+    add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw the step's memory, such as plan.svg")
+    command.set_defaults(run=_run)
+
+
+def add_machine_options(add: Callable[..., Any]) -> None:
+    """Adds options for the device, its memory, and the machine."""
     add(
         "--device-memory",
         metavar="SIZE",
@@ -52,14 +65,6 @@ def add_command(commands: Any) -> None:
         help="fraction of a preset's peak that is reached, such as 0.6",
     )
     add("--ranks-per-host", type=int, metavar="N", help="default: the machine's")
-    add(
-        "--fit", action="store_true", help="vary the setup's arguments, and list what fits, the fastest first"
-    )
-    vary = "values of an argument of the setup, with --fit; may be repeated"
-    add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
-    add("--json", action="store_true", help="print JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw the step's memory, such as plan.svg")
-    command.set_defaults(run=_run)
 
 
 def _counts(text: str) -> list[int]:
@@ -77,6 +82,17 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("--vary is for --fit: pass both")
     if options.fit and options.plot:
         raise ValueError("--plot draws one plan, and --fit makes many: pass one of them")
+    given, limit = given_machine(options)
+    setup = load_function(options.setup)
+    if options.fit:
+        if limit is None:
+            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
+        return _fit(setup, options, {**given, "device_memory": limit})
+    return _plan(setup, options, given, limit)
+
+
+def given_machine(options: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
+    """Returns the arguments `device` and `machine` that options give, and the memory of a rank."""
     machine = _machine(options)
     if options.ranks_per_host is not None:
         if machine is None:
@@ -84,14 +100,9 @@ def _run(options: argparse.Namespace) -> int:
         machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
     memory = options.device_memory or (machine.device_memory if machine else None)
     limit = None if memory is None else nbytes_of(memory, "--device-memory")
-    setup = load_function(options.setup)
     is_preset = options.machine not in (None, _MEASURED)  # of an accelerator
     given = {"device": options.device or ("cuda" if is_preset else "cpu"), "machine": machine}
-    if options.fit:
-        if limit is None:
-            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
-        return _fit(setup, options, {**given, "device_memory": limit})
-    return _plan(setup, options, given, limit)
+    return given, limit
 
 
 def _plan(
@@ -105,7 +116,7 @@ def _plan(
     with progress_bar(len(options.ranks)) as bar:
         for ranks in options.ranks:
             bar.describe(f"planning {ranks} ranks")
-            with errors_of(_file_of(options), f"planning for {ranks} ranks"):
+            with errors_of(file_of(options), f"planning for {ranks} ranks"):
                 plans.append(plan(setup, ranks, **given))
             bar.advance()
     if options.plot:
@@ -136,7 +147,7 @@ def _proposals(
     """Returns what fits instead: other values of what the setup takes, on more ranks where need be."""
     least = max(options.ranks)
     for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
-        with errors_of(_file_of(options), "fitting"):
+        with errors_of(file_of(options), "fitting"):
             found = fit(setup, ranks, device_memory=limit, progress=True, **given)
         if not found.complete:  # its answers were printed as they were found
             raise KeyboardInterrupt
@@ -147,7 +158,7 @@ def _proposals(
 
 def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
     vary = dict(_varied(text) for text in options.vary) or None
-    with errors_of(_file_of(options), "fitting"):
+    with errors_of(file_of(options), "fitting"):
         found = fit(setup, options.ranks, vary=vary, progress=True, **given)
     print(found.to_json() if options.json else found)
     if not found.complete:
@@ -188,7 +199,7 @@ def _machine(options: argparse.Namespace) -> Any:
     return preset(name, attained=options.attained)
 
 
-def _file_of(options: argparse.Namespace) -> Path:
+def file_of(options: argparse.Namespace) -> Path:
     return Path(options.setup.rpartition(":")[0])
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
+from fsdp_wrap.tools.planning.planner import many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 
 Values = Mapping[str, Any]
@@ -222,7 +223,7 @@ def fit(
             raise ValueError("fit() needs device_memory, such as '80GB', or a machine with device_memory")
     limit = nbytes_of(device_memory, "device_memory")
     taken = _parameters(setup)
-    varied = _varied(vary, taken)
+    varied = _varied(vary, taken, device)
     batches = _batches(varied, taken)
     lengths = varied.pop(_LENGTH, [None])
     counts = [ranks] if isinstance(ranks, int) else ranks
@@ -234,7 +235,7 @@ def fit(
     searches: list[_Search] = []
     choices: list[Choice] = []
     complete = True
-    with progress_bar(len(counts) * len(groups), disable=not progress) as bar:
+    with many_plans(), progress_bar(len(counts) * len(groups), disable=not progress) as bar:
         try:
             for count, values in itertools.product(counts, groups):
                 searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
@@ -262,9 +263,13 @@ def _parameters(setup: Setup) -> set[str] | None:
     return {each.name for each in found if each.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
 
 
-def _varied(vary: Mapping[str, Sequence[Any]] | None, taken: set[str] | None) -> dict[str, list[Any]]:
+def _varied(
+    vary: Mapping[str, Sequence[Any]] | None, taken: set[str] | None, device: str
+) -> dict[str, list[Any]]:
     if vary is None:
         vary = {name: values for name, values in STANDARD.items() if taken is None or name in taken}
+        if device == "cpu" and "checkpointing" in vary:  # activations are in host memory already
+            vary["checkpointing"] = [word for word in vary["checkpointing"] if word != "host"]
     unknown = [] if taken is None else [name for name in vary if name not in taken]
     if unknown:
         raise TypeError(f"setup() takes no argument {unknown[0]!r}: add it, or do not vary it")

@@ -30,7 +30,7 @@ WORDS = {
     "strategy": ("full", "grad_op", "hybrid"),
     "wrapping": ("blocks", "whole"),
     "offload": ("none", "optimizer", "all"),
-    "checkpointing": ("none", "blocks"),
+    "checkpointing": ("none", "blocks", "host"),
     "precision": ("fp32", "bf16", "pure_bf16"),
     "front_end": ("fully_shard", "wrapper"),
 }
@@ -39,9 +39,10 @@ WORDS = {
 STANDARD = {
     "strategy": ("full", "grad_op"),
     "offload": ("none", "optimizer"),
-    "checkpointing": ("none", "blocks"),
+    "checkpointing": ("none", "blocks", "host"),
 }
-"""The default of `fit(vary=...)`, as far as a setup takes these names."""
+"""The default of `fit(vary=...)`, as far as a setup takes these names; checkpointing on the
+host is for accelerators only."""
 
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -55,7 +56,7 @@ _DTYPES = {
 }
 """The dtypes of parameters and of reductions."""
 
-_OFFLOADS = {
+OFFLOADS = {
     "none": (OffloadPolicy(), None),
     "optimizer": (
         CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
@@ -90,7 +91,8 @@ def shard_as(
             hosts and replicates over them.
         wrapping: "blocks" makes a unit of each block, "whole" one of the model.
         offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all".
-        checkpointing: "blocks" computes each block's activations again in backward.
+        checkpointing: "blocks" computes each block's activations again in backward, "host" moves them to host
+            memory meanwhile by `offload_activations`, which changes nothing on the CPU.
         precision: "bf16" computes in bfloat16 and reduces gradients in float32, "pure_bf16" reduces in
             bfloat16 as well; "fp32" does all in the parameters' dtype.
         front_end: "fully_shard" or "wrapper".
@@ -111,20 +113,35 @@ def shard_as(
         "front_end": front_end,
     }
     for name, word in chosen.items():
-        if word not in WORDS[name]:
-            raise ValueError(f"{name} must be one of {', '.join(WORDS[name])}, not {word!r}")
-    found = _modules_of(model, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))
+        check_word(name, word, WORDS[name])
+    found = modules_of(model, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))
     if checkpointing == "blocks":
         for module in found:
             setattr(module, "forward", partial(checkpoint, module.forward, use_reentrant=False))  # noqa: B010
     units = found if wrapping == "blocks" else []
-    mesh = _mesh(strategy, ranks_per_host)
+    mesh = mesh_of(_ranks_per_replica(ranks_per_host) if strategy == "hybrid" else None, "shard_as()")
     if front_end == "wrapper":
-        return _wrapped(model, {type(module) for module in units}, mesh, chosen)
-    return _composed(model, units, mesh, chosen)
+        made = _wrapped(model, {type(module) for module in units}, mesh, chosen)
+    else:
+        made = _composed(model, units, mesh, chosen)
+    if checkpointing == "host" and mesh.device_type != "cpu":
+        from fsdp_wrap._activations import offload_activations  # an add-on, which may be left out
+
+        offload_activations(made)
+    return made
 
 
-def _modules_of(model: nn.Module, blocks: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
+def check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Checks that a word is one of some.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, not {word!r}")
+
+
+def modules_of(model: nn.Module, blocks: tuple[type[nn.Module] | str, ...]) -> list[nn.Module]:
     """Returns the modules of some classes, or of classes of some names."""
     classes = tuple(each for each in blocks if isinstance(each, type))
     modules = [*model.modules()]
@@ -183,17 +200,31 @@ def _reducing(model: nn.Module, reduces: bool) -> AbstractContextManager[object]
     return nullcontext()
 
 
-def _mesh(strategy: str, ranks_per_host: int) -> DeviceMesh:
-    whole = default_mesh("shard_as()")
-    if strategy != "hybrid":
-        return whole
+def _ranks_per_replica(ranks_per_host: int) -> int:
+    """Returns the ranks that shard together with "hybrid"."""
     ranks = dist.get_world_size()
     within = min(ranks, ranks_per_host)
     if ranks % within:
         raise ValueError(f"strategy='hybrid': {ranks} ranks do not fill hosts of {ranks_per_host}")
-    return init_device_mesh(
-        whole.device_type, (ranks // within, within), mesh_dim_names=("replicate", "shard")
-    )
+    return within
+
+
+def mesh_of(ranks_per_replica: int | None, asking: str) -> DeviceMesh:
+    """Returns a mesh of all ranks, of two dimensions where some of them hold a replica between them."""
+    whole = default_mesh(asking)
+    if ranks_per_replica is None:
+        return whole
+    replicas, rest = divmod(dist.get_world_size(), ranks_per_replica)
+    if rest:
+        raise ValueError(f"{asking}: {dist.get_world_size()} ranks are no replicas of {ranks_per_replica}")
+    names = ("replicate", "shard")
+    return init_device_mesh(whole.device_type, (replicas, ranks_per_replica), mesh_dim_names=names)
+
+
+def allocate(model: nn.Module, mesh: DeviceMesh, on_host: bool) -> None:
+    """Gives parameters on the meta device memory, on the mesh's device or on the host."""
+    if any(param.is_meta for param in model.parameters()):
+        model.to_empty(device="cpu" if on_host else mesh.device_type)
 
 
 def _composed(
@@ -202,15 +233,14 @@ def _composed(
     kwargs: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(*_DTYPES[chosen["precision"]]),
-        "offload_policy": _OFFLOADS[chosen["offload"]][0],
+        "offload_policy": OFFLOADS[chosen["offload"]][0],
     }
     reshard = chosen["strategy"] != "grad_op"
     for module in units:
         fully_shard(module, reshard_after_forward=reshard, **kwargs)
     # by default (None) the root's parameters are gathered once; the only unit is resharded as well
     fully_shard(model, reshard_after_forward=None if units and reshard else reshard, **kwargs)
-    if any(param.is_meta for param in model.parameters()):
-        model.to_empty(device="cpu" if chosen["offload"] == "all" else mesh.device_type)
+    allocate(model, mesh, on_host=chosen["offload"] == "all")
     return model
 
 
@@ -224,7 +254,7 @@ def _wrapped(
         sharding_strategy=_STRATEGIES[chosen["strategy"]],
         auto_wrap_policy=ModuleWrapPolicy(classes) if classes else None,
         mixed_precision=MixedPrecision(*dtypes) if any(dtypes) else None,
-        cpu_offload=_OFFLOADS[chosen["offload"]][1],
+        cpu_offload=OFFLOADS[chosen["offload"]][1],
         device_id=None if mesh.device_type == "cpu" else torch.device(mesh.device_type),
         use_orig_params=True,
     )

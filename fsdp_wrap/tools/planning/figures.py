@@ -88,6 +88,7 @@ class UnitPlan:
         gathered_bytes: Bytes of its full parameters, in the dtype of its computation.
         gathers: Number of all-gathers in a step.
         reductions: Number of gradient reductions in a step.
+        activation_bytes: The most bytes made in its forward that its device holds when a backward begins.
         payload_bytes: Bytes of the full buffers that are gathered and reduced for it in a step.
         wire_bytes: Bytes that this rank receives for it in a step, by kind of collective.
         compute_seconds: Predicted seconds in which it computes; None without a machine.
@@ -109,6 +110,7 @@ class UnitPlan:
     communication_seconds: float | None = None
     wait_seconds: float | None = None
     padding_bytes: int = 0
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)

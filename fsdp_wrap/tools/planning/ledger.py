@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp_wrap.tools.planning.figures import OTHERS, STEP, Place
+from fsdp_wrap.tools.planning.figures import ACTIVATIONS, FORWARD, OTHERS, STEP, Place
 
 _ALIGNMENT = 512
 """Bytes between the addresses at which storages may begin."""
@@ -18,13 +19,13 @@ _ALIGNMENT = 512
 class StorageRecord:
     """One storage: its bytes now, where it is said to be, and its kind of use as far as is known.
 
-    `known` says whether its values are those of a real run.
+    `known` says whether its values are those of a real run, `made` at which place it was made.
     """
 
-    __slots__ = ("address", "device", "kind", "known", "nbytes", "pinned", "reference")
+    __slots__ = ("address", "device", "kind", "known", "made", "nbytes", "pinned", "reference")
 
-    def __init__(self, nbytes: int, device: torch.device, kind: str, address: int) -> None:
-        self.nbytes, self.device, self.kind, self.address = nbytes, device, kind, address
+    def __init__(self, nbytes: int, device: torch.device, kind: str, address: int, made: Place) -> None:
+        self.nbytes, self.device, self.kind, self.address, self.made = nbytes, device, kind, address, made
         self.pinned = self.known = False
         self.reference: Any = None
 
@@ -74,7 +75,7 @@ class Ledger:
         key, nbytes = storage._cdata, storage.nbytes()
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = StorageRecord(0, device, self.kind, self._next)
+            record = self._records[key] = StorageRecord(0, device, self.kind, self._next, self.places[-1])
             record.reference = weakref.ref(storage, lambda _: self._gone(key))
             self._next += (nbytes // _ALIGNMENT + 2) * _ALIGNMENT
         self._change(record, nbytes)
@@ -109,6 +110,14 @@ class Ledger:
     def live(self) -> list[StorageRecord]:
         """The storages that are there now."""
         return list(self._records.values())
+
+    def activations(self) -> Counter[str]:
+        """Returns the bytes of activations on the device, by the unit whose forward made them."""
+        found = Counter[str]()
+        for record in self._records.values():
+            if record.kind == ACTIVATIONS and record.made.phase == FORWARD and not self.on_host(record):
+                found[record.made.unit] += record.nbytes
+        return found
 
     def begin(self) -> None:
         """Forgets earlier changes."""

@@ -130,6 +130,20 @@ def _check(setup: Setup, ranks: int, device: str, rank: int, helps: int | None) 
         raise ValueError(f"device must be one of {_DEVICES}, not {device!r}")
 
 
+@contextmanager
+def many_plans() -> Iterator[None]:
+    """Keeps what lives already out of the collections of garbage that each plan needs."""
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
 class _Planner:
     """One run of a user's setup and steps."""
 
@@ -156,7 +170,8 @@ class _Planner:
         """Runs the user's setup."""
         self._model, self._optimizers, self._step = _checked(setup())
         self._setup_peak = self._ledger.history().peak.nbytes
-        self._units = units_in(self._model)
+        found = {unit: name for name, unit in reversed(units_in(self._model).items())}
+        self._units = {name: unit for unit, name in reversed(found.items())}  # a group by its first module
         if helps:  # numbers would tell which parameters other ranks use
             for unit in self._units.values():
                 unit.set(counts_unused=True)
@@ -256,6 +271,7 @@ class _Planner:
             gathers=self._recorder.gathers[name],
             reductions=self._recorder.reductions[name],
             payload_bytes=self._recorder.payload[name],
+            activation_bytes=self._recorder.activations[name],
             wire_bytes=dict(wire),
             padding_bytes=sum(
                 layout.padding_numel * layout.dtype.itemsize

@@ -81,6 +81,8 @@ def _seconds(work: Work, machine: Machine) -> float:
         return machine.operator_seconds + work.nbytes / machine.host_bandwidth
     if work.collective is not None:
         return collective_seconds(work.collective, machine)
+    if work.on_host:  # whose memory is taken to be as fast as the way to it
+        return max(machine.operator_seconds, work.nbytes / machine.host_bandwidth)
     computing = work.flops / machine.flops_of(work.dtype)
     return max(machine.operator_seconds, computing, work.nbytes / machine.memory_bandwidth)
 

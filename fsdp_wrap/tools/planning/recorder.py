@@ -82,7 +82,7 @@ class Work:
     """An operator, collective or copy; works of one ticket run one after the other.
 
     `visit` is the index of the visit of a place in which it is issued; `nbytes` is moved in memory, over the
-    network or between host and device.
+    network or between host and device. `on_host` says that the host computes beside a device.
     """
 
     resource: Resource
@@ -92,6 +92,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     collective: CollectiveCall | None = None
     ticket: int = -1
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Wait:
 class PlanRecorder(StepWatcher):
     """A `StepWatcher` that also sees the operators, and tells the ledger the place in the step.
 
-    `names` are the units' by identity; other units have their own `fqn`. `gathers`, `reductions` and
-    `payload` (bytes of full buffers) are by unit.
+    `names` are the units' by identity; other units have their own `fqn`. `gathers`, `reductions`, `payload`
+    (bytes of full buffers) and `activations` (bytes held when a backward begins) are by unit.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -127,7 +128,10 @@ class PlanRecorder(StepWatcher):
         self.gathers: Counter[str] = Counter()
         self.reductions: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
+        self.activations: Counter[str] = Counter()
         self.flops = 0
+        self._last: Computing | None = None
+        self._arrivals: dict[int, list[int]] = {}
         self._messages: list[CollectiveCall] = []
 
     # the place in the step
@@ -154,10 +158,24 @@ class PlanRecorder(StepWatcher):
         return self.names.get(id(owner), str(owner.fqn))
 
     def enter(self, owner: Any, unit: str, what: Computing) -> None:
+        if what is Computing.BACKWARD:  # of a group of modules it begins with each, and ends once
+            self._computing = [each for each in self._computing if each != (owner, what)]
         self._computing.append((owner, what))
+        if what is Computing.BACKWARD and self._last is Computing.FORWARD:
+            self.activations |= self._ledger.activations()
+        self._last = what
         self._follow()
+        if what is Computing.BACKWARD:
+            self._await_arrivals(owner)
+
+    def _await_arrivals(self, owner: Any) -> None:
+        """Notes that a unit's backward waits for its activations from the host."""
+        for ticket in self._arrivals.pop(id(owner), ()):
+            self.entries.append(Wait(ticket, self._ledger.visit, self._name(owner)))
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
+        if what is Computing.BACKWARD:  # whose copies came too late for its beginning
+            self._await_arrivals(owner)
         if (owner, what) in self._computing:
             self._computing.remove((owner, what))
         self._follow()
@@ -218,7 +236,25 @@ class PlanRecorder(StepWatcher):
             if self._crosses(tensors):
                 resource, ticket = Resource.COPIES, self._spans[-1][1] if self._spans else -1
                 nbytes = tensors[0].nbytes
-        self.entries.append(Work(resource, self._ledger.visit, nbytes, flops, floating, ticket=ticket))
+                self._note_arrival(tensors[0], ticket)
+        records = [record for each in tensors if (record := self._ledger.record_of(each)) is not None]
+        on_host = bool(records) and all(map(self._ledger.on_host, records))
+        self.entries.append(
+            Work(resource, self._ledger.visit, nbytes, flops, floating, ticket=ticket, on_host=on_host)
+        )
+
+    def _note_arrival(self, target: torch.Tensor, ticket: int) -> None:
+        """Notes a copy of a unit's activations to the device."""
+        record = self._ledger.record_of(target)
+        copies = bool(self._spans) and self._spans[-1][0].kind is SpanKind.COPY
+        if (
+            copies
+            and self._last is Computing.BACKWARD
+            and record is not None
+            and not self._ledger.on_host(record)
+        ):
+            for owner in self._spans[-1][0].owners:
+                self._arrivals.setdefault(id(owner), []).append(ticket)
 
     def _crosses(self, tensors: list[torch.Tensor]) -> bool:
         """Whether an operator copies between host and device."""
