@@ -108,7 +108,7 @@ class PendingSave:
         finally:
             self._seen = self._future.done()
 
-    def wait(self, raise_untold: bool) -> None:
+    def wait(self, raise_untold: bool = False) -> None:
         """Waits for its end, and may raise its error, unless `result` has."""
         self._future.exception()
         if raise_untold and not self._seen:
