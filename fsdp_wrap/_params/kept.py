@@ -24,8 +24,8 @@ class KeptSegment:
     def __init__(self, layout: Layout, written: Written) -> None:
         self._layout, self._written = layout, written
         self._trains = trains(layout)
-        # Elsewhere a look would make the host wait for the device.
-        on_host = layout.flat_param.device.type == "cpu"
+        # Elsewhere a look would make the host wait for the device; in a plan there are no numbers.
+        on_host = layout.flat_param.untyped_storage().device.type == "cpu"
         self._sampled = layout.sample() if on_host else None
         self._sample = None if self._sampled is None else self._sampled.clone()
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -286,6 +287,16 @@ def shards_itself() -> Any:
         fully_shard(each)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(4096, 32)).square().mean())
+
+
+def test_a_recipe_may_shard_state_over_replicas():
+    plans = [
+        plan(partial(small, Recipe(ranks_per_replica=2, state_over_replicas=each)), 4, machine=MACHINE)
+        for each in (False, True)
+    ]
+    assert plans[1].needed_bytes < 0.8 * plans[0].needed_bytes
+    with pytest.raises(ValueError, match="pass ranks_per_replica"):
+        Recipe(state_over_replicas=True)
 
 
 def test_a_setup_that_shards_by_itself_keeps_its_units():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +27,10 @@ ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
     "on host",
     "recomputed, inputs on host",
 )
-OFFLOADS_ACTIVATIONS = find_spec("fsdp_wrap._activations") is not None
-"""Whether the add-on is there that moves activations to the host."""
-
-SHARDS_STATE = "state_over_replicas" in inspect.signature(fully_shard).parameters
-"""Whether `fully_shard` can shard the optimizer's state over replicas as well."""
+OFFLOADS_ACTIVATIONS, SHARDS_STATE = (
+    find_spec(f"fsdp_wrap.{folder}") is not None for folder in ("_activations", "_state_over_replicas")
+)
+"""Whether the add-ons are there that move activations to the host, and shard state over replicas."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,8 @@ class Recipe:
         times = Counter(name for unit in self.units for name in unit.modules)
         if twice := [name for name, count in times.items() if count > 1]:
             raise ValueError(f"the module '{twice[0]}' is in two units of the recipe: name it once")
-        if self.state_over_replicas and not SHARDS_STATE:
-            raise ValueError("state_over_replicas=True: fully_shard cannot do that in this version")
+        if self.state_over_replicas and self.ranks_per_replica is None:
+            raise ValueError("state_over_replicas=True shards state over replicas: pass ranks_per_replica")
 
     def apply(
         self,
@@ -164,9 +162,8 @@ class Recipe:
             raise ValueError("mesh is given, and the recipe has replicas: let it make the mesh")
         if mesh is None:
             mesh = mesh_of(self.ranks_per_replica, "Recipe.apply()")
-        if self.state_over_replicas:
-            options["state_over_replicas"] = True
         options |= {"mesh": mesh, "offload_policy": OFFLOADS[self.offload][0]}
+        options["state_over_replicas"] = self.state_over_replicas
         modules = dict(model.named_modules())
         for names in self._borders([*blocks]):
             if missing := [name for name in names if name not in modules]:
@@ -194,7 +191,7 @@ class Recipe:
                     f"'{', '.join(unit.modules)}' is no unit of this {type(model).__name__}, which has "
                     f"{[*there]}: apply the recipe to the plain model"
                 )
-        if self.offload != "none" or self.ranks_per_replica is not None or self.state_over_replicas:
+        if self.offload != "none" or self.ranks_per_replica is not None:
             raise ValueError(
                 f"this {type(model).__name__} is sharded already, and the recipe offloads or replicates: "
                 "apply it to the plain model, before any other sharding"
