@@ -187,7 +187,10 @@ def _makes_layouts(
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:
     """Returns the meshes of all parameters, the default one first."""
-    found = dict.fromkeys(location.over for location in locations.values())
+    found: list[DataMesh] = []
+    for over, _ in locations.values():
+        if over not in found:
+            found.append(over)
     return sorted(found, key=lambda over: over != data) or [data]
 
 

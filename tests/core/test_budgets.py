@@ -34,10 +34,10 @@ CODE_LINES = {
     "optim": 2146,
     "tools": 4251,
     "tools/tuning": 664,
-    "top level": 2312,
+    "top level": 2315,
     "weights": 795,
-    "core": 16487,
-    "all": 34693,
+    "core": 16490,
+    "all": 34695,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -182,6 +182,13 @@ def test_other_numbers_of_ranks_are_verified():
     assert uneven.verdict == "mean of means" and "those of rank 2 1.33 times" in uneven.causes[0].told
 
 
+def without_threads(body: Any) -> Any:
+    """Calls a body in a process that may be forked: no backward has run in a thread there."""
+    (found,) = run_isolated(body, backend=None, timeout=NEVER)
+    assert found.kind == "passed", found
+    return found.value
+
+
 def closures(rank: int, world_size: int) -> str:
     report = fsdp_wrap.verify(lambda sharded: setup(sharded, optim=torch.optim.SGD), steps=2)
     assert report.ok and len(report.steps) == 2, str(report)
@@ -189,10 +196,8 @@ def closures(rank: int, world_size: int) -> str:
 
 
 def test_closures_are_verified_in_processes_of_their_own():
-    """Those are forks, here of a process without threads; each sees the numbers of its rank."""
-    (found,) = run_isolated(closures, backend=None, timeout=NEVER)
-    assert found.kind == "passed", found
-    told = found.value
+    """Those are forks; each sees the numbers of its rank."""
+    told = without_threads(closures)
     assert (
         "Sharded over 2 ranks, compared with the plain model: rounding" in told and "Nothing is wrong" in told
     )
@@ -229,13 +234,30 @@ def failing(sharded: bool, on: int) -> Any:
     return setup(sharded)
 
 
-def test_a_failure_is_told_with_rank_and_traceback():
+def failures(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 has failed in the sharded run:.*a mistake of mine"):
         alone(lambda sharded: failing(sharded, 1), count=2)
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 has failed in the plain run:.*in failing"):
         alone(lambda sharded: failing(sharded, 0), sharded=False)
     with pytest.raises(RuntimeError, match=r"rank 0 has not ended the sharded run in 0.5 s, or was killed"):
         alone(lambda sharded: time.sleep(60), timeout=0.5)
+
+
+def test_a_failure_is_told_with_rank_and_traceback():
+    without_threads(failures)
+
+
+def wrong_programs(rank: int, world_size: int) -> None:
+    programs: list[tuple[Any, str]] = [
+        (None, r"setup\(sharded=True\) must return \(model, optimizer, step\), and returned NoneType"),
+        ((1, 2, 3), "the model that .* must be an nn.Module, not int"),
+        ((torch.nn.Linear(1, 1), 2, 3), "the optimizer that .* must be a torch.optim.Optimizer, not int"),
+    ]
+    for made, told in programs:
+        with pytest.raises(TypeError, match=told):
+            alone(returning(made))
+    with pytest.raises(ValueError, match="returned a model that is not sharded: wrap it"):
+        alone(lambda sharded: setup(False))
 
 
 def test_wrong_uses_of_verify_are_refused():
@@ -251,16 +273,7 @@ def test_wrong_uses_of_verify_are_refused():
     ):
         with pytest.raises(ValueError, match=told):
             fsdp_wrap.verify(setup, **options)
-    programs: list[tuple[Any, str]] = [
-        (None, r"setup\(sharded=True\) must return \(model, optimizer, step\), and returned NoneType"),
-        ((1, 2, 3), "the model that .* must be an nn.Module, not int"),
-        ((torch.nn.Linear(1, 1), 2, 3), "the optimizer that .* must be a torch.optim.Optimizer, not int"),
-    ]
-    for made, told in programs:
-        with pytest.raises(TypeError, match=told):
-            alone(returning(made))
-    with pytest.raises(ValueError, match="returned a model that is not sharded: wrap it"):
-        alone(lambda sharded: setup(False))
+    without_threads(wrong_programs)
 
 
 @slow
