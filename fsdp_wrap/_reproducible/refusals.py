@@ -58,8 +58,8 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
         )
     if handle.transport is not handle.communicator:
         raise RuntimeError(
-            f"{unit.name} is compressed, or has collectives of the user's, or shards its state over "
-            "replicas: these round by shards, or sum by themselves. A reproducible model takes the package's own"
+            f"{unit.name} is compressed, or has collectives of the user's, or state over replicas: these "
+            "round by shards, or sum by themselves. A reproducible model takes the package's own"
         )
     if unit.updater is not None:
         raise RuntimeError(
