@@ -57,9 +57,8 @@ class Arrivals:
 
     def expect_all(self) -> None:
         """Expects all gradients anew."""
-        self.missing = self._weights.copy()
+        self.missing, self.quarter_came = self._weights.copy(), False
         self._to_come = self._next_stop = self._total
-        self.quarter_came = False
 
     def expect_all_but(self, leaf: nn.Parameter) -> None:
         """Expects all gradients anew, except that of one leaf, which has come."""
@@ -93,8 +92,7 @@ class Arrivals:
 
     def enter_derivative(self) -> None:
         """Notes a double backward: no trigger ends it, so it may need the leaves until the end."""
-        self.progress = Progress.RUNNING
-        self.needed_to_end = True
+        self.progress, self.needed_to_end = Progress.RUNNING, True
 
     def end(self) -> bool:
         """Ends the unit's backward; returns whether one was running."""

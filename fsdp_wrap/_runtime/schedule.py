@@ -497,6 +497,8 @@ class Schedule(StepState):
         if not self._backward_open:
             self._open_backward()
         call.unit.arrivals.enter_derivative()
+        for each in (tied for tied in call.unit.tied if tied.handle):  # their inputs are not watched
+            each.unshard(Phase.BACKWARD)
         self._unshard_again(call)
         return self._watched(call, grad) if torch.is_grad_enabled() else None
 

@@ -207,6 +207,28 @@ def test_experts_whose_gradients_are_compressed(rank, world_size):
 
 @each_front
 @ranks(2)
+def test_a_penalty_on_gradients_has_skipped_parts_after_an_inference(rank, world_size, front):
+    """Its double backward enters the layers at their inputs, and needs the experts' parameters there."""
+    plain, model = mixture(front)
+
+    def penalised(net: nn.Module, of: int) -> torch.Tensor:
+        x, wanted = batch_of(of, 0)[0].requires_grad_(), [[0], [1] if of else [], [2, 1]]
+        loss = net(x, wanted)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with torch.inference_mode():
+            net(x.detach(), wanted)
+        return loss + slope.square().sum()
+
+    penalised(model, rank).backward()
+    for each in range(world_size):
+        (penalised(plain, each) / world_size).backward()
+    for param in plain.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    assert_same_grads(model, plain, **CLOSE)
+
+
+@each_front
+@ranks(2)
 def test_what_no_rank_runs_has_no_gradient_and_is_gathered_once_a_pass(rank, world_size, front):
     _, model = mixture(front)
     with record_events() as events:
