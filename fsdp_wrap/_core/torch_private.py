@@ -29,7 +29,6 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
-from torch.distributed.checkpoint.state_dict import _state_dict_fn as own_method
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param
@@ -251,6 +250,13 @@ def trace_rules() -> Any:
     from torch._dynamo import trace_rules as rules
 
     return rules
+
+
+def own_method(owner: Any, name: str) -> Callable[..., Any]:
+    """Returns a method below the one with which torch may have patched it. Late, since the import is slow."""
+    from torch.distributed.checkpoint.state_dict import _state_dict_fn
+
+    return _state_dict_fn(owner, name)
 
 
 def clear_sharding_caches() -> None:

@@ -19,7 +19,7 @@ CODE_LINES = {
     "_comm": 2172,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1673,
+    "_core": 1675,
     "_params": 3891,
     "_reproducible": 578,
     "_runtime": 3315,
@@ -36,8 +36,8 @@ CODE_LINES = {
     "tools/tuning": 664,
     "top level": 2315,
     "weights": 795,
-    "core": 16490,
-    "all": 34695,
+    "core": 16492,
+    "all": 34697,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
