@@ -115,13 +115,21 @@ class ProcessWriter(CheckedWriter):
         return done
 
 
+def _local_nbytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes that this rank holds of a tensor, which may be sharded."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return sum(_local_nbytes(each) for each in inner if isinstance(each, torch.Tensor))
+
+
 _running: list[WriterProcess] = []
 
 
 @in_process.fill
 def in_the_process(state: Any) -> Any:
     """Returns what copies tensors and what writes them, if a process pays for a state of this size."""
-    nbytes = sum(each.nbytes for each in pytree.tree_leaves(state) if isinstance(each, torch.Tensor))
+    nbytes = sum(_local_nbytes(each) for each in pytree.tree_leaves(state) if isinstance(each, torch.Tensor))
     if nbytes < LEAST_BYTES or not sys.executable or sys.platform != "linux":
         return None
     if not _running or not _running[0].works:

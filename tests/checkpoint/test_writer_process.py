@@ -16,7 +16,7 @@ from torch import nn
 from bed import ranks, run_isolated
 from bed.patience import until
 from fronts import shard
-from fsdp_wrap import checkpoint
+from fsdp_wrap import checkpoint, fully_shard
 from fsdp_wrap._writer_process import process
 from fsdp_wrap.checkpoint._manifest import Manifest
 from resuming import names_in, net, train
@@ -102,6 +102,18 @@ def test_a_small_state_needs_no_process(tmp_path, monkeypatch):
     assert not process._running
     checkpoint.async_save(tmp_path, nn.Linear(300, 1000)).result()
     assert process._running
+
+
+@mock.patch.object(process, "LEAST_BYTES", 1 << 20)
+def sharded_model_is_as_large_as_its_part(rank: int, world_size: int, folder: Path) -> bool:
+    model = fully_shard(nn.Linear(600, 600, bias=False))  # 1.4 MB, of which each rank has a half
+    checkpoint.async_save(folder, model).result()
+    return bool(process._running)
+
+
+def test_what_counts_is_the_part_of_a_rank(tmp_path):
+    found = run_isolated(sharded_model_is_as_large_as_its_part, tmp_path, world_size=2)
+    assert [each.value for each in found] == [False, False], found
 
 
 @small_states_too

@@ -390,11 +390,11 @@ def test_a_timeline_corrects_the_machine_and_the_page_says_by_how_much(tmp_path)
     recorded = merge([tmp_path], tmp_path / "both.json")
     slow = replace(MACHINE, operator_seconds=0.0)
     found = tune(small, 2, memory="1GB", machine=slow, timeline=recorded)
-    again, told = import_module("fsdp_wrap.tools.machines.corrected").corrected(
+    again, told = import_module("fsdp_wrap.tools.tuning.corrected").corrected(
         slow, plan(small, 2, machine=slow), recorded
     )
     assert told and all(line in str(found) for line in told) and "one, corrected" in str(found)
-    off, told = import_module("fsdp_wrap.tools.machines.corrected").corrected(
+    off, told = import_module("fsdp_wrap.tools.tuning.corrected").corrected(
         again, plan(small, 2, machine=again), recorded
     )
     computed = [line for line in told if "computation" in line]

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
-from fsdp_wrap.tools.machines.corrected import corrected
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER
 from fsdp_wrap.tools.planning.planner import MOST_RANKS, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 from fsdp_wrap.tools.timeline import Timeline
+from fsdp_wrap.tools.tuning.corrected import corrected
 from fsdp_wrap.tools.tuning.recipe import (
     ALWAYS,
     FREED,
