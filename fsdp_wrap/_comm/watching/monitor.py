@@ -125,8 +125,8 @@ class Monitor:
             del self._watched[positions]
             self._reported.pop(positions, None)
         with self._lock:
-            self._rests = True  # said before looking, as in `_run`
-            ends = not (self._watched or self._noted or any(self._pending.values()))
+            self._rests = not any(self._pending.values())  # said before looking, as in `_run`
+            ends = self._rests and not (self._watched or self._noted)
             if ends:
                 self._thread = None
         return ends
