@@ -247,7 +247,7 @@ GOALS: list[Goal] = [
         for what, column in (
             ("the step to DDP, 4 to 64 blocks", "blocks: / ddp"),
             ("the step to DDP, 2 to 4 ranks", "ranks: / ddp"),
-            ("host time per unit, 2 to 1,024 ranks", "fake ranks: us"),
+            ("host time per unit, 2 to 1,024 ranks", "fake ranks: us outside"),
             ("peak memory, 2 to 1,024 ranks", "fake ranks: memory"),
         )
     ),

@@ -222,21 +222,24 @@ def _rank(
 
 
 def interleave(
-    competitors: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
+    competitors: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Called on every rank: lets competitors take one turn each per round.
 
     Each round starts with another competitor, so that none always follows the same one's use of the caches.
 
     Returns:
-        Their seconds per round, of the slowest rank.
+        Their seconds per round by the clock, of the slowest rank.
     """
     names = list(competitors)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            seconds = _timed(competitors[name])
+            seconds = _timed(competitors[name], clock)
             if turn >= warmup:
                 times[name].append(seconds)
     return times if dist.get_backend() == "fake" else slowest(times)
@@ -267,11 +270,11 @@ def compare(
     return table
 
 
-def _timed(turn: Callable[[], object]) -> float:
+def _timed(turn: Callable[[], object], clock: Callable[[], float]) -> float:
     dist.barrier()
-    started = time.perf_counter()
+    started = clock()
     turn()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:

@@ -7,6 +7,8 @@ python -m benchmarks.host --cases "by cause"
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 
 from benchmarks.causes import by_cause
 from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_fake
@@ -20,12 +22,17 @@ CAUSED_BY = ("fsdp_wrap", "fully_shard")
 BASELINES = {"fsdp1_flat": ("fsdp1_flat",), "fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
 
 
-def measure(parameters: int, names: list[str], rounds: int | None) -> dict[str, list[float]]:
+def measure(
+    parameters: int,
+    names: list[str],
+    rounds: int | None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Returns seconds per unit and step beyond those of the plain model; called on a fake group."""
     case = stacked(BLOCKS, parameters)
     competitors = {name: Trained(name, case, fused=True) for name in (PLAIN, *names)}
     turns = {name: each.pass_through for name, each in competitors.items()}
-    times = interleave(turns, rounds or case.rounds, warmup=5)
+    times = interleave(turns, rounds or case.rounds, warmup=5, clock=clock)
     plain = statistics.median(times.pop(PLAIN))
     return {name: [(seconds - plain) / BLOCKS for seconds in mine] for name, mine in times.items()}
 

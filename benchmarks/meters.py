@@ -8,14 +8,16 @@ import os
 import re
 import socket
 import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -153,6 +155,40 @@ _KINDS = {
 """Names of operators by kind; all others are of the kind "others"."""
 
 _SEND_NOTHING = ("wait_tensor", "check_for_nan", "_wrap_tensor_autograd")
+
+
+class OutsideGroups:
+    """A clock of seconds that are not spent within gathers and reductions of process groups.
+
+    A group that sends nothing still copies a shard once for each rank, which no real group's host does.
+    """
+
+    _METHODS = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single")
+
+    def __init__(self) -> None:
+        self._within = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._within
+
+    @contextmanager
+    def running(self) -> Iterator[Callable[[], float]]:
+        """Lets all groups' methods stop the clock."""
+        with ExitStack() as patches:
+            for name in self._METHODS:
+                if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+                    patches.enter_context(patch.object(dist.ProcessGroup, name, self._stopped(method)))
+            yield self.now
+
+    def _stopped(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def stopped(*args: Any, **kwargs: Any) -> Any:
+            since = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._within += time.perf_counter() - since
+
+        return stopped
 
 
 class Travelling(TorchDispatchMode):  # type: ignore[no-untyped-call]

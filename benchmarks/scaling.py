@@ -9,6 +9,7 @@ from benchmarks import host, step
 from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, compare, run_fake, run_ranks
 from benchmarks.implementations import DEFAULTS, OURS
 from benchmarks.memory import phases
+from benchmarks.meters import OutsideGroups
 from benchmarks.models import transformer
 
 USUAL = ["ddp", *OURS]
@@ -21,8 +22,9 @@ STEPS = {
     "64 blocks": (64, 2, 20),
     "16 blocks on 4 ranks": (FEW, 4, 20),
 }
+OUTSIDE = "us outside"
 FAKE_RANKS = (2, 1024)
-FAKE = {f"fake group of {ranks:,}": ranks for ranks in FAKE_RANKS}
+FAKE = {f"fake group of {ranks}": ranks for ranks in FAKE_RANKS}
 
 
 def measure(blocks: int, names: list[str], rounds: int) -> dict[str, list[float]]:
@@ -33,8 +35,12 @@ def measure(blocks: int, names: list[str], rounds: int) -> dict[str, list[float]
 def measure_fake(names: list[str], rounds: int | None) -> Table:
     """Returns host time per unit, and memory; called on a fake group."""
     times = compare(host.measure(12, names, rounds or 20), host.BASELINES, ("us", 1e6))
+    with OutsideGroups().running() as clock:
+        outside = compare(host.measure(12, names, rounds or 20, clock), host.BASELINES, ("us", 1e6))
     case = transformer(FEW, 64, 4, 16, 256, batch=2)
-    return {name: {"us": times[name]["us"], **phases(name, case)} for name in names}
+    return {
+        name: {"us": times[name]["us"], OUTSIDE: outside[name]["us"], **phases(name, case)} for name in names
+    }
 
 
 def ask(settings: Settings) -> Figures:
@@ -56,6 +62,7 @@ def ask(settings: Settings) -> Figures:
         ("4 blocks", "64 blocks", "/ ddp", "blocks: / ddp"),
         ("16 blocks", "16 blocks on 4 ranks", "/ ddp", "ranks: / ddp"),
         (smallest, largest, "us", "fake ranks: us"),
+        (smallest, largest, OUTSIDE, "fake ranks: us outside"),
         (smallest, largest, "backward", "fake ranks: memory"),
     ):
         if first in figures and last in figures:
@@ -71,8 +78,10 @@ QUESTION = Question(
     f"""\
 The model `small` of 4, {FEW} and 64 blocks at 2 ranks, and of {FEW} at 4 ranks, over gloo: the time of a
 step of ours and of DDP. On a group of 2 and of 1,024 ranks that sends nothing, with FSDP1 and FSDP2 beside:
-host time per unit of 12 parameters, and memory as above, of {FEW} blocks. `growth`: how much more a column of
-a table above (of memory `backward`) is at the largest size than at the smallest; 1.00 would be perfect.""",
+host time per unit of 12 parameters, and memory as above, of {FEW} blocks. `us outside` is what is not spent
+in the group's own gathers and reductions, since that group copies a shard once for each rank. `growth`: how
+much more a column of a table above (of memory `backward`) is at the largest size than at the smallest; 1.00
+would be perfect.""",
     ask,
     chart="/ ddp",
     cases=[*STEPS, *FAKE],
