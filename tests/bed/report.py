@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from bed.job import Outcome
 
-# What the headline names first: hanging is mostly a consequence.
-_BLAME = ["failed", "died", "hung", "skipped", "passed"]
+# What comes first: the others lose their connections when a rank dies, and hang when one fails.
+_BLAME = ["died", "failed", "hung", "skipped", "passed"]
 
 
 class RankFailure(Exception):
@@ -21,14 +21,18 @@ def _text(outcomes: Sequence[Outcome]) -> str:
 
 
 def _headline(outcomes: Sequence[Outcome]) -> str:
-    rank, worst = min(enumerate(outcomes), key=lambda pair: _BLAME.index(pair[1].kind))
+    rank, worst = _by_blame(outcomes)[0]
     return f"rank {rank} of {len(outcomes)} {worst.kind}: {worst.headline}"
+
+
+def _by_blame(outcomes: Sequence[Outcome]) -> list[tuple[int, Outcome]]:
+    return sorted(enumerate(outcomes), key=lambda pair: _BLAME.index(pair[1].kind))
 
 
 def _sections(outcomes: Sequence[Outcome]) -> list[str]:
     """Returns a section for each rank; ranks with the same text share one."""
     sections: dict[tuple[str, str], list[str]] = {}
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in _by_blame(outcomes):
         # A traceback ends with its headline.
         detail = f": {outcome.headline}" if outcome.headline and outcome.kind != "failed" else ""
         title = outcome.kind + detail
