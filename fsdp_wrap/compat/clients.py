@@ -31,6 +31,8 @@ def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
 def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:
     """Lets peft read a model's names on all ranks, also where only the first gets a full state dict."""
     tuner = tuners_utils.BaseTuner
+    if not hasattr(tuner, "_remap_adapter_state_dict_for_load"):  # older: it reads no names while it loads
+        return
     original = tuner._remap_adapter_state_dict_for_load.__func__
 
     @functools.wraps(original)

@@ -1,0 +1,294 @@
+"""Whole loops of clients, begun by their own launchers: losses and weights of torch's FSDP.
+
+Several do not fit beside each other: they are not of the extra 'clients'; docs/clients.md tells how to run
+them. What stands before each of their ranks is `in_front/sitecustomize.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bed.ports import free_port
+from bed.scripts import here, run
+from launch import needs
+from tiny_models import QUIET, VOCABULARY, llama, text, tokenizer
+
+FOLDER = Path(__file__).parent
+STEPS = 3
+
+
+def _client(*packages: str) -> Callable[[Any], Any]:
+    """Marks a test as `needs` does."""
+    return lambda test: functools.reduce(lambda marked, mark: mark(marked), needs(*packages), test)
+
+
+Loop = Callable[[Path, Path, dict[str, str]], list[float]]
+"""Of the folder of the model, that of the results, and the environment; returns the losses."""
+
+
+def _environment(ours: bool) -> dict[str, str]:
+    path = os.pathsep.join(map(str, (FOLDER / "in_front", FOLDER, FOLDER.parent)))
+    variables = {
+        "IN_FRONT": "ours" if ours else "torchs",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "MASTER_PORT": str(free_port()),
+    }
+    environment = here(**variables)
+    return {**environment, "PYTHONPATH": f"{path}{os.pathsep}{environment['PYTHONPATH']}"}
+
+
+def _equal_torchs(loop: Loop, tmp_path: Path, file: str) -> None:
+    """Runs a loop on torch's FSDP and on ours; compares losses, and the weights in a file that it saves."""
+    from safetensors.torch import load_file
+
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    found = {}
+    for ours in (False, True):
+        folder = tmp_path / f"ours {ours}".replace(" ", "-")
+        folder.mkdir()
+        began = folder / "torchs began"
+        variables = _environment(ours) | {"TORCHS_BEGAN": str(began)}
+        losses = torch.tensor(loop(tmp_path / "model", folder, variables))
+        assert began.exists() is not ours, "what it runs on"
+        (saved,) = folder.rglob(file)
+        found[ours] = losses, load_file(saved)
+    losses, weights = found[True]
+    assert len(losses) == STEPS and len(set(losses.tolist())) == STEPS, "the losses move"
+    torch.testing.assert_close(losses, found[False][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, found[False][1], rtol=1e-4, atol=1e-5)
+
+
+def fsdp(version: int) -> dict[str, Any]:
+    """Returns what transformers' trainers are told."""
+    common = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": version}
+    return common if version == 2 else {**common, "use_orig_params": True, "sync_module_states": False}
+
+
+def _tune(recipe: str, *given: str) -> Loop:
+    """Returns a loop of one of torchtune's recipes, by `tune run`, for which torchrun starts the ranks."""
+
+    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+        log = folder / "log.txt"
+        settings = {
+            "output_dir": str(folder),
+            "device": "cpu",
+            "dtype": "fp32",
+            "seed": 0,
+            "shuffle": False,
+            "tokenizer": {"_component_": "tune_parts.Numbers"},
+            "dataset": {"_component_": "tune_parts.Texts", "size": 4 * STEPS * 2},
+            "checkpointer": {
+                "_component_": "torchtune.training.FullModelHFCheckpointer",
+                "checkpoint_dir": str(model),
+                "checkpoint_files": ["model.safetensors"],
+                "output_dir": str(folder),
+                "model_type": "LLAMA3",
+            },
+            "resume_from_checkpoint": False,
+            "batch_size": 2,
+            "epochs": 1,
+            "max_steps_per_epoch": STEPS,
+            "gradient_accumulation_steps": 2,
+            "clip_grad_norm": 1.0,
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
+            "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+            "compile": False,
+            "metric_logger": {
+                "_component_": "torchtune.training.metric_logging.DiskLogger",
+                "log_dir": str(folder),
+                "filename": log.name,
+            },
+            "log_every_n_steps": 1,
+            "log_peak_memory_stats": False,
+            "enable_activation_checkpointing": False,
+            "enable_activation_offloading": False,
+        }
+        config = folder / "config.yaml"
+        config.write_text(json.dumps(settings))  # which is YAML, too
+        tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+        ranks = ["--nnodes", 1, "--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
+        run(*tune, *ranks, recipe, "--config", config, *given, env=environment)
+        return [float(each) for each in re.findall(r"loss:([\d.]+)", log.read_text())]
+
+    return loop
+
+
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "max_seq_len": 32,
+    "intermediate_dim": 48,
+    "rope_base": 10_000,
+}
+FULL = ["model._component_=torchtune.models.llama3.llama3", *(f"model.{k}={v}" for k, v in LLAMA.items())]
+LORA = [
+    "model._component_=torchtune.models.llama3.lora_llama3",
+    *(f"model.{name}={value}" for name, value in LLAMA.items()),
+    "model.lora_attn_modules=[q_proj,v_proj]",
+    "model.lora_rank=4",
+    "model.apply_lora_to_mlp=False",
+    "model.lora_alpha=8",
+    "save_adapter_weights_only=False",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=1",
+]
+
+
+@_client("torchtune", "torchao")
+@pytest.mark.parametrize(
+    "recipe, given",
+    [
+        ("full_finetune_distributed", FULL),
+        ("full_finetune_distributed", [*FULL, "enable_activation_checkpointing=True"]),
+        ("lora_finetune_distributed", LORA),
+    ],
+)
+def test_torchtunes_recipes(tmp_path: Path, recipe: str, given: list[str]) -> None:
+    _equal_torchs(_tune(recipe, *given), tmp_path, "model*.safetensors")
+
+
+def _factory(version: int, finetuning: str) -> Loop:
+    """Returns a loop of LLaMA-Factory's supervised training, by its command; torchrun starts the ranks."""
+
+    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+        data = folder / "data"
+        data.mkdir()
+        rows = [
+            {"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)}
+            for seed in range(4 * STEPS)
+        ]
+        (data / "texts.json").write_text(json.dumps(rows))
+        (data / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
+        settings = {
+            "model_name_or_path": str(model),
+            "stage": "sft",
+            "do_train": True,
+            "finetuning_type": finetuning,
+            "lora_rank": 4,
+            "lora_target": "q_proj,v_proj",
+            "template": "empty",
+            "dataset_dir": str(data),
+            "dataset": "texts",
+            "cutoff_len": 16,
+            "overwrite_cache": True,
+            "output_dir": str(folder / "out"),
+            "per_device_train_batch_size": 2,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": fsdp(version),
+            "ddp_backend": "gloo",
+            "save_strategy": "no",
+            **QUIET,
+            "report_to": "none",
+        }
+        config = folder / "config.yaml"
+        config.write_text(json.dumps(settings))
+        variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "DISABLE_VERSION_CHECK": "1"}
+        run(sys.executable, "-m", "llamafactory.cli", "train", config, env={**environment, **variables})
+        log = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in log if "loss" in entry]
+
+    return loop
+
+
+@_client("llamafactory", "transformers", "accelerate", "peft")
+@pytest.mark.parametrize("version, finetuning", [(1, "full"), (2, "full"), (2, "lora")])
+def test_llama_factory_trains(tmp_path: Path, version: int, finetuning: str) -> None:
+    file = "adapter_model.safetensors" if finetuning == "lora" else "model.safetensors"
+    _equal_torchs(_factory(version, finetuning), tmp_path, file)
+
+
+def _axolotl(version: int, adapter: str | None) -> Loop:
+    """Returns a loop of axolotl's training, by its command, for which torchrun starts the ranks."""
+
+    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+        rows = [
+            {"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)} for seed in range(16)
+        ]
+        (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        lora = {"adapter": adapter, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+        settings = {
+            "base_model": str(model),
+            "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "alpaca"}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "output_dir": str(folder / "out"),
+            "sequence_len": 64,
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "max_steps": STEPS,
+            "num_epochs": 1,
+            "optimizer": "adamw_torch",
+            "lr_scheduler": "constant",
+            "learning_rate": 1e-2,
+            "bf16": False,
+            "tf32": False,
+            "fsdp_version": version,
+            "fsdp_config": {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+                "state_dict_type": "FULL_STATE_DICT",
+                "reshard_after_forward": True,
+                "use_orig_params": True,
+            },
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "seed": 0,
+            "ddp_backend": "gloo",
+            "attn_implementation": "sdpa",
+            **(lora if adapter else {}),
+        }
+        config = folder / "config.yaml"
+        config.write_text(json.dumps(settings))
+        variables = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
+        command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
+        ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
+        done = run(*command, *ranks, env={**environment, **variables})
+        return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
+
+    return loop
+
+
+@_client("axolotl", "transformers", "accelerate", "peft")
+@pytest.mark.parametrize("version, adapter", [(1, None), (2, None), (2, "lora")])
+def test_axolotl_trains(tmp_path: Path, version: int, adapter: str | None) -> None:
+    _equal_torchs(
+        _axolotl(version, adapter), tmp_path, f"{'adapter_model' if adapter else 'model'}.safetensors"
+    )
+
+
+def _ray(way: str) -> Loop:
+    """Returns a loop of ray train's workers."""
+
+    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+        which = environment.pop("IN_FRONT")
+        program = [sys.executable, FOLDER / "ray_program.py", which, way, folder]
+        run(*program, env={**environment, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+        losses: list[float] = json.loads((folder / "losses.json").read_text())
+        return losses
+
+    return loop
+
+
+@_client("ray", "transformers", "accelerate")
+@pytest.mark.parametrize("way", ["plain", "accelerate"])
+def test_ray_trains_fsdp2(tmp_path: Path, way: str) -> None:
+    _equal_torchs(_ray(way), tmp_path, "model.safetensors")
