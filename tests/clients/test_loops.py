@@ -21,7 +21,7 @@ import torch
 from bed.ports import free_port
 from bed.scripts import here, run
 from launch import needs
-from tiny_models import QUIET, VOCABULARY, llama, text, tokenizer
+from tiny_models import VOCABULARY, llama, text, tokenizer
 
 FOLDER = Path(__file__).parent
 STEPS = 3
@@ -71,12 +71,6 @@ def _equal_torchs(loop: Loop, tmp_path: Path, file: str) -> None:
     assert len(losses) == STEPS and len(set(losses.tolist())) == STEPS, "the losses move"
     torch.testing.assert_close(losses, found[False][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights, found[False][1], rtol=1e-4, atol=1e-5)
-
-
-def fsdp(version: int) -> dict[str, Any]:
-    """Returns what transformers' trainers are told."""
-    common = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "version": version}
-    return common if version == 2 else {**common, "use_orig_params": True, "sync_module_states": False}
 
 
 def _tune(recipe: str, *given: str) -> Loop:
@@ -165,114 +159,50 @@ def test_torchtunes_recipes(tmp_path: Path, recipe: str, given: list[str]) -> No
     _equal_torchs(_tune(recipe, *given), tmp_path, "model*.safetensors")
 
 
-def _factory(version: int, finetuning: str) -> Loop:
-    """Returns a loop of LLaMA-Factory's supervised training, by its command; torchrun starts the ranks."""
-
-    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
-        data = folder / "data"
-        data.mkdir()
-        rows = [
-            {"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)}
-            for seed in range(4 * STEPS)
-        ]
-        (data / "texts.json").write_text(json.dumps(rows))
-        (data / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
-        settings = {
-            "model_name_or_path": str(model),
-            "stage": "sft",
-            "do_train": True,
-            "finetuning_type": finetuning,
-            "lora_rank": 4,
-            "lora_target": "q_proj,v_proj",
-            "template": "empty",
-            "dataset_dir": str(data),
-            "dataset": "texts",
-            "cutoff_len": 16,
-            "overwrite_cache": True,
-            "output_dir": str(folder / "out"),
-            "per_device_train_batch_size": 2,
-            "max_steps": STEPS,
-            "learning_rate": 1e-2,
-            "fsdp": "full_shard auto_wrap",
-            "fsdp_config": fsdp(version),
-            "ddp_backend": "gloo",
-            "save_strategy": "no",
-            **QUIET,
-            "report_to": "none",
-        }
-        config = folder / "config.yaml"
-        config.write_text(json.dumps(settings))
-        variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "DISABLE_VERSION_CHECK": "1"}
-        run(sys.executable, "-m", "llamafactory.cli", "train", config, env={**environment, **variables})
-        log = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
-        return [entry["loss"] for entry in log if "loss" in entry]
-
-    return loop
-
-
-@_client("llamafactory", "transformers", "accelerate", "peft")
-@pytest.mark.parametrize("version, finetuning", [(1, "full"), (2, "full"), (2, "lora")])
-def test_llama_factory_trains(tmp_path: Path, version: int, finetuning: str) -> None:
-    file = "adapter_model.safetensors" if finetuning == "lora" else "model.safetensors"
-    _equal_torchs(_factory(version, finetuning), tmp_path, file)
-
-
-def _axolotl(version: int, adapter: str | None) -> Loop:
-    """Returns a loop of axolotl's training, by its command, for which torchrun starts the ranks."""
-
-    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
-        rows = [
-            {"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)} for seed in range(16)
-        ]
-        (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        lora = {"adapter": adapter, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
-        settings = {
-            "base_model": str(model),
-            "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "alpaca"}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "output_dir": str(folder / "out"),
-            "sequence_len": 64,
-            "micro_batch_size": 2,
-            "gradient_accumulation_steps": 1,
-            "max_steps": STEPS,
-            "num_epochs": 1,
-            "optimizer": "adamw_torch",
-            "lr_scheduler": "constant",
-            "learning_rate": 1e-2,
-            "bf16": False,
-            "tf32": False,
-            "fsdp_version": version,
-            "fsdp_config": {
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-                "state_dict_type": "FULL_STATE_DICT",
-                "reshard_after_forward": True,
-                "use_orig_params": True,
-            },
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "seed": 0,
-            "ddp_backend": "gloo",
-            "attn_implementation": "sdpa",
-            **(lora if adapter else {}),
-        }
-        config = folder / "config.yaml"
-        config.write_text(json.dumps(settings))
-        variables = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
-        command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
-        ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
-        done = run(*command, *ranks, env={**environment, **variables})
-        return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
-
-    return loop
+def _axolotl(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+    """Trains by axolotl's command, for which torchrun starts the ranks; returns the losses."""
+    rows = [{"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)} for seed in range(16)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "base_model": str(model),
+        "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "alpaca"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "output_dir": str(folder / "out"),
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": STEPS,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "tf32": False,
+        "fsdp_version": 2,
+        "fsdp_config": {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "state_dict_type": "FULL_STATE_DICT",
+            "reshard_after_forward": True,
+        },
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "seed": 0,
+        "ddp_backend": "gloo",
+        "attn_implementation": "sdpa",
+    }
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings))
+    variables = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
+    ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
+    done = run(*command, *ranks, env={**environment, **variables})
+    return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
 
 
 @_client("axolotl", "transformers", "accelerate", "peft")
-@pytest.mark.parametrize("version, adapter", [(1, None), (2, None), (2, "lora")])
-def test_axolotl_trains(tmp_path: Path, version: int, adapter: str | None) -> None:
-    _equal_torchs(
-        _axolotl(version, adapter), tmp_path, f"{'adapter_model' if adapter else 'model'}.safetensors"
-    )
+def test_axolotl_trains(tmp_path: Path) -> None:
+    _equal_torchs(_axolotl, tmp_path, "model.safetensors")
 
 
 def _ray(way: str) -> Loop:

@@ -36,7 +36,8 @@ if "RANK" in os.environ and "IN_FRONT" in os.environ:
         from torch.distributed.fsdp._flat_param import FlatParamHandle
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-        for runtime in (FlatParamHandle, FSDPParamGroup):
+        runtimes: tuple[Any, ...] = (FlatParamHandle, FSDPParamGroup)
+        for runtime in runtimes:
 
             def begin(self: Any, *given: Any, _init: Any = runtime.__init__, **named: Any) -> None:
                 open(os.environ["TORCHS_BEGAN"], "w").close()
