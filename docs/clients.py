@@ -2,15 +2,19 @@
 
     pytest -m slow tests/clients -n 2 --junitxml=clients.xml
     python docs/clients.py clients.xml [OTHER.xml ...]
+    python docs/clients.py --add OTHER.xml
     python docs/clients.py --broken clients.xml
 
-Reports with the same torch make one table. `--broken` writes nothing: it prints
-what failed or was skipped, with the versions, and exits with 0, since a new version may break at any time.
+Reports with the same torch make one table, in which a scenario that was not run in one environment is that of
+another. `--add` keeps the page and changes the rows of the scenarios that the reports tell of. `--broken`
+writes nothing: it prints what failed or was skipped, with the versions, and exits with 0, since a new version
+may break at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,6 +43,15 @@ $ pytest -m slow tests/clients -n 2 --junitxml=clients.xml
 $ python docs/clients.py clients.xml
 ```
 
+The whole loops of `tests/clients/test_loops.py` need clients that do not fit beside each other: each has an
+environment of its own, with torch, this package and what the client pins, and its report is added.
+
+```console
+$ pip install torchtune torchao==0.14.1
+$ pytest -m slow tests/clients/test_loops.py -k torchtune --junitxml=torchtune.xml
+$ python docs/clients.py --add torchtune.xml
+```
+
 `FSDP_WRAP_NEWEST=1 .ci/run` also runs them with the newest clients on the newest torch, and tells what broke.
 Whether the names that a program imports are served, `python -m fsdp_wrap.compat --check` says
 [without running it](reference/compat.md).
@@ -54,12 +67,28 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="full_dtensor"` | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
+| OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
+| axolotl 0.19.0 | 2.13.0 | LoRA with FSDP2 | losses differ by 0.1% from step 2 on; why is not known yet |
+| axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
+| LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
+| verl 0.9.1 | 2.13.0 | a whole loop | not run: it knows the platforms CUDA, NPU and ROCm only |
+| NeMo Automodel 0.7.0 | 2.13.0 | a whole loop | not run: its recipes load, more was not tried |
 | torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
 | torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |
 
-`spmd_types` is the default of torchtitan 0.3. It annotates plain parameters, which torch's `fully_shard`
-translates from torch 2.14 on, and ours does not read. torchsnapshot knows torch's `ShardedTensor` alone.
+`spmd_types` is the default of torchtitan 0.3. It annotates plain parameters, and torch's `fully_shard`
+translates the annotations from torch 2.14 on. That takes a kind of parameter that ours does not have: stored
+as a `DTensor` on the whole mesh, computed with as a plain tensor that is annotated anew after each gathering,
+and with gradients that are plain, but stand for partial sums or copies over dimensions that are not FSDP's.
+The type checker must also be off in all communication of a unit, and know its autograd functions.
+torchsnapshot knows torch's `ShardedTensor` alone.
+
+axolotl ran with the versions that it pins. Without a GPU, torchtune's recipes cannot offload (they ask for
+two backends of the CPU). Its memory statistics, axolotl's mesh and NCCL have stand-ins in
+`tests/clients/in_front`. ray's own
+`prepare_model(parallel_strategy="fsdp")` refuses hosts without a GPU. accelerate 1.15 calls for its
+`ParallelismConfig` a class that transformers 5.23 does not have any more: the test brings one.
 
 ## Names that are served
 
@@ -89,6 +118,12 @@ class Run:
     result: str
     """What it shows, or why it does not."""
     works: bool
+    file: str
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was run at all."""
+        return not self.result.startswith(NOT_RUN)
 
     @classmethod
     def of(cls, case: ElementTree.Element) -> Run:
@@ -99,13 +134,16 @@ class Run:
         file = case.get("classname", "").rpartition(".")[2].removeprefix("test_")
         clients = tuple(told.get("clients", file).split(", "))
         if failed is None:
-            return cls(test, told["torch"], clients, told["shows"], works=True)
+            return cls(test, told["torch"], clients, told["shows"], works=True, file=file)
         kind, element = failed
         why = (element.get("message") or "").strip().partition("\n")[0]
-        return cls(test, told.get("torch", ""), clients, f"{BROKEN.get(kind, kind)}: {why}", works=False)
+        return cls(
+            test, told.get("torch", ""), clients, f"{BROKEN.get(kind, kind)}: {why}", works=False, file=file
+        )
 
 
-BROKEN = {"failure": "broken", "error": "broken", "skipped": "not run"}
+NOT_RUN = "not run"
+BROKEN = {"failure": "broken", "error": "broken", "skipped": NOT_RUN}
 
 
 def runs_of(report: Path) -> Iterator[Run]:
@@ -115,17 +153,46 @@ def runs_of(report: Path) -> Iterator[Run]:
             yield Run.of(case)
 
 
-def table(runs: list[Run]) -> str:
+TITLE = ["| client | with | scenario | cases | result |", "|---|---|---|---|---|"]
+
+
+def rows_of(runs: list[Run]) -> list[str]:
     """Returns the rows of one version of torch: by client and test, with the number of cases."""
+    ran = {(run.file, run.test) for run in runs if run.ran}
     rows: dict[tuple[tuple[str, ...], str], list[Run]] = defaultdict(list)
     for run in runs:
-        rows[run.clients, run.test].append(run)
-    lines = ["| client | with | scenario | cases | result |", "|---|---|---|---|---|"]
+        if run.ran or (run.file, run.test) not in ran:
+            rows[run.clients, run.test].append(run)
+    lines = []
     for (clients, test), cases in sorted(rows.items()):
         results = "; ".join(dict.fromkeys(case.result for case in cases))
         row = (clients[0], ", ".join(clients[1:]), test, str(len(cases)), results)
         lines.append(f"| {' | '.join(each.replace('|', '/') for each in row)} |")
-    return "\n".join(lines)
+    return lines
+
+
+def rows_in(page: str, torch: str) -> list[str]:
+    """Returns the rows that a page has for a version of torch."""
+    section = page.partition(f"## torch {torch}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ") and line not in TITLE]
+
+
+def added(old: list[str], runs: list[Run]) -> list[str]:
+    """Returns rows of a page in which those of scenarios that were run are replaced, and others added."""
+    run = [each for each in runs if each.ran]
+    told = {(each.clients[0].partition(" ")[0], each.test) for each in run}
+    told |= {(each.file, each.test) for each in run}  # a client that was not installed goes by its file
+    return sorted([row for row in old if _key(row) not in told] + rows_of(run))
+
+
+def _key(row: str) -> tuple[str, str]:
+    client, _, scenario, *_ = row.removeprefix("| ").split(" | ")
+    return client.partition(" ")[0], scenario
+
+
+def table(rows: list[str]) -> str:
+    """Returns a table of rows."""
+    return "\n".join([*TITLE, *rows])
 
 
 def broken(runs: list[Run]) -> str:
@@ -141,6 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("reports", nargs="+", type=Path, help="JUnit reports")
     parser.add_argument("--broken", action="store_true", help="print what does not work; write nothing")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other scenarios")
     given = parser.parse_args(arguments)
     environments: dict[str, list[Run]] = defaultdict(list)
     for report in given.reports:
@@ -150,7 +218,12 @@ def main(arguments: list[str] | None = None) -> int:
     if given.broken:
         print(*map(broken, environments.values()), sep="\n")
         return 0
-    tables = [f"## torch {torch}\n\n{table(runs)}\n" for torch, runs in environments.items()]
+    rows = {torch: rows_of(runs) for torch, runs in environments.items()}
+    if given.add:
+        page = TARGET.read_text("utf-8")
+        known = dict.fromkeys([*re.findall(r"^## torch (.+)$", page, re.M), *rows])
+        rows = {torch: added(rows_in(page, torch), environments[torch]) for torch in known}
+    tables = [f"## torch {torch}\n\n{table(lines)}\n" for torch, lines in rows.items()]
     TARGET.write_text("\n".join([HEAD, *tables, OTHERS]), "utf-8")
     return 0
 

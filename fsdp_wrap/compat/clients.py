@@ -31,6 +31,8 @@ def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
 def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:
     """Lets peft read a model's names on all ranks, also where only the first gets a full state dict."""
     tuner = tuners_utils.BaseTuner
+    if not hasattr(tuner, "_remap_adapter_state_dict_for_load"):  # older: it reads no names while it loads
+        return
     original = tuner._remap_adapter_state_dict_for_load.__func__
 
     @functools.wraps(original)
@@ -47,9 +49,9 @@ def _open_accelerate(installation: Installation, state: Any) -> None:
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         backend, kind = original(self, *args, **kwargs)
-        if kind is not state.DistributedType.NO or "LOCAL_RANK" not in os.environ:
-            return backend, kind
-        return "gloo", state.DistributedType.MULTI_GPU  # what the plugin makes FSDP of
+        found = kind is not state.DistributedType.NO or "LOCAL_RANK" not in os.environ
+        # Of several GPUs the plugin makes FSDP.
+        return (backend, kind) if found else ("gloo", state.DistributedType.MULTI_GPU)
 
     installation.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     installation.rebind(state.PartialState, original.__name__, prepare)

@@ -97,8 +97,9 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     pairs = [*replacements().values(), *_STATE_DICT_FUNCTIONS]
     installation.replace(pairs, kept=_KEPT)
     installation.replace(HELPERS, kept=("fsdp_wrap.",))
-    if hasattr(torch_state_dict, _HYBRID):  # torch 2.11 does not look for hybrid strategies there
-        installation.rebind(torch_state_dict, _HYBRID, set(HYBRID_STRATEGIES))
+    # torch 2.11 does not look for hybrid strategies there.
+    if hasattr(torch_state_dict, "HYBRID_SHARDING_STRATEGIES"):
+        installation.rebind(torch_state_dict, "HYBRID_SHARDING_STRATEGIES", set(HYBRID_STRATEGIES))
     if fully_shard:
         pairs += adapt_fully_shard(installation)
     adapt_clients(installation, cpu)
@@ -111,9 +112,6 @@ def uninstall() -> None:
     """Takes back what all calls of `install` have changed."""
     while _installations:
         _installations.pop().end()
-
-
-_HYBRID = "HYBRID_SHARDING_STRATEGIES"
 
 
 def main(arguments: list[str] | None = None) -> None:

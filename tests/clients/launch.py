@@ -69,6 +69,15 @@ def client_rank(
             _forget_accelerate()
 
 
+def open_to_cpu(stack: contextlib.ExitStack) -> None:
+    """Lets accelerate give torch's own FSDP to a host without accelerators."""
+    from accelerate import state
+
+    from fsdp_wrap.compat.clients import _open_accelerate
+
+    _open_accelerate(stack.enter_context(compat.Installation()), state)
+
+
 def _forget_accelerate() -> None:
     """Clears the state that accelerate shares in a process, so that the next test starts afresh."""
     if importlib.util.find_spec("accelerate") is not None:

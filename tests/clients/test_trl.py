@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from launch import client_rank, needs
-from tiny_models import QUIET, llama
+from launch import client_rank, needs, open_to_cpu
+from tiny_models import QUIET, llama, text, tokenizer
 
 pytestmark = needs("trl", "transformers", "accelerate", "peft", "datasets")
 
 STEPS = 2
-WORDS = [f"w{i}" for i in range(60)]
 CASES = [  # each trainer by each version, each variant by each version
     (1, "SFT", "peft"),
     (1, "DPO", "peft"),
@@ -33,32 +32,16 @@ CASES = [  # each trainer by each version, each variant by each version
     (1, "DPO", "precomputed"),
     (2, "DPO", "precomputed"),
     (2, "KTO", "peft"),
+    (1, "KTO", "precomputed"),
+    (2, "KTO", "precomputed"),
     (2, "Reward", "plain"),
     (2, "GRPO", "peft and checkpointing"),
 ]
 
 
-def _tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: number for number, word in enumerate(["[pad]", "[bos]", "[eos]", "[unk]", *WORDS])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[unk]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    names = {f"{name}_token": f"[{name}]" for name in ("pad", "bos", "eos", "unk")}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def _text(generator, length=5):
-    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator).tolist())
-
-
 def _data(kind):
     from datasets import Dataset
 
-    generator = torch.Generator().manual_seed(0)
     columns = {
         "SFT": "prompt completion",
         "DPO": "prompt chosen rejected",
@@ -66,7 +49,9 @@ def _data(kind):
         "Reward": "chosen rejected",
         "GRPO": "prompt",
     }[kind].split()
-    rows: dict[str, list[Any]] = {name: [_text(generator) for _ in range(16)] for name in columns}
+    rows: dict[str, list[Any]] = {
+        name: [text(16 * column + row) for row in range(16)] for column, name in enumerate(columns)
+    }
     if kind == "KTO":
         rows["label"] = [i % 2 == 0 for i in range(16)]
     return Dataset.from_dict(rows)
@@ -86,7 +71,7 @@ def _arguments(kind, version, variant, folder):
 
     options: dict[str, dict[str, Any]] = {
         "DPO": {"max_length": 16, "precompute_ref_log_probs": variant == "precomputed"},
-        "KTO": {"max_length": 16},
+        "KTO": {"max_length": 16, "precompute_ref_log_probs": variant == "precomputed"},
         "GRPO": {"max_completion_length": 6, "num_generations": 2, "beta": 0.1},
     }
     return getattr(trl, f"{kind}Config")(
@@ -137,7 +122,7 @@ def _trainer(kind, version, variant, folder, data):
         model=_class(kind).from_pretrained(f"{folder}/model"),  # the reference is loaded from there as well
         args=_arguments(kind, version, variant, folder),
         train_dataset=load_from_disk(data),  # beside which the first rank writes what others read
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         **options,
     )
 
@@ -146,21 +131,11 @@ def _train(rank, world_size, port, ours, version, kind, variant, folder):
     """Returns loss and gradient norm of each step."""
     with client_rank(rank, port, ours, version == 2), contextlib.ExitStack() as stack:
         if not ours:
-            _open_to_cpu(stack)
+            open_to_cpu(stack)
         trainer = _trainer(kind, version, variant, folder, f"{folder}/data of {ours}")
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         return [(entry["loss"], entry["grad_norm"]) for entry in logs]
-
-
-def _open_to_cpu(stack):
-    """Lets accelerate give torch's own FSDP to a host without accelerators."""
-    from accelerate import state
-
-    from fsdp_wrap.compat.clients import _open_accelerate
-    from fsdp_wrap.compat.installation import Installation
-
-    _open_accelerate(stack.enter_context(Installation()), state)
 
 
 @pytest.mark.parametrize("version, kind, variant", CASES)

@@ -16,6 +16,27 @@ QUIET: dict[str, Any] = {
 }
 """Arguments of trainers."""
 
+WORDS = [f"w{i}" for i in range(60)]
+
+
+def tokenizer():
+    """Returns a tokenizer of whole words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["[pad]", "[bos]", "[eos]", "[unk]", *WORDS])}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="[unk]"))
+    words.pre_tokenizer = Whitespace()
+    names = {f"{name}_token": f"[{name}]" for name in ("pad", "bos", "eos", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
+
+
+def text(seed, length=5):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator).tolist())
+
 
 def llama(seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM

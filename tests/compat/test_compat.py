@@ -88,6 +88,15 @@ def test_names_resolve_to_ours_and_back(clean):
     assert {key for key in before if after[key] is not before[key]} == set()
 
 
+def test_older_peft_that_reads_no_names_stays_as_it_is(monkeypatch):
+    tuners = ModuleType("peft.tuners.tuners_utils")
+    tuners.BaseTuner = type("BaseTuner", (), {})  # type: ignore[attr-defined]
+    before = dict(vars(tuners.BaseTuner))
+    monkeypatch.setitem(sys.modules, tuners.__name__, tuners)
+    with compat.install():
+        assert dict(vars(tuners.BaseTuner)) == before
+
+
 def test_clients_are_adapted_once_they_are_imported(tmp_path, monkeypatch):
     """A stand-in for accelerate, imported before, meanwhile and after."""
     (tmp_path / "accelerate").mkdir()

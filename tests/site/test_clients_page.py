@@ -52,6 +52,26 @@ def test_rows_tell_versions_cases_and_results(report: Path, tmp_path: Path, monk
     ]
 
 
+def test_rows_are_added_where_they_were_run(report: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In another environment one client is there, and others are not."""
+    target = tmp_path / "clients.md"
+    monkeypatch.setattr(clients, "TARGET", target)
+    clients.main([str(report)])
+    nemo = CASE.format(where="tests.clients.test_nemo", way="", shows="equal", failure="")
+    nemo = nemo.replace("test_training_equals_torchs", "test_it").replace("trl 1.0, peft 2.0", "nemo 3.0")
+    skipped = '<testcase classname="tests.clients.test_trl" name="test_training_equals_torchs">'
+    other = tmp_path / "other.xml"
+    other.write_text(f"<testsuite>{nemo}{skipped}<skipped message='no trl'/></testcase></testsuite>")
+    for reports in ([str(report), str(other)], ["--add", str(other)]):
+        clients.main(reports)
+        page = target.read_text().partition("## Run by hand")[0].partition("## torch 2.13.0\n")[2]
+        assert [row for row in page.splitlines() if row.startswith("|")][2:] == [
+            "| nemo 3.0 |  | it | 1 | equal |",
+            "| trl 1.0 | peft 2.0 | training equals torchs | 3 | equal; broken: AssertionError: 1 != 2 |",
+        ]
+        clients.main([str(report)])
+
+
 def test_what_broke(report: Path, capsys: Any) -> None:
     before = clients.TARGET.read_text()
     assert clients.main(["--broken", str(report)]) == 0
