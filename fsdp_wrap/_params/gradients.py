@@ -231,15 +231,18 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds reduced gradients to the sharded parameters', and empties the reduce buffer."""
-        layout, used = self._layout, self._used_by_any(shard)
+        layout = self._layout
+        used: Sequence[bool] = self.used
+        if False in used:
+            used = layout.used_by_any(shard, used, frozen=self._waited)
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self.factor is not None:
             reduced.mul_(self.factor)
         if layout.average_hook is not None:
             noted = 0 if layout.averages_notes else layout.noted_numel
             layout.average_hook(reduced[: reduced.numel() - noted])
-        if layout.averages_notes:
-            used = self._used_by_any(reduced)
+            if layout.averages_notes and False in used:
+                used = layout.used_by_any(reduced, used, frozen=self._waited)
         if value_watchers:
             tell_values(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
@@ -248,12 +251,6 @@ class Gradients:
             self._layout.send_to_host(reduced, used)
         else:
             self._layout.add_reduced(reduced, used)
-
-    def _used_by_any(self, shard: torch.Tensor) -> Sequence[bool]:
-        """Returns for each leaf whether it is used here, or anywhere as the notes in a reduced shard tell."""
-        if False not in self.used:
-            return self.used
-        return self._layout.used_by_any(shard, self.used, frozen=self._waited)
 
     # gradients without a reduction
 

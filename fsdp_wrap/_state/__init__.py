@@ -41,7 +41,7 @@ from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_initial import innermost
 from fsdp_wrap._state.optim_load import as_saved, load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state
-from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
+from fsdp_wrap._state.optim_params import placed_like, refuse_shared
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
     dtensor_optim_state_dict,
@@ -58,7 +58,6 @@ from fsdp_wrap._state.originals import (
     owned_places,
     uncut,
 )
-from fsdp_wrap._state.small_states import is_scale, put_in_dtensor, small_states_of, taken_from_dtensor
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,

@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._core.torch_private import own_method
-from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
 from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_initial import initial_state
-from fsdp_wrap._state.optim_params import ParamGroup, given_groups, groups_of, options_of, originals_of
+from fsdp_wrap._state.optim_params import (
+    ParamGroup,
+    given_groups,
+    groups_of,
+    options_of,
+    originals_of,
+    placed_like,
+)
 from fsdp_wrap._state.optim_pieces import State, agreed, with_empty_pieces
 from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
@@ -35,6 +43,7 @@ def sharded_optim_state_dict(
     *,
     to_host: bool,
     all_names: bool = True,
+    as_dtensors: bool = False,
 ) -> dict[str, Any]:
     """Returns this rank's pieces of the optimizer state.
 
@@ -50,12 +59,14 @@ def sharded_optim_state_dict(
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
         all_names: Whether empty pieces are wanted; without them nothing is communicated.
+        as_dtensors: Whether the model is sharded by `DTensor`s alone, which are taken as they are, without
+            the state that would begin.
 
     Returns:
         `state` by name, with `IntervalTensor`s, and `param_groups`.
     """
-    names = originals_of(model, optim, "optim_state_dict()")
-    local = _local_state(names, optim, state_dict, initial=True)
+    names = originals_of(model, optim, "optim_state_dict()", as_dtensors)
+    local = _local_state(names, optim, state_dict, initial=not as_dtensors)
     if all_names:
         pieces = with_empty_pieces(names, local.pieces, local.error)
     elif local.error is not None:
@@ -233,12 +244,18 @@ def _read_local_state(
     }
     small = small_states_of(optim)
     if small is not None:
-        shapes = {keys[fqn]: original.source.shape for fqn, original in held.items()}
-        states = states | {key: small.taken_apart(states[key], shape) for key, shape in shapes.items()}
+        states = states | {keys[fqn]: _apart(small, held[fqn].source, states[keys[fqn]]) for fqn in held}
     pieces = {fqn: _pieces_of(original, states[keys[fqn]], small) for fqn, original in held.items()}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
     return _LocalState(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
+
+
+def _apart(small: SmallStates, param: torch.Tensor, entry: Mapping[str, Any]) -> State:
+    found = small.taken_apart(entry, to_local(param).shape)
+    return {
+        key: value if is_scale(key, found) else placed_like(param, key, value) for key, value in found.items()
+    }
 
 
 def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates | None) -> State:
@@ -250,7 +267,8 @@ def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates 
             continue
         scales = small.scales_of(original, value)
         if scales is not None:
-            found[key] = scales.piece if original.uncut else scales
+            whole = original.uncut and not isinstance(original.source, DTensor)
+            found[key] = scales.piece if whole else scales
     return found
 
 
