@@ -44,7 +44,6 @@ from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer
 from fsdp_wrap._state.optim_params import placed_like, refuse_shared
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
-    dtensor_optim_state_dict,
     full_optim_state_dict,
     iter_full_optim_state,
     rekey_optim_state_dict,

@@ -179,21 +179,23 @@ def _pieces(
         if name not in names.by_name:
             others[name] = entry if first is None else first.fetched(entry)
             continue
-        pieces[name] = {}
-        for key, value in entry.items():  # tensors of the first rank travel one by one
-            value = value if first is None else first.fetched(value)
-            pieces[name][key] = _cut(names.by_name[name], key, value, counted, is_scale(key, entry))
+        original, pieces[name] = names.by_name[name], {}
+        for key, given in entry.items():  # tensors of the first rank travel one by one
+            value, of_blocks = given if first is None else first.fetched(given), is_scale(key, entry)
+            if not isinstance(original.source, DTensor) or of_blocks:
+                value = unsharded(value)
+                cut = _cut(original, key, value, counted, of_blocks)
+                # A full tensor that is not the caller's is freed at once.
+                value = cut.clone() if isinstance(cut, IntervalTensor) and value is not given else cut
+            pieces[name][key] = value
     return pieces, others
 
 
 def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_blocks: bool) -> Any:
-    """Returns this rank's piece of a value, or the whole value where it is not elementwise.
+    """Returns this rank's piece of a value, in its memory, or the whole value where it is not elementwise.
 
     Names in `counted` are never elementwise. With `of_blocks` the value has one element per block.
     """
-    if isinstance(original.source, DTensor) and not of_blocks:
-        return value
-    value = unsharded(value)
     if not isinstance(value, torch.Tensor):
         if not original.uncut:
             original.refuse_cut(key, value)
@@ -210,10 +212,9 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
             )
         return value
     if value.shape == original.shape and (value.dim() > 0 or key not in counted) and not of_blocks:
-        return original.piece_of(value)
+        return original.piece(original.interval.own(value))
     if own is not None and value.dim() > 0 and (of_blocks or not original.uncut):
-        piece = value.reshape(-1)[own[0] : own[1]].to(original.source.device, copy=True)
-        return IntervalTensor(value.shape, own[0], piece)
+        return IntervalTensor(value.shape, own[0], value.reshape(-1)[own[0] : own[1]])
     if not original.uncut:
         original.refuse_cut(key, value)
     return value
@@ -252,7 +253,9 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
     """Joins pieces; of any other value a FlatParameter has one, on which its parameters must agree."""
     first, value = values[0]
     if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
-        return value.piece.view(-1, *value.shape[1:])
+        return value.piece.to(first.source.device, copy=True).view(-1, *value.shape[1:])
+    if isinstance(value, IntervalTensor) and value.piece.numel() == first.source.numel():
+        return value.piece.to(first.source.device, copy=True).view(first.source.shape)
     if isinstance(value, IntervalTensor):
         full = torch.zeros(first.source.shape, dtype=value.dtype, device=first.source.device)
         for original, piece in values:

@@ -58,7 +58,7 @@ def sharded_optim_state_dict(
         optim: Made from its parameters.
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
-        all_names: Whether empty pieces are wanted; without them nothing is communicated.
+        all_names: Whether empty pieces are wanted; without them nothing is communicated or copied.
         as_dtensors: Whether the model is sharded by `DTensor`s alone, which are taken as they are, without
             the state that would begin.
 
@@ -67,33 +67,14 @@ def sharded_optim_state_dict(
     """
     names = originals_of(model, optim, "optim_state_dict()", as_dtensors)
     local = _local_state(names, optim, state_dict, initial=not as_dtensors)
-    if all_names:
-        pieces = with_empty_pieces(names, local.pieces, local.error)
-    elif local.error is not None:
+    if not all_names and local.error is not None:
         raise local.error
-    else:
-        pieces = local.pieces
+    if not all_names:
+        return local.state_dict(local.pieces)
+    pieces = with_empty_pieces(names, local.pieces, local.error)
     return local.state_dict(
         {fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()}
     )
-
-
-def dtensor_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
-) -> dict[str, Any]:
-    """Returns the optimizer state by rows, as `DTensor`s; collective: one value after the other is gathered.
-
-    Args and errors are those of `sharded_optim_state_dict`.
-    """
-    full = _FullState(model, optim, state_dict, "optim_state_dict()", initial=True)
-    found = {fqn: dict(entry) for fqn, entry in full.known.items()}
-    for fqn, key, value in full.values(budget=full.unit_nbytes, wanted=True, to_host=False):
-        if isinstance(full.known[fqn][key], FullValue):
-            value = full.names.by_name[fqn].rows_of(value)
-            found[fqn][key] = value.cpu() if to_host else value
-        else:
-            found[fqn][key] = _kept(value, to_host)
-    return full.local.state_dict(found)
 
 
 def full_optim_state_dict(
@@ -102,9 +83,10 @@ def full_optim_state_dict(
     state_dict: Mapping[str, Any] | None,
     *,
     to_host: bool,
-    wanted: bool,
+    wanted: bool = True,
+    by_rows: bool = False,
 ) -> dict[str, Any]:
-    """Gathers the optimizer state; collective.
+    """Gathers the optimizer state, one value after the other; collective.
 
     Args:
         model: The wrapped module, or one that contains it.
@@ -112,14 +94,18 @@ def full_optim_state_dict(
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory.
         wanted: Whether this rank gets the result; otherwise it gets an empty dict.
+        by_rows: Whether each rank keeps its rows, as `DTensor`s, also of state that would begin.
 
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
     """
-    state = _FullState(model, optim, state_dict, "optim_state_dict()")
+    state = _FullState(model, optim, state_dict, "optim_state_dict()", initial=by_rows)
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
-    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
-        found[fqn][key] = value
+    on_host = to_host and not by_rows
+    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=on_host):
+        if by_rows and isinstance(state.known[fqn][key], FullValue):
+            value = state.names.by_name[fqn].rows_of(value)
+        found[fqn][key] = value.cpu() if by_rows and to_host and isinstance(value, torch.Tensor) else value
     return state.local.state_dict(found) if wanted else {}
 
 
