@@ -104,12 +104,10 @@ def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
         )
 
 
-def hook_reductions(
-    unit: Unit, hook: Hook | None, stream: torch.Stream | None = None, *, over_models: bool = False
-) -> None:
+def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, notes: bool = False) -> None:
     """Sets the hook that sees, and may change, a unit's averaged gradients; None removes it.
 
-    With `over_models` it averages them with those of other models, which may have used other parameters.
+    With `notes` it averages them over models, and with them the notes of which parameters have any.
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
@@ -129,7 +127,7 @@ def hook_reductions(
     if hook is not None and stream is not None and accelerator is not None:
         hook = _on_stream(hook, stream, accelerator)
     for segment in handle.segments:
-        segment.layout.average_hook, segment.layout.averages_notes = hook, over_models
+        segment.layout.average_hook, segment.layout.averages_notes = hook, notes
 
 
 def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:

@@ -52,7 +52,6 @@ from fsdp_wrap._state.optim_state_dict import (
 from fsdp_wrap._state.originals import (
     Original,
     Originals,
-    foreign_to_model,
     handles_of,
     owned_places,
     uncut,
