@@ -28,7 +28,6 @@ from fsdp_wrap._state import (
     Targets,
     begin_load,
     by_mesh,
-    dtensor_optim_state_dict,
     full_optim_state_dict,
     load_optim_state_dict,
     refitted,
@@ -253,7 +252,7 @@ class OptimStateDictMethods:
         config = settings.optim_state_dict_config
         to_host = config.offload_to_cpu
         if wants_dtensors(config):
-            return dtensor_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
+            return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, by_rows=True)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
         wanted = wants_result(model, config)

@@ -80,7 +80,7 @@ def join_replica_groups(
         manager.allreduce(reduced).wait()
 
     for unit in units if average_gradients else ():
-        hook_reductions(unit, average, None)
+        hook_reductions(unit, average, None, notes=True)
 
 
 class _ReplicaState:

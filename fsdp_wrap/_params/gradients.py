@@ -125,8 +125,7 @@ class Gradients:
         elif self.used[index]:
             raise RuntimeError(
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
-                "when the first had taken its place: call "
-                "set_gradients_in_place(model, False)"
+                "when the first had taken its place: call set_gradients_in_place(model, False)"
             )
         grad = self._leaves[index].grad
         if self._over_meshes is not None:
@@ -231,22 +230,21 @@ class Gradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds reduced gradients to the sharded parameters', and empties the reduce buffer."""
-        used: Sequence[bool] = self.used
-        if False in used:
-            used = self._layout.used_by_any(shard, used, frozen=self._waited)
+        layout, asks = self._layout, False in self.used
+        used = layout.used_by_any(shard, self.used, frozen=self._waited) if asks else self.used
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self.factor is not None:
             reduced.mul_(self.factor)
-        if self._layout.average_hook is not None:
-            self._layout.average_hook(reduced[: reduced.numel() - self._layout.noted_numel])
+        if layout.average_hook is not None:
+            noted = 0 if layout.averages_notes else layout.noted_numel
+            layout.average_hook(reduced[: reduced.numel() - noted])
+            if layout.averages_notes and asks:
+                used = layout.used_by_any(reduced, used, frozen=self._waited)
         if value_watchers:
             tell_values(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()
-        if self._layout.offloaded:
-            self._layout.send_to_host(reduced, used)
-        else:
-            self._layout.add_reduced(reduced, used)
+        (layout.send_to_host if layout.offloaded else layout.add_reduced)(reduced, used)
 
     # gradients without a reduction
 

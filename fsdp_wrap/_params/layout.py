@@ -161,6 +161,7 @@ class Layout(ABC):
         memory: The tensors that alias the unsharded buffer: the leaves, or their local parts.
         distributed: The distributed part of each original parameter; None where none is distributed.
         average_hook: Called with this rank's part of each reduction once it is averaged.
+        averages_notes: Whether that hook averages the notes of `note_used`, too.
         prepare_leaves: Lets the leaves take gradients; set by the schedule.
     """
 
@@ -197,6 +198,7 @@ class Layout(ABC):
         self.memory: Sequence[torch.Tensor] = self.leaves
         self.distributed = local_parts([slot.param for slot in slots], own_dims)
         self.average_hook: Callable[[torch.Tensor], None] | None = None
+        self.averages_notes = False
         self.prepare_leaves: Callable[[], None] | None = None
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty

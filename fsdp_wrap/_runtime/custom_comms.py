@@ -104,8 +104,11 @@ def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
         )
 
 
-def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None) -> None:
-    """Sets the hook that sees, and may change, a unit's averaged gradients; None removes it."""
+def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, notes: bool = False) -> None:
+    """Sets the hook that sees, and may change, a unit's averaged gradients; None removes it.
+
+    With `notes` it averages them over models, and with them the notes of which parameters have any.
+    """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
     handle = unit.handle
@@ -124,7 +127,7 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None) 
     if hook is not None and stream is not None and accelerator is not None:
         hook = _on_stream(hook, stream, accelerator)
     for segment in handle.segments:
-        segment.layout.average_hook = hook
+        segment.layout.average_hook, segment.layout.averages_notes = hook, notes
 
 
 def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:

@@ -41,10 +41,9 @@ from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_initial import innermost
 from fsdp_wrap._state.optim_load import as_saved, load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state
-from fsdp_wrap._state.optim_params import options_of, refuse_shared, saved_options
+from fsdp_wrap._state.optim_params import placed_like, refuse_shared
 from fsdp_wrap._state.optim_pieces import refitted
 from fsdp_wrap._state.optim_state_dict import (
-    dtensor_optim_state_dict,
     full_optim_state_dict,
     iter_full_optim_state,
     rekey_optim_state_dict,
@@ -53,12 +52,10 @@ from fsdp_wrap._state.optim_state_dict import (
 from fsdp_wrap._state.originals import (
     Original,
     Originals,
-    foreign_to_model,
     handles_of,
     owned_places,
     uncut,
 )
-from fsdp_wrap._state.small_states import is_scale, put_in_dtensor, small_states_of, taken_from_dtensor
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,

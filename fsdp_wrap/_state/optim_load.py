@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._state.full_values import FirstRank, unsharded
 from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
-from fsdp_wrap._state.optim_params import given_groups, groups_of, originals_of, same_values
+from fsdp_wrap._state.optim_params import (
+    given_groups,
+    groups_of,
+    originals_of,
+    placed_like,
+    same_values,
+)
 from fsdp_wrap._state.optim_pieces import State
 from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SmallStates, bounds_in, is_scale, small_states_of
@@ -33,6 +40,7 @@ def load_optim_state_dict(
     from_first_rank: bool = False,
     by_name: bool = False,
     only_known: bool = False,
+    as_dtensors: bool = False,
 ) -> dict[str, Any]:
     """Cuts an optimizer state dict by names to what this rank's optimizer takes.
 
@@ -46,12 +54,13 @@ def load_optim_state_dict(
         by_name: Whether the optimizer takes names even if its own keys are numbers.
         only_known: Leave out, also of the groups, parameters of no unit that the state dict does not have:
             the caller adds what else it knows of them.
+        as_dtensors: Whether the model is sharded by `DTensor`s alone, whose values fit as they are.
 
     Returns:
-        The argument of `optim.load_state_dict`, in memory of its own; without `param_groups` where those are
-        not given.
+        The argument of `optim.load_state_dict`, in memory of its own save for `DTensor`s; without
+        `param_groups` where those are not given.
     """
-    names = originals_of(model, optim, "optim_state_dict_to_load()")
+    names = originals_of(model, optim, "optim_state_dict_to_load()", as_dtensors)
     small = None if optim is None else small_states_of(optim)
     if small is not None:
         state_dict = _apart(small, names, state_dict)
@@ -103,9 +112,13 @@ def _as_kept(
     small: SmallStates | None, optim: torch.optim.Optimizer | None, source: nn.Parameter, entry: State
 ) -> State:
     """Returns the state of a sharded parameter as the optimizer keeps it."""
-    if small is None or optim is None:
+    held = to_local(source)
+    if small is None or optim is None or not held.numel():
         return entry
-    return small.put_together(entry, initial_state_of(optim, source))
+    own = nn.Parameter(held.detach(), source.requires_grad) if isinstance(source, DTensor) else source
+    local = {key: to_local(value) for key, value in entry.items()}
+    kept = small.put_together(local, initial_state_of(optim, source, own))
+    return {key: placed_like(source, key, value) for key, value in kept.items()}
 
 
 def _known(params: Mapping[Any, list[Original]], given: Collection[str]) -> dict[Any, list[Original]]:
@@ -166,19 +179,23 @@ def _pieces(
         if name not in names.by_name:
             others[name] = entry if first is None else first.fetched(entry)
             continue
-        pieces[name] = {}
-        for key, value in entry.items():  # tensors of the first rank travel one by one
-            value = value if first is None else first.fetched(value)
-            pieces[name][key] = _cut(names.by_name[name], key, value, counted, is_scale(key, entry))
+        original, pieces[name] = names.by_name[name], {}
+        for key, given in entry.items():  # tensors of the first rank travel one by one
+            value, of_blocks = given if first is None else first.fetched(given), is_scale(key, entry)
+            if not isinstance(original.source, DTensor) or of_blocks:
+                value = unsharded(value)
+                cut = _cut(original, key, value, counted, of_blocks)
+                # A full tensor that is not the caller's is freed at once.
+                value = cut.clone() if isinstance(cut, IntervalTensor) and value is not given else cut
+            pieces[name][key] = value
     return pieces, others
 
 
 def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_blocks: bool) -> Any:
-    """Returns this rank's piece of a value, or the whole value where it is not elementwise.
+    """Returns this rank's piece of a value, in its memory, or the whole value where it is not elementwise.
 
     Names in `counted` are never elementwise. With `of_blocks` the value has one element per block.
     """
-    value = unsharded(value)
     if not isinstance(value, torch.Tensor):
         if not original.uncut:
             original.refuse_cut(key, value)
@@ -195,10 +212,9 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
             )
         return value
     if value.shape == original.shape and (value.dim() > 0 or key not in counted) and not of_blocks:
-        return original.piece_of(value)
+        return original.piece(original.interval.own(value))
     if own is not None and value.dim() > 0 and (of_blocks or not original.uncut):
-        piece = value.reshape(-1)[own[0] : own[1]].to(original.source.device, copy=True)
-        return IntervalTensor(value.shape, own[0], piece)
+        return IntervalTensor(value.shape, own[0], value.reshape(-1)[own[0] : own[1]])
     if not original.uncut:
         original.refuse_cut(key, value)
     return value
@@ -226,11 +242,10 @@ def _source_state(
         if key not in scales
     }
     for key in scales if small is not None else ():
-        state[key] = spread = torch.full(source.shape, torch.nan, device=source.device)
+        state[key] = spread = torch.full(to_local(source).shape, torch.nan, device=source.device)
         for each, entry in found:
-            if key in entry and small is not None:
-                numel, start = each.shape.numel(), each.interval.start
-                small.spread(numel, start, entry[key], each.interval.within(spread))
+            if small is not None and isinstance(entry.get(key), IntervalTensor):
+                small.spread(each, entry[key], spread)
     return state
 
 
@@ -238,7 +253,9 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
     """Joins pieces; of any other value a FlatParameter has one, on which its parameters must agree."""
     first, value = values[0]
     if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
-        return value.piece.view(-1, *value.shape[1:])
+        return value.piece.to(first.source.device, copy=True).view(-1, *value.shape[1:])
+    if isinstance(value, IntervalTensor) and value.piece.numel() == first.source.numel():
+        return value.piece.to(first.source.device, copy=True).view(first.source.shape)
     if isinstance(value, IntervalTensor):
         full = torch.zeros(first.source.shape, dtype=value.dtype, device=first.source.device)
         for original, piece in values:
@@ -252,7 +269,7 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
             "both are part of one FlatParameter, which has one such value: wrap the module with "
             "use_orig_params=True, or wrap the two apart"
         )
-    return copy.deepcopy(value)
+    return value if isinstance(first.source, DTensor) else copy.deepcopy(value)
 
 
 def _never_stepped(state: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import own_method
+from fsdp_wrap._params import holding, to_local
 from fsdp_wrap._runtime import require_idle, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
@@ -96,18 +97,26 @@ def same_values(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))  # the latter: not a number
 
 
+def placed_like(param: torch.Tensor, key: str, value: Any) -> Any:
+    """Returns a value in the state of a `DTensor`'s local part as the `DTensor`'s own state has it."""
+    if isinstance(value, dict):
+        return {name: placed_like(param, name, each) for name, each in value.items()}
+    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
+    return holding(param, value) if elementwise and key != "step" else value
+
+
 # of an optimizer
 
 
-def originals_of(model: nn.Module, optim: Any, doing: str) -> Originals:
-    """Returns the model's parameters, once `doing` is allowed."""
+def originals_of(model: nn.Module, optim: Any, doing: str, as_dtensors: bool = False) -> Originals:
+    """Returns the model's parameters, once `doing` is allowed; `as_dtensors` as for `Originals`."""
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise TypeError(f"optim must be a torch.optim.Optimizer, not {type(optim).__name__}")
     require_idle(units_in(model).values(), doing)
     if optim is not None:
         refuse_shared(model, [optim])
-    names = Originals(model)
-    for original in names.by_name.values():
+    names = Originals(model, as_dtensors)
+    for original in () if as_dtensors else names.by_name.values():
         if isinstance(original.source, DTensor):
             raise ValueError(
                 f"parameter '{original.fqn}' was sharded by fully_shard, so its optimizer state is made of "

@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._core.torch_private import own_method
-from fsdp_wrap._params import IntervalTensor
+from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
 from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
 from fsdp_wrap._state.optim_initial import initial_state
-from fsdp_wrap._state.optim_params import ParamGroup, given_groups, groups_of, options_of, originals_of
+from fsdp_wrap._state.optim_params import (
+    ParamGroup,
+    given_groups,
+    groups_of,
+    options_of,
+    originals_of,
+    placed_like,
+)
 from fsdp_wrap._state.optim_pieces import State, agreed, with_empty_pieces
 from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SmallStates, is_scale, small_states_of
@@ -35,6 +43,7 @@ def sharded_optim_state_dict(
     *,
     to_host: bool,
     all_names: bool = True,
+    as_dtensors: bool = False,
 ) -> dict[str, Any]:
     """Returns this rank's pieces of the optimizer state.
 
@@ -49,40 +58,23 @@ def sharded_optim_state_dict(
         optim: Made from its parameters.
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory; otherwise the pieces are the optimizer's own memory.
-        all_names: Whether empty pieces are wanted; without them nothing is communicated.
+        all_names: Whether empty pieces are wanted; without them nothing is communicated or copied.
+        as_dtensors: Whether the model is sharded by `DTensor`s alone, which are taken as they are, without
+            the state that would begin.
 
     Returns:
         `state` by name, with `IntervalTensor`s, and `param_groups`.
     """
-    names = originals_of(model, optim, "optim_state_dict()")
-    local = _local_state(names, optim, state_dict, initial=True)
-    if all_names:
-        pieces = with_empty_pieces(names, local.pieces, local.error)
-    elif local.error is not None:
+    names = originals_of(model, optim, "optim_state_dict()", as_dtensors)
+    local = _local_state(names, optim, state_dict, initial=not as_dtensors)
+    if not all_names and local.error is not None:
         raise local.error
-    else:
-        pieces = local.pieces
+    if not all_names:
+        return local.state_dict(local.pieces)
+    pieces = with_empty_pieces(names, local.pieces, local.error)
     return local.state_dict(
         {fqn: {key: _kept(value, to_host) for key, value in entry.items()} for fqn, entry in pieces.items()}
     )
-
-
-def dtensor_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None, *, to_host: bool
-) -> dict[str, Any]:
-    """Returns the optimizer state by rows, as `DTensor`s; collective: one value after the other is gathered.
-
-    Args and errors are those of `sharded_optim_state_dict`.
-    """
-    full = _FullState(model, optim, state_dict, "optim_state_dict()", initial=True)
-    found = {fqn: dict(entry) for fqn, entry in full.known.items()}
-    for fqn, key, value in full.values(budget=full.unit_nbytes, wanted=True, to_host=False):
-        if isinstance(full.known[fqn][key], FullValue):
-            value = full.names.by_name[fqn].rows_of(value)
-            found[fqn][key] = value.cpu() if to_host else value
-        else:
-            found[fqn][key] = _kept(value, to_host)
-    return full.local.state_dict(found)
 
 
 def full_optim_state_dict(
@@ -91,9 +83,10 @@ def full_optim_state_dict(
     state_dict: Mapping[str, Any] | None,
     *,
     to_host: bool,
-    wanted: bool,
+    wanted: bool = True,
+    by_rows: bool = False,
 ) -> dict[str, Any]:
-    """Gathers the optimizer state; collective.
+    """Gathers the optimizer state, one value after the other; collective.
 
     Args:
         model: The wrapped module, or one that contains it.
@@ -101,14 +94,18 @@ def full_optim_state_dict(
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory.
         wanted: Whether this rank gets the result; otherwise it gets an empty dict.
+        by_rows: Whether each rank keeps its rows, as `DTensor`s, also of state that would begin.
 
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
     """
-    state = _FullState(model, optim, state_dict, "optim_state_dict()")
+    state = _FullState(model, optim, state_dict, "optim_state_dict()", initial=by_rows)
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
-    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=to_host):
-        found[fqn][key] = value
+    on_host = to_host and not by_rows
+    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=on_host):
+        if by_rows and isinstance(state.known[fqn][key], FullValue):
+            value = state.names.by_name[fqn].rows_of(value)
+        found[fqn][key] = value.cpu() if by_rows and to_host and isinstance(value, torch.Tensor) else value
     return state.local.state_dict(found) if wanted else {}
 
 
@@ -233,12 +230,18 @@ def _read_local_state(
     }
     small = small_states_of(optim)
     if small is not None:
-        shapes = {keys[fqn]: original.source.shape for fqn, original in held.items()}
-        states = states | {key: small.taken_apart(states[key], shape) for key, shape in shapes.items()}
+        states = states | {keys[fqn]: _apart(small, held[fqn].source, states[keys[fqn]]) for fqn in held}
     pieces = {fqn: _pieces_of(original, states[keys[fqn]], small) for fqn, original in held.items()}
     others = {key: value for key, value in states.items() if key not in params}
     named = [_renamed(group.options or {}, group.names, group.names) for group in groups]
     return _LocalState(pieces, others, {"param_groups": named} if "param_groups" in saved else {})
+
+
+def _apart(small: SmallStates, param: torch.Tensor, entry: Mapping[str, Any]) -> State:
+    found = small.taken_apart(entry, to_local(param).shape)
+    return {
+        key: value if is_scale(key, found) else placed_like(param, key, value) for key, value in found.items()
+    }
 
 
 def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates | None) -> State:
@@ -250,7 +253,8 @@ def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates 
             continue
         scales = small.scales_of(original, value)
         if scales is not None:
-            found[key] = scales.piece if original.uncut else scales
+            whole = original.uncut and not isinstance(original.source, DTensor)
+            found[key] = scales.piece if whole else scales
     return found
 
 

@@ -173,11 +173,15 @@ class Original:
 
 
 class Originals:
-    """The parameters of the unwrapped module, in its order, whichever way the module is wrapped."""
+    """The parameters of the unwrapped module, in its order, whichever way the module is wrapped.
 
-    def __init__(self, module: nn.Module) -> None:
+    With `as_dtensors` each stands for itself: `DTensor`s need not lie in intervals.
+    """
+
+    def __init__(self, module: nn.Module, as_dtensors: bool = False) -> None:
         self._module = module
-        self.by_name = {original.fqn: original for original in _walk(module)}
+        found = _as_shown(module) if as_dtensors else _walk(module)
+        self.by_name = {original.fqn: original for original in found}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
             self._by_source.setdefault(id(original.source), []).append(original)
@@ -224,6 +228,11 @@ class Originals:
         fqns = [original.fqn for original in self._by_source.get(id(param), ())]
         others = f" (and {len(fqns) - 1} others of its FlatParameter)" if len(fqns) > 1 else ""
         return f"parameter '{fqns[0]}'{others}" if fqns else f"a parameter of shape {tuple(param.shape)}"
+
+
+def _as_shown(module: nn.Module) -> Iterator[Original]:
+    for name, param in module.named_parameters():
+        yield uncut(clean_fqn(name).replace("_orig_mod.", ""), param)
 
 
 def _walk(module: nn.Module) -> Iterator[Original]:

@@ -14,12 +14,11 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_wrap._core import ceil_div
-from fsdp_wrap._params import IntervalTensor, holding, to_local
-from fsdp_wrap._state.optim_initial import initial_state_of, innermost
+from fsdp_wrap._params import IntervalTensor, to_local
+from fsdp_wrap._state.optim_initial import innermost
 from fsdp_wrap._state.originals import Original
 
 State = dict[str, Any]
@@ -48,10 +47,10 @@ def bounds_in(original: Original, shape: torch.Size, of_blocks: bool) -> tuple[i
     """
     if not of_blocks:
         return original.bounds_in(shape)
-    block = block_of(original.shape.numel(), shape[0])
-    if block is None:
+    block, bounds = block_of(original.shape.numel(), shape[0]), _bounds(original)
+    if block is None or bounds is None:
         return None
-    return ceil_div(original.interval.start, block), ceil_div(original.interval.stop, block)
+    return ceil_div(bounds[0], block), ceil_div(bounds[1], block)
 
 
 def small_states_of(optim: Any) -> SmallStates | None:
@@ -78,7 +77,7 @@ class SmallStates(ABC):
         last block: 1-D, and 0 where there are no codes.
         """
         found: State = {}
-        entry = self.as_in_optimizer(entry)
+        entry = {key: to_local(value) for key, value in self.as_in_optimizer(entry).items()}
         for key, value in entry.items():
             if key in self._parts:
                 continue
@@ -120,32 +119,16 @@ class SmallStates(ABC):
         return self._as_loaded(found)
 
     def scales_of(self, original: Original, scale: torch.Tensor) -> IntervalTensor | None:
-        """Returns an original parameter's scales out of its sharded parameter's.
-
-        None where tensor parallelism has cut the parameter: its blocks are others than the whole's.
-        """
-        interval = original.interval
-        if interval.part is not None:
-            return None
-        return self.scales_within(
-            original.shape.numel(), interval.start, interval.stop, interval.offset, scale
-        )
-
-    def scales_within(
-        self, numel: int, start: int, stop: int, offset: int, scale: torch.Tensor
-    ) -> IntervalTensor:
-        """Returns this rank's interval of the scales of a parameter's blocks.
+        """Returns this rank's interval of an original parameter's scales, out of its sharded parameter's.
 
         A block belongs to the rank that has its first element. Its scale is 0 if that rank does not have all
-        of it, or it is no block of the sharded parameter.
-
-        Args:
-            numel: Elements of the parameter.
-            start: The first element of this rank's interval of the parameter.
-            stop: The element behind it.
-            offset: Where the interval begins in the sharded parameter.
-            scale: The scale of the sharded parameter's blocks.
+        of it, or it is no block of the sharded parameter. None where the rank holds several intervals, or
+        tensor parallelism has cut the parameter: its blocks are others than the whole's.
         """
+        bounds, numel, offset = _bounds(original), original.shape.numel(), original.interval.offset
+        if bounds is None or original.interval.part is not None:
+            return None
+        start, stop = bounds
         first, last = (ceil_div(end, self.block) for end in (start, stop))
         piece, ahead = scale.new_zeros(last - first), offset - start
         if ahead % self.block == 0 and last > first:
@@ -155,15 +138,17 @@ class SmallStates(ABC):
                 piece[-1].zero_()
         return IntervalTensor(torch.Size([ceil_div(numel, self.block)]), first, piece)
 
-    def spread(self, numel: int, start: int, piece: IntervalTensor, out: torch.Tensor) -> None:
-        """Writes the scales of `scales_within` to each element of an interval that begins at `start`.
+    def spread(self, original: Original, piece: IntervalTensor, to: torch.Tensor) -> None:
+        """Writes the scales of `scales_of` to each element of a tensor like the sharded parameter.
 
         Zeros where they are of blocks of another size.
         """
+        bounds, whole = _bounds(original), isinstance(original.source, DTensor)
+        out = to.view(-1) if whole else original.interval.within(to)
         out.zero_()
-        if piece.shape[0] != ceil_div(numel, self.block):
+        if bounds is None or piece.shape[0] != ceil_div(original.shape.numel(), self.block):
             return
-        begin = piece.start * self.block - start
+        begin = piece.start * self.block - bounds[0]
         values = piece.piece.repeat_interleave(self.block)[: out.numel() - begin]
         out[begin : begin + values.numel()].copy_(values)
 
@@ -280,56 +265,14 @@ class _Bitsandbytes(SmallStates):
         return {name: entry[name] for name in (key, f"absmax{key[-1]}", f"qmap{key[-1]}")}
 
 
-# of `DTensor`s
+# where a rank's interval lies
 
 
-def taken_from_dtensor(small: SmallStates, param: torch.Tensor, entry: Mapping[str, Any]) -> State:
-    """Returns the state of a parameter, a `DTensor` or whole, with values and scales in place of codes."""
-    local = {key: to_local(value) for key, value in small.as_in_optimizer(entry).items()}
-    apart = small.taken_apart(local, to_local(param).shape)
-    bounds = _bounds(param)
-    found: State = {}
-    for key, value in apart.items():
-        if not is_scale(key, apart):
-            found[key] = _placed(param, key, value)
-        elif bounds is not None:
-            scales = small.scales_within(param.numel(), *bounds, 0, value)
-            found[key] = scales if isinstance(param, DTensor) else scales.piece
-    return found
-
-
-def put_in_dtensor(
-    small: SmallStates, optim: torch.optim.Optimizer, param: nn.Parameter, entry: Mapping[str, Any]
-) -> State:
-    """Undoes `taken_from_dtensor`, for an entry of whole scales, perhaps of another cut or optimizer."""
-    held = to_local(param)
-    if not held.numel():
-        return dict(entry)
-    bounds, local = _bounds(param), {}
-    for key, value in entry.items():
-        if not is_scale(key, entry):
-            local[key] = to_local(value)
-        elif bounds is not None:
-            local[key] = torch.empty(held.numel(), device=held.device)
-            first, last = (ceil_div(bound, small.block) for bound in bounds)
-            piece = IntervalTensor(value.shape, first, value[first:last].to(held.device))
-            small.spread(param.numel(), bounds[0], piece, local[key])
-    own = nn.Parameter(held.detach(), requires_grad=param.requires_grad)
-    kept = small.put_together(local, initial_state_of(optim, param, own))
-    return {key: _placed(param, key, value) for key, value in kept.items()}
-
-
-def _placed(param: torch.Tensor, key: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _placed(param, name, each) for name, each in value.items()}
-    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
-    return holding(param, value) if elementwise and key != "step" else value
-
-
-def _bounds(param: torch.Tensor) -> tuple[int, int] | None:
+def _bounds(original: Original) -> tuple[int, int] | None:
     """Returns this rank's interval of a flattened parameter; None where it holds several."""
+    param = original.source
     if not isinstance(param, DTensor):
-        return 0, param.numel()
+        return original.interval.start, original.interval.stop
     cuts = [dim for dim, each in enumerate(param.placements) if not isinstance(each, Replicate)]
     placements = [param.placements[dim] for dim in cuts]
     if len(cuts) > 1 or any(type(each) is not Shard or each.dim != 0 for each in placements):

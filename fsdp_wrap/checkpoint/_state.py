@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,18 +24,11 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     Originals,
     as_saved,
-    foreign_to_model,
     handles_of,
     innermost,
-    is_scale,
     load_optim_state_dict,
-    options_of,
-    put_in_dtensor,
     refuse_shared,
-    saved_options,
     sharded_optim_state_dict,
-    small_states_of,
-    taken_from_dtensor,
 )
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
@@ -77,9 +70,10 @@ class Subject:
         return pieces_of_model(self.model)
 
     def _optim_state(self) -> dict[str, Any]:
-        own = partial(sharded_optim_state_dict, state_dict=None, to_host=False, all_names=False)
-        take = _optim_state_by_name if self._is_of_dtensors() else own
-        parts = [take(self.model, each) for each in self.optimizers]
+        # Torch's functions for `DTensor`s step an optimizer that was never stepped, and refuse trainable
+        # parameters that never had a gradient.
+        how = {"to_host": False, "all_names": False, "as_dtensors": self._is_of_dtensors()}
+        parts = [sharded_optim_state_dict(self.model, each, None, **how) for each in self.optimizers]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
             "param_groups": [group for part in parts for group in part["param_groups"]],
@@ -122,18 +116,11 @@ class Subject:
         self, optimizer: torch.optim.Optimizer, state: Any, model: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Returns one optimizer's part of the state, and a function that then restores its dtypes."""
-        cut = (_optim_state_by_key if self._is_of_dtensors() else load_optim_state_dict)(
-            self.model, optimizer, state
-        )
+        as_dtensors = self._is_of_dtensors()
+        cut = load_optim_state_dict(self.model, optimizer, state, as_dtensors=as_dtensors)
         dtypes = {name: value.dtype for name, value in model.items() if isinstance(value, torch.Tensor)}
-        return cut, as_saved(self._names(), optimizer, cut, dtypes)
-
-    def _names(self) -> Callable[[nn.Parameter], str]:
-        """Returns a function from an optimizer's parameter to its name."""
-        if self._is_of_dtensors():  # which may have no intervals
-            return {param: clean_fqn(name) for name, param in self.model.named_parameters()}.__getitem__
-        originals = Originals(self.model)
-        return lambda param: originals.of(param)[0].fqn
+        originals = Originals(self.model, as_dtensors)
+        return cut, as_saved(lambda param: originals.of(param)[0].fqn, optimizer, cut, dtypes)
 
     def _is_of_dtensors(self) -> bool:
         """Whether the model is sharded by torch's own tensors alone."""
@@ -213,64 +200,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-# optimizers of DTensors: torch's functions for it step an optimizer that was never stepped, and refuse
-# trainable parameters that never had a gradient
-
-
-def _optim_state_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's state by names of parameters; values are the optimizer's own."""
-    saved, small = optim.state_dict(), small_states_of(optim)
-    named: dict[Any, str] = {}
-    params: dict[Any, nn.Parameter] = {}
-    groups = []
-    for group, own, names in zip(saved["param_groups"], optim.param_groups, _names_in_groups(model, optim)):
-        named.update(zip(group["params"], names))
-        params.update(zip(group["params"], own["params"]))
-        groups.append({**copy.deepcopy(options_of(group)), "params": names})
-    state = {key: dict(entry) for key, entry in saved["state"].items()}
-    if small is not None:
-        state |= {key: taken_from_dtensor(small, params[key], state[key]) for key in state if key in params}
-    return {"state": {named.get(key, key): entry for key, entry in state.items()}, "param_groups": groups}
-
-
-def _optim_state_by_key(
-    model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns of a state dict by names what an optimizer's `load_state_dict` takes; nothing is changed.
-
-    Parameters without state there have none: they had no gradient yet, or were frozen.
-    """
-    state: dict[Any, Any] = {}
-    groups: list[dict[str, Any]] = []
-    now = zip(optim.state_dict()["param_groups"], optim.param_groups, _names_in_groups(model, optim))
-    for group, own, names in now:
-        for key, param, name in zip(group["params"], own["params"], names):
-            if entry := state_dict["state"].get(name):
-                state[key] = _as_kept(optim, param, entry)
-        options = saved_options(names, options_of(group), state_dict["param_groups"])
-        groups.append({**(options or {}), "params": group["params"]})
-    return {"state": state, "param_groups": groups}
-
-
-def _as_kept(
-    optim: torch.optim.Optimizer, param: nn.Parameter, entry: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Returns the state of a parameter as the optimizer keeps it: in few bits, if it does so."""
-    small = small_states_of(optim)
-    if small is not None:
-        return put_in_dtensor(small, optim, param, entry)
-    return {key: value for key, value in entry.items() if not is_scale(key, entry)}
-
-
-def _names_in_groups(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[list[str]]:
-    names = {id(param): clean_fqn(name).replace("_orig_mod.", "") for name, param in model.named_parameters()}
-    for group in optim.param_groups:
-        for param in group["params"]:
-            if id(param) not in names:
-                raise foreign_to_model(param)
-        yield [names[id(param)] for param in group["params"]]
 
 
 # what a load that fails leaves as it was

@@ -29,8 +29,8 @@ from fsdp_wrap._core import (
     knows_its_shards,
 )
 from fsdp_wrap._core.torch_private import DTensorSpec
-from fsdp_wrap._params import holding, to_local
-from fsdp_wrap._state import is_state_offloaded
+from fsdp_wrap._params import to_local
+from fsdp_wrap._state import is_state_offloaded, placed_like
 from fsdp_wrap.optim._shard_runs import ShardRun, ShardRuns, State, same
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -389,9 +389,3 @@ def as_placed(param: Any) -> Any:
     if grad is None or grad.placements == param.placements:
         return grad
     return grad.redistribute(placements=param.placements)
-
-
-def placed_like(param: torch.Tensor, name: str, value: Any) -> Any:
-    """Returns a value of a shard's state in the form that the `DTensor`'s state has it."""
-    elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
-    return holding(param, value) if elementwise and name != "step" else value

@@ -17,13 +17,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._params import to_local
-from fsdp_wrap._state import Originals
+from fsdp_wrap._state import Originals, placed_like
 from fsdp_wrap.optim._on_shards import (
     AnyOptimizer,
     as_placed,
     check_elementwise,
     local_of,
-    placed_like,
     stepping_within,
 )
 from fsdp_wrap.optim._shard_runs import same

@@ -5,6 +5,7 @@ comes torchft itself, from the extra `elastic`: slow, and with kills.
 """
 
 import contextlib
+import copy
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from bed import ranks
 from bed.paths import ROOT
 from fronts import either_front, full_state
 from fsdp_wrap.replica_groups import join_replica_groups
+from partly_used import Partly
 from replica_managers import SHARDS, Manager, sharded
 from resuming import net, other, train, trained
 from state_nets import adamw, assert_close, assert_equal
@@ -72,6 +74,24 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
     assert one and one.keys() == two.keys()
     for number, entry in one.items():
         assert all(torch.equal(value, two[number][key]) for key, value in entry.items())
+
+
+@either_front
+@ranks(4)
+def test_a_parameter_counts_as_used_if_any_group_has_used_it(rank, world_size, front):
+    """Ranks 0 and 1, of the first group, each use a parameter that nobody else does; one is unused."""
+    torch.manual_seed(3)
+    plain, manager = Partly().double(), Manager()
+    model = sharded(front, copy.deepcopy(plain), rank)
+    optimizer, theirs = adamw(model), adamw(plain)
+    join_replica_groups(manager, model, optimizer)
+    for _ in range(2):
+        model(rank).backward()
+        (sum(map(plain, range(world_size))) / world_size).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert_close(full_state(model), plain.state_dict())
 
 
 @either_front
