@@ -68,7 +68,6 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
 | OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
-| axolotl 0.19.0 | 2.13.0 | LoRA with FSDP2 | losses differ by 0.1% from step 2 on; why is not known yet |
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
 | LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
 | verl 0.9.1 | 2.13.0 | a whole loop | not run: it knows the platforms CUDA, NPU and ROCm only |

@@ -159,50 +159,70 @@ def test_torchtunes_recipes(tmp_path: Path, recipe: str, given: list[str]) -> No
     _equal_torchs(_tune(recipe, *given), tmp_path, "model*.safetensors")
 
 
-def _axolotl(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
-    """Trains by axolotl's command, for which torchrun starts the ranks; returns the losses."""
-    rows = [{"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)} for seed in range(16)]
-    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = {
-        "base_model": str(model),
-        "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "alpaca"}],
-        "dataset_prepared_path": str(folder / "prepared"),
-        "output_dir": str(folder / "out"),
-        "sequence_len": 64,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "max_steps": STEPS,
-        "num_epochs": 1,
-        "optimizer": "adamw_torch",
-        "lr_scheduler": "constant",
-        "learning_rate": 1e-2,
-        "bf16": False,
-        "tf32": False,
-        "fsdp_version": 2,
-        "fsdp_config": {
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-            "state_dict_type": "FULL_STATE_DICT",
-            "reshard_after_forward": True,
-        },
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "seed": 0,
-        "ddp_backend": "gloo",
-        "attn_implementation": "sdpa",
-    }
-    config = folder / "config.yaml"
-    config.write_text(json.dumps(settings))
-    variables = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
-    command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
-    ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
-    done = run(*command, *ranks, env={**environment, **variables})
-    return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
+def _axolotl(**given: Any) -> Loop:
+    """Returns a loop of axolotl's command, for which torchrun starts the ranks."""
+
+    def loop(model: Path, folder: Path, environment: dict[str, str]) -> list[float]:
+        rows = [
+            {"instruction": text(seed, 4), "input": "", "output": text(seed + 100, 5)} for seed in range(16)
+        ]
+        (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        settings = {
+            "base_model": str(model),
+            "datasets": [{"path": str(folder / "texts.jsonl"), "ds_type": "json", "type": "alpaca"}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "output_dir": str(folder / "out"),
+            "sequence_len": 64,
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "max_steps": STEPS,
+            "num_epochs": 1,
+            "optimizer": "adamw_torch",
+            "lr_scheduler": "constant",
+            "learning_rate": 1e-2,
+            "bf16": False,
+            "tf32": False,
+            "fsdp_version": 2,
+            "fsdp_config": {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+                "state_dict_type": "FULL_STATE_DICT",
+                "reshard_after_forward": True,
+            },
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "seed": 0,
+            "ddp_backend": "gloo",
+            "attn_implementation": "sdpa",
+            **given,
+        }
+        config = folder / "config.yaml"
+        config.write_text(json.dumps(settings))
+        variables = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_OFFLINE": "1"}
+        command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
+        ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
+        done = run(*command, *ranks, env={**environment, **variables})
+        return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
+
+    return loop
+
+
+LORA_OF_AXOLOTL = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}
 
 
 @_client("axolotl", "transformers", "accelerate", "peft")
-def test_axolotl_trains(tmp_path: Path) -> None:
-    _equal_torchs(_axolotl, tmp_path, "model.safetensors")
+@pytest.mark.parametrize(
+    "given, saved",
+    [({}, "model.safetensors"), (LORA_OF_AXOLOTL, "adapter_model.safetensors")],
+    ids=["full", "lora"],
+)
+def test_axolotl_trains(tmp_path: Path, given: dict[str, Any], saved: str) -> None:
+    _equal_torchs(_axolotl(**given), tmp_path, saved)
 
 
 def _ray(way: str) -> Loop:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 if "RANK" in os.environ and "IN_FRONT" in os.environ:
+    import torch
     from torch import distributed as dist
 
     from fsdp_wrap import compat
@@ -47,6 +48,7 @@ if "RANK" in os.environ and "IN_FRONT" in os.environ:
 
     if "TORCHS_BEGAN" in os.environ:
         _note_torchs()
+    torch.manual_seed(0)  # axolotl draws adapters before it seeds
     dist.init_process_group = _begin
     compat.Installation().when_imported("accelerate.parallelism_config", _mesh_of_the_cpu)
     compat.Installation().when_imported("torchtune.training.memory", _know_no_memory)
