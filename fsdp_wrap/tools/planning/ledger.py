@@ -102,8 +102,7 @@ class Ledger:
     def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Sets the kind of use of the tensors' storages."""
         for tensor in tensors:
-            record = self.record_of(tensor)
-            if record is not None:
+            if (record := self.record_of(tensor)) is not None:
                 record.kind = kind
 
     @property
