@@ -16,7 +16,7 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 297,
-    "_comm": 2172,
+    "_comm": 2171,
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1675,
@@ -33,11 +33,11 @@ CODE_LINES = {
     "compat/_checking": 175,
     "optim": 2146,
     "tools": 4211,
-    "tools/tuning": 703,
+    "tools/tuning": 759,
     "top level": 2315,
     "weights": 795,
-    "core": 16492,
-    "all": 34702,
+    "core": 16491,
+    "all": 34757,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

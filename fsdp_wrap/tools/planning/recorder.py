@@ -192,8 +192,7 @@ class PlanRecorder(StepWatcher):
                 counts[self._name(owner)] += 1
         elif span.kind in (SpanKind.AWAIT_GATHER, SpanKind.AWAIT_REDUCTION):
             for owner in span.owners:
-                issued = self._tickets.pop((id(owner), gathers), None)
-                if issued is not None:
+                if (issued := self._tickets.pop((id(owner), gathers), None)) is not None:
                     self.entries.append(Wait(issued, self._ledger.visit, self._name(owner)))
         elif span.kind is SpanKind.AWAIT_COPIES:
             self.entries.append(Wait(ALL_COPIES, self._ledger.visit, ""))
