@@ -181,8 +181,8 @@ def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
         mock.patch.object(torch.Tensor, "repeat", held(repeat)),
         mock.patch.object(torch.Tensor, "new_empty", held(new_empty)),
     ):
-        pending = ours.all_gather([full], lambda: None), ours.reduce_scatter([shard], [full])
-        pending += (ours.all_reduce([torch.ones(100)]),)
+        pending = [ours.all_gather([full], lambda: None), ours.reduce_scatter([shard], [full])]
+        pending.append(ours.all_reduce([torch.ones(100)]))
         assert [each.untyped_storage().nbytes() > 0 for each in copies] == [True] * len(copies)
         for each in pending:
             each.wait()
