@@ -346,7 +346,7 @@ class _Tuning:
     def _by_gain(self, run: Recipe, units: Sequence[UnitRecipe]) -> list[str]:
         """Returns the units by the bytes of shards that leave for each second lost.
 
-        Of equal ones the larger comes first, and of alike ones the last: its gradients are there first, and
+        The larger of equal ones comes first, and the last of alike ones: its gradients are there first, and
         its shards are used last.
         """
         here, there = (
