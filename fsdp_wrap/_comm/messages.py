@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffer import tell_resized
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
@@ -109,8 +110,7 @@ class Messages:
         lives: Callable[[int], bool],
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        self._works, self._lives, self._finish = works, lives, finish
-        self._awaited = works[0][0]
+        self._works, self._lives, self._finish, self._awaited = works, lives, finish, works[0][0]
         self._suspect: int | None = None
         self._ended = False
         self._failure: str | None = None
@@ -239,6 +239,7 @@ def _free(tensors: Iterable[torch.Tensor]) -> None:
     """Frees tensors of ours now: gloo's thread holds for a while what has travelled."""
     for each in tensors:
         each.untyped_storage().resize_(0)
+        tell_resized(each.untyped_storage())
 
 
 def when_completed(work: Any, note: Callable[[], object]) -> bool:

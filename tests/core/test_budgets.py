@@ -16,7 +16,7 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 297,
-    "_comm": 2171,
+    "_comm": 2172,
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1675,
@@ -36,8 +36,8 @@ CODE_LINES = {
     "tools/tuning": 759,
     "top level": 2315,
     "weights": 795,
-    "core": 16491,
-    "all": 34757,
+    "core": 16492,
+    "all": 34758,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
