@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import tell_resized
+from fsdp_wrap._comm.buffer import resize_watchers, tell_resized
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
@@ -178,8 +178,7 @@ def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.T
     own = full[rank * length : (rank + 1) * length]
     if number_of_dispatch_modes():
         listening(rank, size)._allgather_base(full.clone(), own)
-    copy = own.repeat(size)
-    return AllToAll(group, full, copy, partial(_free, [copy]))
+    return AllToAll(group, full, copy := own.repeat(size), partial(_free, [copy]))
 
 
 def reduce_at_once(
@@ -239,7 +238,8 @@ def _free(tensors: Iterable[torch.Tensor]) -> None:
     """Frees tensors of ours now: gloo's thread holds for a while what has travelled."""
     for each in tensors:
         each.untyped_storage().resize_(0)
-        tell_resized(each.untyped_storage())
+        if resize_watchers:
+            tell_resized(each.untyped_storage())
 
 
 def when_completed(work: Any, note: Callable[[], object]) -> bool:

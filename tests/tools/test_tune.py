@@ -321,9 +321,8 @@ def whole_on_host(model: nn.Module) -> dict[str, bool]:
     return {name: all(layout.offloaded for layout in unit.layouts) for name, unit in units_in(model).items()}
 
 
-def nested(recipe: Recipe) -> nn.Module:
+def nested(recipe: Recipe, model: Any) -> nn.Module:
     """Wraps the blocks of a net by the wrapper, the first with its parameters on the host."""
-    model: Any = net()
     for at, block in enumerate(model.blocks):
         model.blocks[at] = FullyShardedDataParallel(
             block, cpu_offload=CPUOffload(at == 0), use_orig_params=True
@@ -335,7 +334,7 @@ def nested(recipe: Recipe) -> nn.Module:
 def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(front):
     recipe = Recipe.from_json(Recipe(units=ON_HOST_TOO).to_json())
     assert "shards      on host                     blocks.0" in str(recipe)
-    plain = net()
+    plain, begin = net(), net()  # made once: ranks are threads, with one random generator
     reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(3):
         (sum(plain(batch(each, step)).square().mean() for each in range(2)) / 2).backward()
@@ -343,7 +342,8 @@ def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(fron
     state = plain.state_dict()
 
     def program(rank: int, device: Simulation) -> None:
-        model = nested(recipe) if front == "wrapper" else recipe.apply(net(), Block)
+        make = partial(nested, recipe) if front == "wrapper" else recipe.apply
+        model = make(copy.deepcopy(begin))
         assert whole_on_host(model) == {"": False, "blocks.0": True, "blocks.1": False}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(3):
@@ -354,7 +354,7 @@ def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(fron
             found = full_state(model)
             for name, expected in state.items():
                 torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12, msg=name)
-        loaded = nested(recipe) if front == "wrapper" else recipe.apply(net(), Block)
+        loaded = make(copy.deepcopy(begin))
         loaded.load_state_dict(model.state_dict())
         x = batch(rank, 9)
         with torch.no_grad():
