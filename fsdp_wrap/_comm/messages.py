@@ -19,11 +19,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffer import resize_watchers, tell_resized
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.objects import REDUCTIONS, as_transport, combine
@@ -35,6 +37,7 @@ _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is li
 _MOST_GATHERED = 1 << 20
 """Bytes of all ranks' tensors together up to which an all-reduce is a gather and a sum."""
 
+_Operation = Callable[..., torch.Tensor]
 _CPU, _NO_LIMIT = torch.device("cpu"), timedelta(0)
 _IN_VAIN = "a rank died before all of its messages had come"
 
@@ -81,6 +84,7 @@ def exchange_reduce(
     def add() -> None:
         for addend in addends:
             shard.add_(addend)
+        _free(place for place in places if place is not shard)
 
     return Messages([*received, *sent], lives, add)
 
@@ -106,8 +110,7 @@ class Messages:
         lives: Callable[[int], bool],
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        self._works, self._lives, self._finish = works, lives, finish
-        self._awaited = works[0][0]
+        self._works, self._lives, self._finish, self._awaited = works, lives, finish, works[0][0]
         self._suspect: int | None = None
         self._ended = False
         self._failure: str | None = None
@@ -175,12 +178,12 @@ def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.T
     own = full[rank * length : (rank + 1) * length]
     if number_of_dispatch_modes():
         listening(rank, size)._allgather_base(full.clone(), own)
-    return AllToAll(group, full, own.repeat(size))
+    return AllToAll(group, full, copy := own.repeat(size), partial(_free, [copy]))
 
 
 def reduce_at_once(
     group: dist.ProcessGroup, rank: int, size: int, shard: torch.Tensor, full: torch.Tensor
-) -> Summed:
+) -> AllToAll:
     """Starts to sum this rank's part of a 1-D tensor of each rank into `shard`.
 
     `full` is of the shard's dtype, or a narrower one.
@@ -188,55 +191,55 @@ def reduce_at_once(
     if number_of_dispatch_modes():
         listening(rank, size)._reduce_scatter_base(shard, full, dist.ReduceScatterOptions())
     parts = torch.empty_like(full)
-    work = AllToAll(group, as_transport(parts), as_transport(full))
-    return Summed(work, parts.view(size, shard.numel()), shard, torch.add)
+    end = partial(_combine, parts.view(size, shard.numel()), shard, torch.add, [parts])
+    return AllToAll(group, as_transport(parts), as_transport(full), end)
 
 
 def all_reduce_at_once(
-    group: dist.ProcessGroup,
-    rank: int,
-    size: int,
-    tensor: torch.Tensor,
-    operation: Callable[..., torch.Tensor],
-) -> Summed:
+    group: dist.ProcessGroup, rank: int, size: int, tensor: torch.Tensor, operation: _Operation
+) -> AllToAll:
     """Starts to combine a contiguous tensor of each rank in place."""
     if number_of_dispatch_modes():
         listening(rank, size).allreduce([tensor])
     row = tensor.detach().view(-1)
-    every = row.new_empty(size, row.numel())
-    work = AllToAll(group, as_transport(every.view(-1)), as_transport(row.repeat(size)))
-    return Summed(work, every, row, operation)
+    every, copy = row.new_empty(size, row.numel()), row.repeat(size)
+    end = partial(_combine, every, row, operation, [every, copy])
+    return AllToAll(group, as_transport(every.view(-1)), as_transport(copy), end)
 
 
 class AllToAll:
     """An all-to-all of even parts in flight; takes the place of a process group's work.
 
-    It holds the sent tensor, so that gloo's thread does not free that. Callers tell dispatch modes.
+    It holds the sent tensor, so that gloo's thread does not free that, and calls `end` once when all parts
+    have come. Callers tell dispatch modes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> None:
-        backend: Any = group._get_backend(_CPU)
-        work = backend.alltoall_base(received, sent, [], [])
-        self.is_completed, self.wait = work.is_completed, work.wait
-        self._sent = sent
-
-
-class Summed:
-    """Rows that an all-to-all brings, one for each rank, and their sum; takes the place of a work."""
-
     def __init__(
-        self, work: AllToAll, rows: torch.Tensor, target: torch.Tensor, operation: Callable[..., torch.Tensor]
+        self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor, end: Callable[[], None]
     ) -> None:
-        self._work, self._target, self._operation = work, target, operation
-        self._rows: torch.Tensor | None = rows
-        self.is_completed = work.is_completed
+        backend: Any = group._get_backend(_CPU)
+        self._work = backend.alltoall_base(received, sent, [], [])
+        self.is_completed, self._sent, self._end = self._work.is_completed, sent, end
 
     def wait(self, limit: timedelta = _NO_LIMIT) -> None:
-        """Waits until all rows have come, and combines them; raises a RuntimeError after the limit."""
+        """Waits until all parts have come; raises a RuntimeError after the limit."""
         self._work.wait(limit)
-        if self._rows is not None:
-            combine(self._rows.unbind(), self._target, self._operation)
-            self._rows = None
+        self._end()
+        self._end = lambda: None
+
+
+def _combine(rows: torch.Tensor, target: torch.Tensor, operation: _Operation, spare: Tensors) -> None:
+    """Combines what has come from each rank, and frees tensors."""
+    combine(rows.unbind(), target, operation)
+    _free(spare)
+
+
+def _free(tensors: Iterable[torch.Tensor]) -> None:
+    """Frees tensors of ours now: gloo's thread holds for a while what has travelled."""
+    for each in tensors:
+        each.untyped_storage().resize_(0)
+        if resize_watchers:
+            tell_resized(each.untyped_storage())
 
 
 def when_completed(work: Any, note: Callable[[], object]) -> bool:

@@ -161,6 +161,36 @@ def test_small_tensors_are_reduced_at_once(rank, world_size):
     assert torch.signbit(zeros).all() and torch.signbit(shard).all()
 
 
+@pytest.mark.parametrize("numel", [3000, 3 << 20])
+@ranks(3)
+def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
+    """Whoever else still holds them, as gloo's threads do: so the peak of a step does not vary."""
+    ours, full, shard = over_gloo(), torch.ones(numel), torch.ones(numel // 3)
+    copies: list[torch.Tensor] = []
+    repeat, empty_like, new_empty = torch.Tensor.repeat, torch.empty_like, torch.Tensor.new_empty
+
+    def held(make: Any) -> Any:
+        def kept(*args: Any, **options: Any) -> torch.Tensor:
+            copies.append(make(*args, **options))
+            return copies[-1]
+
+        return kept
+
+    with (
+        mock.patch.object(torch, "empty_like", held(empty_like)),
+        mock.patch.object(torch.Tensor, "repeat", held(repeat)),
+        mock.patch.object(torch.Tensor, "new_empty", held(new_empty)),
+    ):
+        pending = [ours.all_gather([full], lambda: None), ours.reduce_scatter([shard], [full])]
+        pending.append(ours.all_reduce([torch.ones(100)]))
+        assert [each.untyped_storage().nbytes() > 0 for each in copies] == [True] * len(copies)
+        for each in pending:
+            each.wait()
+    assert len(copies) == (4 if numel == 3000 else 3)
+    assert [each.untyped_storage().nbytes() for each in copies] == [0] * len(copies)
+    assert torch.equal(shard, torch.full((numel // 3,), 3.0)) and torch.equal(full, torch.ones(numel))
+
+
 @ranks(3)
 def test_who_has_issued_need_not_wait_for_others(rank, world_size):
     """Gathers and reductions of the first rank complete while others are elsewhere, and only once."""

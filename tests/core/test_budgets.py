@@ -33,11 +33,11 @@ CODE_LINES = {
     "compat/_checking": 175,
     "optim": 2142,
     "tools": 4211,
-    "tools/tuning": 703,
+    "tools/tuning": 759,
     "top level": 2314,
     "weights": 795,
     "core": 16479,
-    "all": 34632,
+    "all": 34688,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

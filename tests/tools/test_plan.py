@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 class Checkpointed(Layer):
     def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Model(nn.Module):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_wrap._comm import default_mesh
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap.api import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -221,10 +222,16 @@ def mesh_of(ranks_per_replica: int | None, asking: str) -> DeviceMesh:
     return init_device_mesh(whole.device_type, (replicas, ranks_per_replica), mesh_dim_names=names)
 
 
-def allocate(model: nn.Module, mesh: DeviceMesh, on_host: bool) -> None:
-    """Gives parameters on the meta device memory, on the mesh's device or on the host."""
+def allocate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives parameters on the meta device memory: on the mesh's device, or on the host if offloaded."""
+    layouts = [layout for unit in units_in(model).values() for layout in unit.layouts if layout.offloaded]
+    on_host = {id(param) for layout in layouts for param in layout.sharded_params}
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else mesh.device_type)
+
     if any(param.is_meta for param in model.parameters()):
-        model.to_empty(device="cpu" if on_host else mesh.device_type)
+        model._apply(empty)  # type: ignore[no-untyped-call]
 
 
 def _composed(
@@ -240,7 +247,7 @@ def _composed(
         fully_shard(module, reshard_after_forward=reshard, **kwargs)
     # by default (None) the root's parameters are gathered once; the only unit is resharded as well
     fully_shard(model, reshard_after_forward=None if units and reshard else reshard, **kwargs)
-    allocate(model, mesh, on_host=chosen["offload"] == "all")
+    allocate(model, mesh)
     return model
 
 

@@ -82,14 +82,12 @@ class Ledger:
         return record
 
     def _gone(self, key: int) -> None:
-        record = self._records.pop(key, None)
-        if record is not None:
+        if (record := self._records.pop(key, None)) is not None:
             self._change(record, 0)
 
     def resized(self, storage: torch.UntypedStorage, kind: str) -> None:
         """Notes that a storage's memory was allocated, for a kind of use, or freed."""
-        record = self._records.get(storage._cdata)
-        if record is not None:
+        if (record := self._records.get(storage._cdata)) is not None:
             if storage.nbytes():
                 record.kind = kind
             self._change(record, storage.nbytes())
@@ -102,8 +100,7 @@ class Ledger:
     def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Sets the kind of use of the tensors' storages."""
         for tensor in tensors:
-            record = self.record_of(tensor)
-            if record is not None:
+            if (record := self.record_of(tensor)) is not None:
                 record.kind = kind
 
     @property

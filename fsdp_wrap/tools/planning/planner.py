@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fsdp_wrap.tools.planning.plan import Plan
 from fsdp_wrap.tools.planning.prediction import Prediction, predicted
 from fsdp_wrap.tools.planning.recalled import gathered_bytes, remember
 from fsdp_wrap.tools.planning.recorder import PlanRecorder
-from fsdp_wrap.tools.planning.tensors import MetaDispatch, PlanningError
+from fsdp_wrap.tools.planning.tensors import CPU, MetaDispatch, PlanningError
 from fsdp_wrap.tools.planning.world import world_of
 
 Setup = Callable[[], tuple[nn.Module, Any, Callable[[], object]]]
@@ -164,7 +165,15 @@ class _Planner:
             stack.enter_context(fake.in_hooks())
             stack.enter_context(fake)
             stack.enter_context(self._dispatch)
+            stack.callback(setattr, torch, "get_rng_state", get := torch.get_rng_state)
+            torch.get_rng_state = partial(self._noted, get)
             yield
+
+    def _noted(self, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Notes a state of the random generator, which checkpoints keep and no operator makes."""
+        state = get()
+        self._ledger.add(state, CPU).known = True
+        return state
 
     def build(self, setup: Setup, helps: bool) -> None:
         """Runs the user's setup."""

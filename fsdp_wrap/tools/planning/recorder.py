@@ -192,8 +192,7 @@ class PlanRecorder(StepWatcher):
                 counts[self._name(owner)] += 1
         elif span.kind in (SpanKind.AWAIT_GATHER, SpanKind.AWAIT_REDUCTION):
             for owner in span.owners:
-                issued = self._tickets.pop((id(owner), gathers), None)
-                if issued is not None:
+                if (issued := self._tickets.pop((id(owner), gathers), None)) is not None:
                     self.entries.append(Wait(issued, self._ledger.visit, self._name(owner)))
         elif span.kind is SpanKind.AWAIT_COPIES:
             self.entries.append(Wait(ALL_COPIES, self._ledger.visit, ""))
@@ -247,12 +246,8 @@ class PlanRecorder(StepWatcher):
         """Notes a copy of a unit's activations to the device."""
         record = self._ledger.record_of(target)
         copies = bool(self._spans) and self._spans[-1][0].kind is SpanKind.COPY
-        if (
-            copies
-            and self._last is Computing.BACKWARD
-            and record is not None
-            and not self._ledger.on_host(record)
-        ):
+        copies &= self._last is Computing.BACKWARD
+        if copies and record is not None and not self._ledger.on_host(record):
             for owner in self._spans[-1][0].owners:
                 self._arrivals.setdefault(id(owner), []).append(ticket)
 
@@ -295,11 +290,8 @@ class PlanRecorder(StepWatcher):
     def _issue(self, collective: CollectiveCall) -> None:
         self.collectives.append(collective)
         ticket = self._spans[-1][1] if self._spans else -1
-        self.entries.append(
-            Work(
-                Resource.NETWORK, self._ledger.visit, collective.nbytes, collective=collective, ticket=ticket
-            )
-        )
+        visit, nbytes = self._ledger.visit, collective.nbytes
+        self.entries.append(Work(Resource.NETWORK, visit, nbytes, collective=collective, ticket=ticket))
 
 
 def _heads_alike(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -153,8 +153,7 @@ class MetaDispatch(TorchDispatchMode):
         """Notes that the values of tensors are no longer known."""
         written = list(written)
         for each in written:
-            record = self._ledger.record_of(each)
-            if record is not None:
+            if (record := self._ledger.record_of(each)) is not None:
                 record.known = False
         return written[0] if len(written) == 1 else None
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, walk
+from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.tools.fitting.variants import OFFLOADS, allocate, check_word, mesh_of, modules_of
@@ -27,6 +28,7 @@ ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
     "on host",
     "recomputed, inputs on host",
 )
+ON_DEVICE = "on device"
 OFFLOADS_ACTIVATIONS, SHARDS_STATE = (
     find_spec(f"fsdp_wrap.{folder}") is not None for folder in ("_activations", "_state_over_replicas")
 )
@@ -42,11 +44,13 @@ class UnitRecipe:
         parameters: Its full parameters are "freed" after forward and backward, "kept to backward", or "kept".
         activations: Tensors that its forward saves for backward "stay" on the device, are "recomputed" from
             the inputs of its blocks, are "on host" meanwhile, or "recomputed, inputs on host".
+        shards: Its shards, with their gradients and optimizer state, lie "on device" or "on host".
     """
 
     modules: tuple[str, ...]
     parameters: str = FREED
     activations: str = STAY
+    shards: str = ON_DEVICE
 
     def __post_init__(self) -> None:
         """Checks the words.
@@ -56,6 +60,7 @@ class UnitRecipe:
         """
         check_word("parameters", self.parameters, PARAMETERS)
         check_word("activations", self.activations, ACTIVATIONS)
+        check_word("shards", self.shards, (ON_DEVICE, ON_HOST))
         if not self.modules:
             raise ValueError("modules must name a module of the unit at least; the root's name is ''")
 
@@ -74,7 +79,8 @@ class Recipe:
         batch_bytes: Memory for collectives that small units share; None for the device's default.
         ranks_per_replica: How many ranks hold a copy of the model between them; None for all.
         state_over_replicas: Whether replicas shard the optimizer's state between them as well.
-        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all".
+        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all"; of units whose
+            shards are on the host, all.
         ranks: The ranks that it was tuned for; None if it was not.
         memory: The budget in bytes of each rank.
         needed_bytes: The most bytes that a rank holds, by the plan.
@@ -162,16 +168,19 @@ class Recipe:
             raise ValueError("mesh is given, and the recipe has replicas: let it make the mesh")
         if mesh is None:
             mesh = mesh_of(self.ranks_per_replica, "Recipe.apply()")
-        options |= {"mesh": mesh, "offload_policy": OFFLOADS[self.offload][0]}
-        options["state_over_replicas"] = self.state_over_replicas
+        options |= {"mesh": mesh, "state_over_replicas": self.state_over_replicas}
+        on_host = {unit.modules[0] for unit in self.units if unit.shards == ON_HOST}
+        policy, policy_on_host = OFFLOADS[self.offload][0], OFFLOADS["all"][0]
         modules = dict(model.named_modules())
         for names in self._borders([*blocks]):
             if missing := [name for name in names if name not in modules]:
                 raise ValueError(f"the recipe has a unit '{missing[0]}', and {type(model).__name__} has not")
             members = [modules[name] for name in names]
+            options["offload_policy"] = policy_on_host if names[0] in on_host else policy
             fully_shard(members if len(members) > 1 else members[0], **options)
+        options["offload_policy"] = policy_on_host if "" in on_host else policy
         fully_shard(model, **options)
-        allocate(model, mesh, on_host=self.offload == "all")
+        allocate(model, mesh)
 
     def _borders(self, blocks: Sequence[str]) -> Iterator[Sequence[str]]:
         """Yields the modules of each unit below the root."""
@@ -190,6 +199,13 @@ class Recipe:
                 raise ValueError(
                     f"'{', '.join(unit.modules)}' is no unit of this {type(model).__name__}, which has "
                     f"{[*there]}: apply the recipe to the plain model"
+                )
+            made = there[unit.modules[0]]
+            if unit.shards == ON_HOST and not all(map(_may_lie_on_host, made.layouts)):
+                raise ValueError(
+                    f"the recipe has the shards of '{unit.modules[0]}' on the host, and this "
+                    f"{type(model).__name__} is sharded already with those on the device: pass "
+                    "offload_policy=CPUOffloadPolicy() or cpu_offload=CPUOffload(True) where that is sharded"
                 )
         if self.offload != "none" or self.ranks_per_replica is not None:
             raise ValueError(
@@ -270,6 +286,8 @@ class Recipe:
             for word in dict.fromkeys(map(of, self.units)):
                 names = [unit.modules for unit in self.units if of(unit) == word]
                 yield f"{title:<12}{word:<28}{format_names(names)}"
+        if names := [unit.modules for unit in self.units if unit.shards == ON_HOST]:
+            yield f"{'shards':<12}{ON_HOST:<28}{format_names(names)}"
 
 
 def _parameters_of(unit: UnitRecipe) -> str:
@@ -320,6 +338,11 @@ def _blocks_of(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
             if kinds[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         }
     return chosen
+
+
+def _may_lie_on_host(layout: Layout) -> bool:
+    """Whether a layout's shards are offloaded, or lie in the host's memory anyway."""
+    return layout.offloaded or all(param.device.type == "cpu" for param in layout.sharded_params)
 
 
 class _Recomputed(partial[Any]):

@@ -7,7 +7,7 @@ every answer is planned as a whole before it counts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.planning import Machine, Plan, plan
-from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER
+from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, UnitPlan
 from fsdp_wrap.tools.planning.planner import MOST_RANKS, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 from fsdp_wrap.tools.timeline import Timeline
@@ -206,6 +206,8 @@ class _Tuning:
         if self.best is not None:
             for together in (2, 4, 0) if self._takes else ():
                 self._try(replace(_run_of(self.best.recipe), together=together))
+            if self._takes and self.device != "cpu":
+                self._improve_shards(self.best.recipe)
         else:
             for run in self._runs() if self._takes else ():
                 self._try(replace(run, together=0))
@@ -231,23 +233,28 @@ class _Tuning:
                 for shards in (False, True) if SHARDS_STATE else (False,):
                     yield replace(plain, offload=offload, ranks_per_replica=size, state_over_replicas=shards)
 
-    def _try(self, run: Recipe) -> None:
-        """Finds the best recipe of a run, unless another one is faster in any case; notes why not."""
+    def _try(self, run: Recipe, on_host: Collection[str] = ()) -> None:
+        """Finds the best recipe of a run, unless another one is faster in any case; notes why not.
+
+        `on_host` are the first modules of units whose shards are to lie on the host.
+        """
         try:
-            told = self._best_of(run)
+            told = self._best_of(run, on_host)
         except _REFUSALS as error:
             if not self._known:  # not even the setup's own recipe
                 raise ValueError(f"the setup cannot be planned: {error}") from error
             told = f"refused: {str(error).strip().splitlines()[0]}"
-        self._tried.append(f"  {_format_run(run)}: {told}")
+        there = f", shards of {len(on_host)} units on the host" if on_host else ""
+        self._tried.append(f"  {_format_run(run)}{there}: {told}")
 
-    def _best_of(self, run: Recipe) -> str:
+    def _best_of(self, run: Recipe, on_host: Collection[str]) -> str:
         made = self.planned(run)
         if run.together == 1:
             self._blocks = [unit.name for unit in made.units if unit.name]
         size = run.together or 1
         groups = [self._blocks[at : at + size] for at in range(0, len(self._blocks), size)]
         units = _units_of(made, {group[0]: tuple(group) for group in groups})
+        units = [replace(unit, shards=ON_HOST) if unit.modules[0] in on_host else unit for unit in units]
         with_all = partial(_with_all, run, units)
         rich = self.look(with_all(_RICH))
         if self.best is not None and self.best is not rich and rich.seconds * _SAME >= self.best.seconds:
@@ -308,6 +315,53 @@ class _Tuning:
             else:
                 budget = min(self.limit - off, needed(costs, chosen) - 1)
         return fastest
+
+    # shards on the host
+
+    def _improve_shards(self, best: Recipe) -> None:
+        """Tries shards of some units on the host: of how many, is searched by halves of the way.
+
+        All on the host are the fewest bytes, none the least time to copy; in between, what they free may hold
+        activations that are computed again otherwise.
+        """
+        if best.offload == "none" and all(_option_of(unit) in (_RICH, (ALWAYS, STAY)) for unit in best.units):
+            return  # more memory makes nothing faster
+        run, units = replace(_run_of(best), offload="none"), best.units
+        count = 0 if best.offload == "none" else len(units)
+        order = self._by_gain(run, units)
+        way = len(units) // 2
+        while way:
+            for tried in (count - way, count + way):
+                before = self.best
+                if 0 < tried < len(units):
+                    self._try(run, order[:tried])
+                if self.best is not before:
+                    count = tried
+                    break
+            way //= 2
+        near = order if len(order) <= _LOOKS else order[max(count - 2, 0) : count + 2]
+        for name in near:  # of unlike units another one may fit better
+            self._try(run, {*order[:count]} ^ {name})
+
+    def _by_gain(self, run: Recipe, units: Sequence[UnitRecipe]) -> list[str]:
+        """Returns the units by the bytes of shards that leave for each second lost.
+
+        The larger of equal ones comes first, and the last of alike ones: its gradients are there first, and
+        its shards are used last.
+        """
+        here, there = (
+            {
+                unit.name: unit
+                for unit in self.planned(_with_all(replace(run, offload=offload), units, _RICH)).units
+            }
+            for offload in ("none", "all")
+        )
+        gains = []
+        for at, name in enumerate(unit.modules[0] for unit in units):
+            nbytes = here[name].shard_bytes
+            lost = max(_busy(there[name]) - _busy(here[name]), 0.0) + nbytes / self.machine.host_bandwidth
+            gains.append((float(f"{nbytes / lost if nbytes else 0.0:.1e}"), nbytes, at, name))
+        return [name for *_, name in sorted(gains, reverse=True)]
 
     # single decisions
 
@@ -433,9 +487,13 @@ def _costs(units: Sequence[UnitRecipe], plans: Mapping[Option, Plan]) -> list[di
         ]
         beside = _beside(names, made, held)
         for at, name in enumerate(names):
-            seconds = (figures[name].compute_seconds or 0.0) + (figures[name].wait_seconds or 0.0)
-            found[at][option] = Cost(seconds, held[at], beside[at])
+            found[at][option] = Cost(_busy(figures[name]), held[at], beside[at])
     return found
+
+
+def _busy(unit: UnitPlan) -> float:
+    """Returns the seconds in which a unit computes or is waited for."""
+    return (unit.compute_seconds or 0.0) + (unit.wait_seconds or 0.0)
 
 
 def _share_copies(costs: Sequence[dict[Option, Cost]], activations: str) -> None:
