@@ -71,7 +71,7 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
 | LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
 | verl 0.9.1 | 2.13.0 | a whole loop | not run: it knows the platforms CUDA, NPU and ROCm only |
-| NeMo Automodel 0.7.0 | 2.13.0 | a whole loop | not run: its recipes load, more was not tried |
+| NeMo Automodel 0.7.0 | 2.13.0 | SFT by its recipe, FSDP2, with stand-ins for calls of CUDA | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
 | torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |

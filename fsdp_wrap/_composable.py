@@ -153,7 +153,7 @@ def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | N
     check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
     offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
     kind = CPUOffloadPolicy if offloads else OffloadPolicy
-    check_kind("offload_policy", offload_policy, kind, optional=False)
+    check_kind("offload_policy", offload_policy, kind)
     return offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
 
 

@@ -52,7 +52,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: _Placements | None = None,
     mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
-    offload_policy: OffloadPolicy = ON_DEVICE,
+    offload_policy: OffloadPolicy | None = ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_memory: bool = True,
@@ -84,7 +84,7 @@ def fully_shard(
             divided by the number of ranks there. If experts see the tokens of more ranks, give that number to
             `set_gradient_divide_factor`.
         mp_policy: Dtypes of computation and communication.
-        offload_policy: Whether shards, or optimizer state, are kept in host memory.
+        offload_policy: Whether shards, or optimizer state, are kept in host memory; None for no.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: The dimensions of `mesh` to shard and replicate over, if all parameters are `DTensor`s
             on that mesh. Gradients are averaged over these dimensions.

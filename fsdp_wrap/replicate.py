@@ -41,7 +41,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
-    offload_policy: OffloadPolicy = ON_DEVICE,
+    offload_policy: OffloadPolicy | None = ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_memory: bool = True,
@@ -61,7 +61,7 @@ def replicate(
             tensor parallelism must be `DTensor`s on another part of the same mesh.
         mp_policy: Dtypes of computation and communication. A parameter that computes in another dtype has a
             copy from forward to backward.
-        offload_policy: Whether parameters, or optimizer state, are kept in host memory.
+        offload_policy: Whether parameters, or optimizer state, are kept in host memory; None for no.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: The dimensions of `mesh` to replicate over, if all parameters are `DTensor`s on that
             mesh. It must not name dimensions to shard over.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from torch import nn
 
-from fsdp_wrap._core import UNIT_ATTR
+from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import HandleState, Segment
@@ -98,6 +98,12 @@ class UnitState(_Proxy):
 
     _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
     _modules = property(lambda self: _modules_of(self.unit))
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes in which the unit computes, reduces and returns; its own where none were asked for."""
+        casts, dtypes = self.unit.options.casts, self.unit.segments[0].dtypes
+        return MixedPrecisionPolicy(dtypes.param, dtypes.reduce, casts.outputs, casts.nested is not None)
 
     _device = property(attrgetter("unit.handle.communicator.device"))  # refused where it has no parameters
     _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
@@ -284,11 +290,7 @@ _IMPORTER = "torch.distributed._composable.fsdp"
 
 _STAGES = "torch.distributed.pipelining.stage"
 
-_LATER = (
-    "torch.distributed.pipelining.schedules",
-    _STAGES,
-    "torch.distributed._tools.fsdp2_mem_tracker",
-)
+_LATER = ("torch.distributed.pipelining.schedules", _STAGES, "torch.distributed._tools.fsdp2_mem_tracker")
 """Large modules, adapted when they are imported."""
 
 _BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", torchs.torch_replicate.__name__, *_LATER)

@@ -144,7 +144,11 @@ def _sharded(**options):
 def test_programs_read_the_state_by_torchs_names(rank, world_size):
     """As tools do that offload, average or count what is sharded."""
     with compat.install(fully_shard=True):
-        model = _sharded()
+        policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        model = _sharded(mp_policy=policy, offload_policy=None)  # which torch takes for "no offload"
+        asked, own = (each._get_fsdp_state()._mp_policy for each in (model.blocks[0], model))
+        assert (asked.param_dtype, asked.output_dtype) == (torch.bfloat16, torch.float32)
+        assert (own.param_dtype, own.output_dtype) == (torch.float32, None) and asked.cast_forward_inputs
         state = model._get_fsdp_state()
         assert isinstance(state, _fsdp_state.FSDPState)
         assert state == _fsdp_state._get_module_fsdp_state(model) == torch_fsdp.fully_shard.state(model)
