@@ -11,12 +11,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from bed import run_isolated
 from bed.patience import NEVER
 
-HANGS = 60.0
+HANGS = 180.0
 """Seconds after which a rank leaves its stack and ends with exit code 1: no case takes as long."""
 
 
@@ -89,6 +90,8 @@ def _receive(link: Connection) -> Any:
 def _live(link: Connection, rank: int, size: int, path: str, body: Any, case: tuple[Any, ...]) -> None:
     faulthandler.dump_traceback_later(HANGS, exit=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # In a fork torch makes its thread pool anew at the next use, which threads of autograd would race for.
+    torch.set_num_threads(1)
     store, limit = dist.FileStore(path, size), timedelta(seconds=NEVER)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     try:
