@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+_LOOKS = 50
+_STEADY = 3
+
 
 def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
     """Sum the bytes of the storages of all live tensors (those that ``keep`` accepts), each byte once.
@@ -40,10 +43,20 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
+def settled_bytes() -> int:
+    """Returns the live bytes once they no longer change: gloo's threads let go of sent tensors late."""
+    gc.collect()
+    looks = [live_bytes()]
+    while len(looks) < _STEADY or len(set(looks[-_STEADY:])) > 1:
+        time.sleep(0.05)
+        looks.append(live_bytes())
+    return looks[-1]
+
+
 class Peak(TorchDispatchMode):
     """The most bytes live at once, looked at whenever a large tensor was made.
 
-    Above `suspect` bytes it looks twice: gloo's threads let go of sent tensors a moment later.
+    Above `suspect` bytes it looks again for a while: gloo's threads let go of sent tensors late.
     """
 
     def __init__(self, suspect: float) -> None:
@@ -53,7 +66,9 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.numel() > 10000 and not result.is_meta:
-            if live_bytes() > self.suspect:
+            for _ in range(_LOOKS if self.value <= self.suspect else 0):
+                if live_bytes() <= self.suspect:
+                    break
                 time.sleep(0.1)
             self.value = max(self.value, live_bytes())
         return result

@@ -5,8 +5,8 @@ import multiprocessing
 import multiprocessing.util
 import os
 import resource
+import select
 import signal
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from fsdp_wrap._comm import positions as _positions
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 
 DIFFERS = "^Forward order differs across ranks"
 CHANGED = "Forward order differs from that of the first iteration"
@@ -353,10 +354,11 @@ def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
     with mock.patch.object(_positions, "_directory", lambda: folder):
         step(wrapped())
         step(wrapped(process_group=dist.new_group([0, 1, 2])))
-    dist.barrier()
+    pids = gather_objects(os.getpid())
     if rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2 - rank)
+    for later in pids[rank + 1 :]:
+        select.select([os.pidfd_open(later)], [], [])  # until it has ended
     multiprocessing.util._exit_function()
     os._exit(len(os.listdir(folder)))
 

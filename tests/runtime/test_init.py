@@ -1,6 +1,5 @@
 """How a module gets its values: initialised from the meta device, received from the first rank, or loaded."""
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from bed import ranks
-from bed.memory import Peak, live_bytes, only_new_objects
+from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -425,8 +424,7 @@ UNIT_BYTES = 4 * (512 * 512 + 512)
 
 @contextmanager
 def peak_within(least: float, most: float) -> Iterator[None]:
-    gc.collect()
-    before = live_bytes()
+    before = settled_bytes()
     with Peak(before + most * UNIT_BYTES) as peak:
         yield
     assert least <= (peak.value - before) / UNIT_BYTES <= most
@@ -477,8 +475,7 @@ def test_values_arrive_in_the_memory_of_the_shard_and_one_unit(
             if state is not None:
                 model.load_state_dict(state)
         del net, state
-        gc.collect()
-        assert live_bytes() <= (shards + 0.05) * UNIT_BYTES
+        assert settled_bytes() <= (shards + 0.05) * UNIT_BYTES
     assert len(FSDP.fsdp_modules(model)) == 7
     if way != "reset":
         assert_same_state(model, {name: reading[name] for name in reading})

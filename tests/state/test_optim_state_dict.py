@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
-from bed.memory import Peak, live_bytes
+from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
 from fronts import each_form
 from fsdp_wrap import (
@@ -103,7 +103,7 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     one = width * width * 4
     keeps = not (rank0_only and rank)
     most = 2 * depth * one if keeps else one
-    before = live_bytes()
+    before = settled_bytes()
     with Peak(before + most) as peak:
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
     assert bool(state) == keeps

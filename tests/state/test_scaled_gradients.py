@@ -1,7 +1,6 @@
 """`ShardedGradScaler` against torch's on a plain model of all batches; gradients in place."""
 
 import copy
-import gc
 import math
 import os
 import pickle
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fronts
 from bed import ranks
-from bed.memory import Peak, live_bytes
+from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
 from fronts import assert_same_grads, assert_same_values, no_sync, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, set_gradients_in_place
@@ -303,8 +302,7 @@ UNITS = 4
 def test_a_unit_of_memory_less(rank, world_size, front):
     """The last but one unit, beside all shards: in place two units and one more gradient, else three."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # which would hold what travels once more
-    gc.collect()
-    before = live_bytes()  # of earlier tests
+    before = settled_bytes()  # of earlier tests
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(UNITS))), ModuleWrapPolicy({_Halves}))
     unit = 4 * _Halves.WIDTH**2 * 4
     held = before + 2 * UNITS * unit / world_size

@@ -1,8 +1,6 @@
 """Full parameters and optimizer state one by one: names, values, memory, and callers that break off."""
 
 import copy
-import gc
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from bed import ranks
-from bed.memory import Peak, live_bytes, only_new_objects
+from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
 from fronts import ONE, SIDE, each_form, each_front, either_front, shard, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -177,9 +175,7 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, front):
 
     def held(values: Iterator[Any], most: int) -> float:
         """How many matrices are alive at most while a loop passes over values."""
-        gc.collect()
-        time.sleep(0.1)  # gloo's threads let go of what they sent a moment later
-        before = live_bytes()
+        before = settled_bytes()
         with Peak(before + 1.02 * most * ONE) as peak:
             for _ in values:
                 pass
@@ -256,8 +252,7 @@ def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_s
         )
         model = shard(front, net, ModuleWrapPolicy({nn.Sequential}))
         for most in (4, 7, 12, 40):
-            gc.collect()
-            before = live_bytes()  # the shards among them
+            before = settled_bytes()  # the shards among them
             with Peak(before + 1.02 * most * one) as peak:
                 for _ in iter_full_params(model, budget=most * one):
                     pass

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 from unittest import mock
@@ -312,8 +313,22 @@ def test_on_an_accelerator(front, tmp_path):
     assert "2 ranks on one host" in recorded.report()
 
 
+def _meet(meeting, *_):
+    if meeting:
+        meeting.wait()
+
+
 class _Sleeping(torch.optim.SGD):
+    """Its updates take a while. The first of each three, of the last block, meets a backward, if any."""
+
+    def __init__(self, meeting, params):
+        super().__init__(params, lr=0.1)
+        self._meeting, self._updates = meeting, 0
+
     def step(self, closure=None):
+        self._updates += 1
+        if self._updates % 3 == 1:
+            _meet(self._meeting)
         time.sleep(0.03)
         super().step(closure)
 
@@ -323,11 +338,12 @@ class _Sleeping(torch.optim.SGD):
 def test_updates_in_the_backward(rank, world_size, front, tmp_path):
     """In a thread they are a track of their own, beside the backward of other units; else part of it."""
     for in_thread in (True, False):
-        net = Net()
+        net, meeting = Net(), threading.Barrier(2) if in_thread else None
         for block in net.blocks:
             block.up.register_full_backward_hook(lambda *_: time.sleep(0.03))
+        net.blocks[0].up.register_full_backward_hook(partial(_meet, meeting))
         model = shard(front, net, ModuleWrapPolicy({Block}))
-        step_in_backward(model, lambda params: _Sleeping(params, lr=0.1), in_thread=in_thread)
+        step_in_backward(model, partial(_Sleeping, meeting), in_thread=in_thread)
         with timeline(model) as recorded:
             for _ in range(STEPS):
                 model(torch.ones(2, WIDTH)).sum().backward()
