@@ -85,3 +85,47 @@ def test_a_link_that_is_slow_is_measured_so(rank, world_size):
     with mock.patch.object(real, "wait", slow):
         held = measure_link(communicator, 0.02)
     assert held.latency > 0.04
+
+
+class SlowLink:
+    """A communicator of two. Gathers take a second by its clock, beside computation or instead of it."""
+
+    device, size = torch.device("cpu"), 2
+
+    def __init__(self, beside: bool) -> None:
+        self._beside, self.now = beside, 0.0
+
+    def buffer(self, numel, dtype):
+        return mock.Mock(data=torch.empty(numel, dtype=dtype))
+
+    def empty(self, numel, dtype):
+        return torch.empty(numel, dtype=dtype)
+
+    def own_part(self, full):
+        return full.chunk(2)[0]
+
+    def gather_into(self, fulls, fill):
+        fill()
+        end = self.now + 1
+        if not self._beside:
+            self.now = end
+        return mock.Mock(wait=lambda: setattr(self, "now", max(self.now, end)))
+
+    def reduce_scatter(self, shards, fulls):
+        return self.gather_into(fulls, lambda: None)
+
+    def all_gather_object(self, value):
+        return [value, value]
+
+    def multiply(self, *operands, out):
+        self.now += 0.25
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_computation_beside_a_transfer_is_measured(beside):
+    link = SlowLink(beside)
+    with (
+        mock.patch.object(measured.time, "perf_counter", lambda: link.now),
+        mock.patch.object(torch, "mm", link.multiply),
+    ):
+        assert measure_link(link).overlap == beside  # type: ignore[arg-type]

@@ -438,6 +438,13 @@ def test_predictions_follow_the_machine():
     assert base.flops == 6 * matrices * 4 * 32
     assert instant.compute_seconds == pytest.approx(base.flops / 1e11, rel=1e-3)
     assert plan().predicted_seconds is None
+    # The device computes nothing while it communicates.
+    alternating = plan(machine=Machine.from_dict({**figures, "overlap": 0.0}))
+    assert alternating.exposed_seconds == pytest.approx(alternating.communication_seconds)
+    assert base.exposed_seconds < base.communication_seconds
+    assert alternating.predicted_seconds == pytest.approx(
+        alternating.compute_seconds + alternating.communication_seconds
+    )
 
 
 # What leaves no trace, and what is refused.
@@ -522,6 +529,8 @@ def test_wrong_uses_are_refused():
             fsdp_wrap.plan(**{"setup": partial(made, "orig"), **arguments})
     with pytest.raises(ValueError, match="memory_bandwidth must be positive"):
         Machine.from_dict({**MACHINE.to_dict(), "memory_bandwidth": 0})
+    with pytest.raises(ValueError, match="overlap must be from 0 to 1, not 1.5"):
+        Machine.from_dict({**MACHINE.to_dict(), "overlap": 1.5})
     with pytest.raises(ValueError, match="unexpected keyword argument 'wings'"):
         Machine.from_dict({**MACHINE.to_dict(), "wings": 2})
 

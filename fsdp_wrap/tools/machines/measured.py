@@ -34,10 +34,12 @@ class Link:
     Attributes:
         bandwidth: Bytes a second that a rank receives in large gathers and reductions.
         latency: Seconds that a small gather takes.
+        overlap: The part of a large gather's time in which the device computes at full speed.
     """
 
     bandwidth: float
     latency: float
+    overlap: float = 1.0
 
 
 def measure_machine(device: str | torch.device | None = None, *, seconds: float = 0.2) -> Machine:
@@ -81,6 +83,7 @@ def measure_machine(device: str | torch.device | None = None, *, seconds: float 
         ranks_per_host=per_host,
         host_bandwidth=timer.host_bandwidth(memory),
         operator_seconds=timer.operator_seconds(),
+        overlap=between.overlap,
         device_memory=_memory_of(place, per_host),
         source=f"measured by measure_machine(); {source}",
     )
@@ -96,7 +99,7 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
     timer = _DeviceTimer(communicator.device, seconds)
     received = (communicator.size - 1) / communicator.size
 
-    def gather(nbytes: int) -> float:
+    def gathering(nbytes: int) -> Callable[..., None]:
         numel = nbytes // 4 // communicator.size * communicator.size
         full = communicator.buffer(numel, torch.float32)
         own = torch.ones(numel // communicator.size, device=communicator.device)
@@ -104,20 +107,26 @@ def measure_link(communicator: Communicator, seconds: float = 0.2) -> Link:
         def fill() -> None:
             communicator.own_part(full.data).copy_(own)
 
-        def once() -> None:
+        def once(beside: Callable[[], object] = lambda: None) -> None:
             full.free()
-            communicator.gather_into([full], fill).wait()
+            pending = communicator.gather_into([full], fill)
+            beside()
+            pending.wait()
 
-        return _agreed(communicator, timer, once)
+        return once
 
     def reduce(nbytes: int) -> float:
         shard = communicator.empty(nbytes // 4 // communicator.size, torch.float32)
         full = communicator.empty(shard.numel() * communicator.size, torch.float32).zero_()
         return _agreed(communicator, timer, lambda: communicator.reduce_scatter([shard], [full]).wait())
 
-    small = gather(_SMALL * communicator.size)
-    large = gather(_LARGE) + reduce(_LARGE)
-    return Link(2 * _LARGE * received / max(large - 2 * small, large / 10), small)
+    agreed, gather = partial(_agreed, communicator, timer), gathering(_LARGE)
+    small, alone = agreed(gathering(_SMALL * communicator.size)), agreed(gather)
+    large, compute = alone + reduce(_LARGE), timer.computing(alone)
+    computing, together = agreed(compute), agreed(partial(gather, compute))
+    overlap = (alone + computing - together) / min(alone, computing)
+    bandwidth = 2 * _LARGE * received / max(large - 2 * small, large / 10)
+    return Link(bandwidth, small, min(max(overlap, 0.0), 1.0))
 
 
 def _agreed(communicator: Communicator, timer: _DeviceTimer, once: Callable[[], object]) -> float:
@@ -183,6 +192,13 @@ class _DeviceTimer:
             if taken >= _LONG_ENOUGH or width == _LAST_WIDTH:
                 return 2 * width**3 / self._median(multiply)
             width *= 2
+
+    def computing(self, seconds: float) -> Callable[[], object]:
+        """Returns a computation that takes about as long."""
+        left = torch.ones(_FIRST_WIDTH, _FIRST_WIDTH, device=self._device)
+        multiply = partial(torch.mm, left, left, out=torch.empty_like(left))
+        times = max(1, int(seconds / self._median(multiply)))
+        return lambda: [multiply() for _ in range(times)]
 
     def memory_bandwidth(self) -> float:
         """Returns the bytes a second that a copy reads and writes."""

@@ -28,6 +28,8 @@ class Machine:
         ranks_per_host: How many ranks share a host.
         host_bandwidth: Bytes a second between the device and memory of its host.
         operator_seconds: Least seconds of any operator.
+        overlap: From 0 to 1, the part of a collective's time in which the device computes at full speed; less
+            than 1 where the cores that compute also move data.
         device_memory: Bytes that a rank may use; None if not known.
         source: Where the figures come from.
     """
@@ -42,6 +44,7 @@ class Machine:
     ranks_per_host: int = 8
     host_bandwidth: float = 25e9
     operator_seconds: float = 5e-6
+    overlap: float = 1.0
     device_memory: int | None = None
     source: str = field(default="", compare=False)
 
@@ -65,6 +68,8 @@ class Machine:
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"Machine '{self.name}': {name} must not be negative, as {value} is")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"Machine '{self.name}': overlap must be from 0 to 1, not {self.overlap}")
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Returns floating-point operations a second in a dtype."""

@@ -42,7 +42,8 @@ class Prediction:
 def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
     """Replays works and waits in the order of the program.
 
-    A work begins when it was issued, its resource is free, and earlier works of its ticket are done.
+    A work begins when it was issued, its resource is free, and earlier works of its ticket are done. A
+    collective delays the computation by the part of its time that does not overlap.
     """
     now = exposed = 0.0
     free = {Resource.NETWORK: 0.0, Resource.COPIES: 0.0}
@@ -66,6 +67,9 @@ def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: 
             continue
         end = max(now, free[entry.resource], done.get(entry.ticket, 0.0)) + seconds
         free[entry.resource] = done[entry.ticket] = end
+        if entry.resource is Resource.NETWORK:
+            delay = (1 - machine.overlap) * seconds
+            exposed, now = exposed + delay, now + delay
         units = () if entry.collective is None else entry.collective.units
         for unit in units:
             found.runs[unit] += seconds / len(units)
