@@ -12,7 +12,15 @@ from typing import Any
 
 from fsdp_wrap._core import format_bytes, format_count, format_seconds
 from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
-from fsdp_wrap.tools.planning.figures import STEP, HostMemory, Moment, Place, UnitPlan
+from fsdp_wrap.tools.planning.figures import (
+    OPTIMIZER,
+    OPTIMIZER_TEMPORARIES,
+    STEP,
+    HostMemory,
+    Moment,
+    Place,
+    UnitPlan,
+)
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
@@ -47,6 +55,8 @@ class Plan:
         collectives: Number of collectives issued in a step, by kind.
         payload_bytes: Bytes of the full tensors of these collectives, by kind.
         host: Memory of the host.
+        unfused: Names of the classes of optimizers that take `fused=True` and do not have it: their steps
+            make temporaries.
         flops: Floating-point operations of a step, as torch counts them: matrices, convolutions, attention.
         machine: The machine of the prediction; None if none was given.
         predicted_seconds: Seconds of a step; None without a machine.
@@ -73,6 +83,7 @@ class Plan:
     collectives: Mapping[str, int]
     payload_bytes: Mapping[str, int]
     host: HostMemory = HostMemory()
+    unfused: tuple[str, ...] = ()
     flops: int = 0
     machine: Machine | None = None
     predicted_seconds: float | None = None
@@ -135,11 +146,17 @@ class Plan:
                 moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
                 units=tuple(UnitPlan(**each) for each in plain["units"]),
                 host=HostMemory(**plain["host"]),
+                unfused=tuple(plain.get("unfused", ())),
                 machine=None if machine is None else Machine.from_dict(machine),
             )
             return cls(**plain)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Plan.to_json() writes: {error}") from error
+
+
+def format_fused(plan: Plan) -> str:
+    """Writes down the optimizers of a plan as they are when they are fused."""
+    return ", ".join(f"{name}(fused=True)" for name in plan.unfused)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -152,6 +169,9 @@ def _head(plan: Plan) -> Iterator[str]:
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
     yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
+    temporaries = plan.peak_by_kind.get(OPTIMIZER_TEMPORARIES, 0)
+    if limit is not None and plan.peak_bytes > limit and plan.peak_at.phase == OPTIMIZER and plan.unfused:
+        yield f"  of which {format_bytes(temporaries)} are temporaries: {format_fused(plan)} makes none"
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
 
