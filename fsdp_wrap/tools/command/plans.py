@@ -61,9 +61,8 @@ def add_machine_options(add: Callable[..., Any]) -> None:
     add(
         "--attained",
         type=float,
-        default=1.0,
         metavar="PART",
-        help="fraction of a preset's peak that is reached, such as 0.6",
+        help="fraction of a preset's peak that is reached, such as 0.6; default: a range",
     )
     add("--ranks-per-host", type=int, metavar="N", help="default: the machine's")
 

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
+from fsdp_wrap._core import format_bytes, nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
+from fsdp_wrap.tools.planning.figures import format_step
+from fsdp_wrap.tools.planning.machine import format_attained
 from fsdp_wrap.tools.planning.plan import format_fused
 from fsdp_wrap.tools.planning.planner import fused_plan, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
@@ -48,6 +50,7 @@ class Choice:
         peak_bytes: The most bytes that a rank's device holds, at that batch; at the smallest if none fits.
         bytes_per_sample: Bytes of one more sample; None where `setup` takes no batch.
         predicted_seconds: Seconds of a step; None without a machine.
+        predicted_range: The `predicted_range` of its plan.
         samples_per_second: Samples of all ranks; None without a machine, or where `setup` takes no batch.
         fused: Optimizers with which it would need less, such as "AdamW(fused=True)"; "" where that is not
             planned: it fits, or its peak is not made of their temporaries.
@@ -63,6 +66,7 @@ class Choice:
     peak_bytes: int = 0
     bytes_per_sample: float | None = None
     predicted_seconds: float | None = None
+    predicted_range: tuple[float, float] | None = None
     samples_per_second: float | None = None
     fused: str = ""
     fused_bytes: int | None = None
@@ -153,6 +157,8 @@ class Fit:
             yield f"all with {_format_values(fixed)}"
         if self.machine is not None:
             yield f"predicted for {self.machine.name}: {self.machine.source or 'figures of the caller'}"
+        if self.machine is not None and self.machine.attained is not None:
+            yield f"{format_attained(self.machine.attained)}; ordered, and samples/s, by the middle"
 
 
 def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
@@ -167,7 +173,7 @@ def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
         format_bytes(choice.peak_bytes),
         "" if choice.fused_bytes is None else format_bytes(choice.fused_bytes),
         "" if per_sample is None else format_bytes(per_sample),
-        "" if seconds is None or not choice.fits else format_seconds(seconds),
+        "" if seconds is None or not choice.fits else format_step(seconds, choice.predicted_range),
         "" if speed is None or not choice.fits else f"{speed:.4g}",
     ]
 
@@ -348,6 +354,7 @@ class _Search:
             peak_bytes=need,
             bytes_per_sample=None if planned_batch is None else self._slope(planned_batch, length),
             predicted_seconds=seconds,
+            predicted_range=plan.predicted_range,
             samples_per_second=speed,
             fused="" if fused is None else format_fused(plan),
             fused_bytes=None if fused is None else fused.needed_bytes,

@@ -20,8 +20,9 @@ from fsdp_wrap.tools.planning.figures import (
     Moment,
     Place,
     UnitPlan,
+    format_step,
 )
-from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning.machine import Machine, format_attained
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
 
@@ -64,6 +65,8 @@ class Plan:
         communication_seconds: Seconds in which collectives run; None without a machine.
         exposed_seconds: Seconds in which the computation waits for collectives and copies; None without a
             machine.
+        predicted_range: Seconds of the fastest and of the slowest step, for a machine with a range
+            (`Machine.attained`): all other times are of its middle. None for other ones.
     """
 
     ranks: int
@@ -90,6 +93,7 @@ class Plan:
     compute_seconds: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
+    predicted_range: tuple[float, float] | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -122,7 +126,8 @@ class Plan:
         Raises:
             ValueError: If the timeline is of other units, of more ranks, or has no record of the plan's rank.
         """
-        return compared(self.units, self.predicted_seconds, record_of(timeline, self.rank, self.ranks))
+        record = record_of(timeline, self.rank, self.ranks)
+        return compared(self.units, self.predicted_seconds, self.predicted_range, record)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""
@@ -140,7 +145,7 @@ class Plan:
         """
         try:
             plain: dict[str, Any] = json.loads(text)
-            machine = plain["machine"]
+            machine, between = plain["machine"], plain.get("predicted_range")
             plain.update(
                 peak_at=Place(**plain["peak_at"]),
                 moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
@@ -148,6 +153,7 @@ class Plan:
                 host=HostMemory(**plain["host"]),
                 unfused=tuple(plain.get("unfused", ())),
                 machine=None if machine is None else Machine.from_dict(machine),
+                predicted_range=None if between is None else tuple(between),
             )
             return cls(**plain)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
@@ -218,7 +224,13 @@ def _time(plan: Plan) -> Iterator[str]:
         return
     yield f"Predicted on {plan.machine.name}"
     computes, waits = format_seconds(plan.compute_seconds), format_seconds(plan.exposed_seconds)
-    yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    if plan.machine.attained is None:
+        yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    else:
+        between = format_step(plan.predicted_seconds, plan.predicted_range)
+        yield f"  step {between} ({format_attained(plan.machine.attained)})"
+        middle = f"{sum(plan.machine.attained) / 2:.0%}"
+        yield f"  at {middle} {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
     yield f"  collectives run for {format_seconds(plan.communication_seconds)} beside it"
 
 

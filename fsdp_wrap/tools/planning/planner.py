@@ -290,6 +290,7 @@ class _Planner:
             compute_seconds=prediction.compute_seconds,
             communication_seconds=prediction.communication_seconds,
             exposed_seconds=prediction.exposed_seconds,
+            predicted_range=prediction.between,
         )
 
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:

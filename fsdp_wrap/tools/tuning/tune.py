@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, UnitPlan
+from fsdp_wrap.tools.planning.machine import format_attained
 from fsdp_wrap.tools.planning.plan import format_fused
 from fsdp_wrap.tools.planning.planner import MOST_RANKS, fused_plan, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
@@ -409,6 +410,8 @@ class _Tuning:
         tightest = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
         notes = [*self.notes]
         notes.append(f"Predicted on {self.machine.name}, after {len(self._known)} plans")
+        if self.machine.attained is not None:
+            notes.append(f"Times {format_attained(self.machine.attained)}; of single decisions in the middle")
         notes.append(f"Tightest {_format_place(plan, place)}: {tightest}")
         if gains := [*_gains(best)]:
             notes.append("\n".join(["Against the other choice, by the units' own figures:", *gains]))
@@ -419,6 +422,7 @@ class _Tuning:
             memory=self.limit,
             needed_bytes=plan.needed_bytes,
             predicted_seconds=plan.predicted_seconds,
+            predicted_range=plan.predicted_range,
             notes=tuple(notes),
         )
 
