@@ -31,6 +31,9 @@ class Machine:
         overlap: From 0 to 1, the part of a collective's time in which the device computes at full speed; less
             than 1 where the cores that compute also move data.
         device_memory: Bytes that a rank may use; None if not known.
+        attained: The least and the most that programs reach, as fractions of `flops` and
+            `memory_bandwidth`, which are peaks then: times are predicted as a range. None where these figures
+            are reached.
         source: Where the figures come from.
     """
 
@@ -46,6 +49,7 @@ class Machine:
     operator_seconds: float = 5e-6
     overlap: float = 1.0
     device_memory: int | None = None
+    attained: tuple[float, float] | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -70,10 +74,32 @@ class Machine:
                 raise ValueError(f"Machine '{self.name}': {name} must not be negative, as {value} is")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"Machine '{self.name}': overlap must be from 0 to 1, not {self.overlap}")
+        if self.attained is not None:
+            least, most = self.attained
+            if not 0 < least <= most <= 1:
+                raise ValueError(
+                    f"Machine '{self.name}': attained must be two fractions of the peak, the lesser first, "
+                    f"not {self.attained}"
+                )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Returns floating-point operations a second in a dtype."""
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def at(self, attained: float) -> Machine:
+        """Returns the machine of which programs reach a fraction of the peak FLOP/s and memory bandwidth."""
+        return dataclasses.replace(
+            self,
+            flops={dtype: value * attained for dtype, value in self.flops.items()},
+            memory_bandwidth=self.memory_bandwidth * attained,
+            attained=None,
+            source=f"{self.source}; {attained:.0%} of the peak computed",
+        )
+
+    @property
+    def expected(self) -> Machine:
+        """The machine in the middle of what may be attained."""
+        return self if self.attained is None else self.at(sum(self.attained) / 2)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as `from_dict` takes them, of types that JSON knows."""
@@ -87,6 +113,13 @@ class Machine:
             ValueError: If a figure is missing, unknown or out of range.
         """
         try:
-            return cls(**figures)
+            attained = figures.get("attained")
+            return cls(**{**figures, "attained": None if attained is None else tuple(attained)})
         except TypeError as error:
             raise ValueError(f"these are not the figures of a machine: {error}") from error
+
+
+def format_attained(attained: tuple[float, float]) -> str:
+    """Says for which parts of the peak the ends of a range of times are."""
+    least, most = attained
+    return f"at {most:.0%} to {least:.0%} of its peak: attained= narrows it"

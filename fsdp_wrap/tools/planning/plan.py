@@ -12,8 +12,17 @@ from typing import Any
 
 from fsdp_wrap._core import format_bytes, format_count, format_seconds
 from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
-from fsdp_wrap.tools.planning.figures import STEP, HostMemory, Moment, Place, UnitPlan
-from fsdp_wrap.tools.planning.machine import Machine
+from fsdp_wrap.tools.planning.figures import (
+    OPTIMIZER,
+    OPTIMIZER_TEMPORARIES,
+    STEP,
+    HostMemory,
+    Moment,
+    Place,
+    UnitPlan,
+    format_step,
+)
+from fsdp_wrap.tools.planning.machine import Machine, format_attained
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
 
@@ -47,6 +56,8 @@ class Plan:
         collectives: Number of collectives issued in a step, by kind.
         payload_bytes: Bytes of the full tensors of these collectives, by kind.
         host: Memory of the host.
+        unfused: Names of the classes of optimizers that take `fused=True` and do not have it: their steps
+            make temporaries.
         flops: Floating-point operations of a step, as torch counts them: matrices, convolutions, attention.
         machine: The machine of the prediction; None if none was given.
         predicted_seconds: Seconds of a step; None without a machine.
@@ -54,6 +65,8 @@ class Plan:
         communication_seconds: Seconds in which collectives run; None without a machine.
         exposed_seconds: Seconds in which the computation waits for collectives and copies; None without a
             machine.
+        predicted_range: Seconds of the fastest and of the slowest step, for a machine with a range
+            (`Machine.attained`): all other times are of its middle. None for other ones.
     """
 
     ranks: int
@@ -73,12 +86,14 @@ class Plan:
     collectives: Mapping[str, int]
     payload_bytes: Mapping[str, int]
     host: HostMemory = HostMemory()
+    unfused: tuple[str, ...] = ()
     flops: int = 0
     machine: Machine | None = None
     predicted_seconds: float | None = None
     compute_seconds: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
+    predicted_range: tuple[float, float] | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -111,7 +126,8 @@ class Plan:
         Raises:
             ValueError: If the timeline is of other units, of more ranks, or has no record of the plan's rank.
         """
-        return compared(self.units, self.predicted_seconds, record_of(timeline, self.rank, self.ranks))
+        record = record_of(timeline, self.rank, self.ranks)
+        return compared(self.units, self.predicted_seconds, self.predicted_range, record)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""
@@ -129,17 +145,24 @@ class Plan:
         """
         try:
             plain: dict[str, Any] = json.loads(text)
-            machine = plain["machine"]
+            machine, between = plain["machine"], plain.get("predicted_range")
             plain.update(
                 peak_at=Place(**plain["peak_at"]),
                 moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
                 units=tuple(UnitPlan(**each) for each in plain["units"]),
                 host=HostMemory(**plain["host"]),
+                unfused=tuple(plain.get("unfused", ())),
                 machine=None if machine is None else Machine.from_dict(machine),
+                predicted_range=None if between is None else tuple(between),
             )
             return cls(**plain)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Plan.to_json() writes: {error}") from error
+
+
+def format_fused(plan: Plan) -> str:
+    """Writes down the optimizers of a plan as they are when they are fused."""
+    return ", ".join(f"{name}(fused=True)" for name in plan.unfused)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -152,6 +175,9 @@ def _head(plan: Plan) -> Iterator[str]:
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
     yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
+    temporaries = plan.peak_by_kind.get(OPTIMIZER_TEMPORARIES, 0)
+    if limit is not None and plan.peak_bytes > limit and plan.peak_at.phase == OPTIMIZER and plan.unfused:
+        yield f"  of which {format_bytes(temporaries)} are temporaries: {format_fused(plan)} makes none"
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
 
@@ -198,7 +224,13 @@ def _time(plan: Plan) -> Iterator[str]:
         return
     yield f"Predicted on {plan.machine.name}"
     computes, waits = format_seconds(plan.compute_seconds), format_seconds(plan.exposed_seconds)
-    yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    if plan.machine.attained is None:
+        yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    else:
+        between = format_step(plan.predicted_seconds, plan.predicted_range)
+        yield f"  step {between} ({format_attained(plan.machine.attained)})"
+        middle = f"{sum(plan.machine.attained) / 2:.0%}"
+        yield f"  at {middle} {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
     yield f"  collectives run for {format_seconds(plan.communication_seconds)} beside it"
 
 

@@ -20,6 +20,7 @@ from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.fake_device import FakeDevice
 from fsdp_wrap.tools.planning.figures import HostMemory, Moment, UnitPlan
+from fsdp_wrap.tools.planning.fused import fused, listed, unfused
 from fsdp_wrap.tools.planning.ledger import History, Ledger
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.plan import Plan
@@ -97,13 +98,16 @@ def plan(
     before = planned_rounds.set(None if helps is None else PlannedRounds(rank))
     try:
         if helps is not None:
-            _planned(setup, ranks, device, machine, helps, False)
-        return remember(_planned(setup, ranks, device, machine, rank, helps is not None))
+            planned(setup, ranks, device, machine, helps)
+        return remember(planned(setup, ranks, device, machine, rank, helps is not None))
     finally:
         planned_rounds.reset(before)
 
 
-def _planned(setup: Setup, ranks: int, device: str, machine: Machine | None, rank: int, helps: bool) -> Plan:
+def planned(
+    setup: Setup, ranks: int, device: str, machine: Machine | None, rank: int, helps: bool = False
+) -> Plan:
+    """Makes a plan of arguments that were checked, of which no message is to tell."""
     with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
         gc.collect()  # so that earlier garbage is not freed during the plan
         planner = _Planner(device)
@@ -116,6 +120,27 @@ def _planned(setup: Setup, ranks: int, device: str, machine: Machine | None, ran
         finally:
             planner.forget()
             clear_sharding_caches()  # of meshes of this world
+
+
+def fused_plan(setup: Setup, made: Plan, limit: int) -> Plan | None:
+    """Plans a step that does not fit once more, with optimizers that are fused and make no temporaries.
+
+    Args:
+        setup: The setup of the plan.
+        made: The plan.
+        limit: The bytes that a rank may use.
+
+    Returns:
+        The other plan; None where the peak is not in an optimizer's step, no optimizer may be fused, or less
+        is not needed then.
+    """
+    if made.needed_bytes <= limit or made.peak_at.phase != figures.OPTIMIZER or not made.unfused:
+        return None
+    try:
+        other = planned(fused(setup), made.ranks, made.device, made.machine, made.rank)
+    except (ValueError, RuntimeError, TypeError, NotImplementedError):  # torch refuses such parameters
+        return None
+    return other if other.needed_bytes < made.needed_bytes else None
 
 
 def _check(setup: Setup, ranks: int, device: str, rank: int, helps: int | None) -> None:
@@ -258,12 +283,14 @@ class _Planner:
             collectives=dict(Counter(each.kind for each in recorder.collectives)),
             payload_bytes=dict(payload),
             host=self._host(second[1]),
+            unfused=unfused(self._optimizers),
             flops=recorder.flops,
             machine=machine,
             predicted_seconds=prediction.seconds,
             compute_seconds=prediction.compute_seconds,
             communication_seconds=prediction.communication_seconds,
             exposed_seconds=prediction.exposed_seconds,
+            predicted_range=prediction.between,
         )
 
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
@@ -317,7 +344,7 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     model, optimizer, step = made
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that setup() returns must be an nn.Module, not {type(model).__name__}")
-    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = listed(optimizer)
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(

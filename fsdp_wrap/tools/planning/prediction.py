@@ -15,11 +15,13 @@ from fsdp_wrap.tools.planning.recorder import ALL_COPIES, CollectiveCall, Resour
 class Prediction:
     """Predicted seconds of a step; None and empty where nothing was predicted.
 
-    `begins` is by index of the visit of a place. `computes`, `runs` (collectives) and `waits` (of the
-    computation for them) are by unit.
+    `between` are the seconds of the fastest and of the slowest step, where the machine has a range; the
+    others are of its middle then. `begins` is by index of the visit of a place. `computes`, `runs`
+    (collectives) and `waits` (of the computation for them) are by unit.
     """
 
     seconds: float | None = None
+    between: tuple[float, float] | None = None
     compute_seconds: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
@@ -39,11 +41,23 @@ class Prediction:
         }
 
 
-def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
+def predicted(entries: Sequence[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
+    """Predicts the times of a recorded step, for each end of the machine's range as well."""
+    found, _ = _replayed(entries, places, machine.expected)
+    if machine.attained is not None:
+        slowest, fastest = (_replayed(entries, places, machine.at(part))[1] for part in machine.attained)
+        found.between = fastest, slowest
+    return found
+
+
+def _replayed(
+    entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine
+) -> tuple[Prediction, float]:
     """Replays works and waits in the order of the program.
 
     A work begins when it was issued, its resource is free, and earlier works of its ticket are done. A
-    collective delays the computation by the part of its time that does not overlap.
+    collective delays the computation by the part of its time that does not overlap. Also
+    returns the seconds of the step.
     """
     now = exposed = 0.0
     free = {Resource.NETWORK: 0.0, Resource.COPIES: 0.0}
@@ -73,11 +87,11 @@ def predicted(entries: Iterable[Work | Wait], places: Sequence[Place], machine: 
         units = () if entry.collective is None else entry.collective.units
         for unit in units:
             found.runs[unit] += seconds / len(units)
-    found.seconds = max(now, *free.values())
+    found.seconds = seconds = max(now, *free.values())
     found.compute_seconds = busy[Resource.COMPUTE]
     found.communication_seconds = busy[Resource.NETWORK]
-    found.exposed_seconds = exposed + found.seconds - now
-    return found
+    found.exposed_seconds = exposed + seconds - now
+    return found, seconds
 
 
 def _seconds(work: Work, machine: Machine) -> float:

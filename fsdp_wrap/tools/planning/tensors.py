@@ -84,7 +84,8 @@ class MetaDispatch(TorchDispatchMode):
             raise depends_on_data(f"torch.{name.strip('_')}")
         written = _written(func, args, kwargs)
         if any(not each.is_meta for each in written):
-            return self._spoil(written)
+            self._spoil(written)
+            return written[0] if func._schema.returns else None
         if len(planned) < len(tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         result = self._call(func, name, args, _on_meta(kwargs))
@@ -108,6 +109,8 @@ class MetaDispatch(TorchDispatchMode):
         except NotImplementedError as error:
             if "nonzero" in str(error):  # x[mask]
                 raise depends_on_data(f"torch.{name}") from error
+            if not func._schema.returns:  # such as fused optimizers, of which torch has some rules alone
+                return None
             raise PlanningError(
                 f"torch.{name} has no rule for the shape of its result ({error}); leave it out of the plan"
             ) from error
@@ -149,13 +152,11 @@ class MetaDispatch(TorchDispatchMode):
         outcome = pytree.tree_leaves(func(*args, **_on_meta(kwargs)))
         return all(_keeps_values(each) for each in outcome if isinstance(each, torch.Tensor))
 
-    def _spoil(self, written: Iterable[torch.Tensor]) -> Any:
+    def _spoil(self, written: Iterable[torch.Tensor]) -> None:
         """Notes that the values of tensors are no longer known."""
-        written = list(written)
         for each in written:
             if (record := self._ledger.record_of(each)) is not None:
                 record.known = False
-        return written[0] if len(written) == 1 else None
 
     def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
         for each in pytree.tree_leaves(result):

@@ -1,0 +1,159 @@
+"""Times of machines by data sheet: a range, unless one says what programs reach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_wrap
+from bed import ranks
+from fsdp_wrap.tools import PRESETS, Machine, Plan, Recipe, fit, plan, preset, shard_as, timeline, tune
+from fsdp_wrap.tools.command import main
+from fsdp_wrap.tools.timeline.recording import merge
+from fsdp_wrap.tools.tuning.corrected import corrected
+
+H100 = preset("h100")
+FRONTS = pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
+
+
+def setup(*, front: str = "fully_shard", batch: int = 8, device: str = "cuda") -> Any:
+    model: nn.Module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    model = shard_as(model, nn.Linear, front_end=front)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(batch * 512, 1024, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def planned(machine: Machine, **options: Any) -> Plan:
+    return plan(partial(setup, **options), 2, device="cuda", machine=machine)
+
+
+def seconds(made: Plan) -> float:
+    assert made.predicted_seconds is not None
+    return made.predicted_seconds
+
+
+@FRONTS
+def test_a_preset_predicts_from_the_usual_least_to_the_usual_most(front):
+    least, most = H100.attained or (0.0, 0.0)
+    assert 0 < least < most < 1
+    made = planned(H100, front=front)
+    one_by_one = [
+        seconds(planned(preset("h100", attained=part), front=front))
+        for part in (most, (least + most) / 2, least)
+    ]
+    assert made.predicted_range == (one_by_one[0], one_by_one[2])
+    assert made.predicted_seconds == one_by_one[1]
+    assert one_by_one[0] < 0.9 * one_by_one[1] < 0.81 * one_by_one[2]
+    assert Plan.from_json(made.to_json()) == made
+    page = str(made)
+    assert " (at 70% to 40% of its peak: attained= narrows it)\n  at 55% " in page
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_what_is_said_or_measured_is_one_time():
+    for machine in (preset("h100", attained=0.5), preset("h100", attained=1), replace(H100, attained=None)):
+        made = planned(machine)
+        assert made.predicted_range is None and machine.attained is None
+        assert "narrows" not in str(made) and " to " not in str(made).partition("\n  step ")[2].split("\n")[0]
+        assert Plan.from_json(made.to_json()) == made
+    assert preset("h100", attained=1).flops == H100.flops
+    assert seconds(planned(preset("h100", attained=1))) < planned(H100).predicted_range[0]
+
+
+def test_machines_keep_their_range():
+    for machine in PRESETS.values():
+        assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
+        assert machine.expected.flops["float32"] == pytest.approx(0.55 * machine.flops["float32"])
+    old = H100.to_dict()
+    del old["attained"]
+    assert Machine.from_dict(old).attained is None, "as before there were ranges"
+    for wrong in ((0.7, 0.4), (0.0, 0.5), (0.5, 1.5)):
+        with pytest.raises(ValueError, match="attained must be two fractions of the peak"):
+            replace(H100, attained=wrong)
+
+
+def test_fit_shows_ranges():
+    vary = {"batch": [8, 16]}
+    found = fit(setup, 2, device_memory="4GB", vary=vary, device="cuda", machine=H100)
+    (choice,) = found.choices
+    made = planned(H100, batch=16)
+    assert (choice.predicted_range, choice.predicted_seconds) == (made.predicted_range, seconds(made))
+    assert choice.samples_per_second == pytest.approx(16 * 2 / seconds(made))
+    assert "at 70% to 40% of its peak: attained= narrows it" in str(found)
+    assert " ms to " in str(found) or " us to " in str(found)
+    told = json.loads(found.to_json())
+    assert told["choices"][0]["predicted_range"] == list(made.predicted_range or ())
+    found = fit(setup, 2, device_memory="4GB", vary=vary, device="cuda", machine=H100.expected)
+    assert "narrows" not in str(found) and " to " not in str(found).splitlines()[-1]
+
+
+def test_a_recipe_shows_its_range():
+    found = tune(setup, 2, device="cuda", memory="4GB", machine=H100)
+    assert found.predicted_range is not None and found.predicted_seconds is not None
+    assert found.predicted_range[0] < found.predicted_seconds < found.predicted_range[1]
+    assert Recipe.from_json(found.to_json()) == found
+    assert " to " in str(found).splitlines()[0]
+    assert "Times at 70% to 40% of its peak: attained= narrows it" in str(found)
+    narrow = tune(setup, 2, device="cuda", memory="4GB", machine=H100.expected)
+    assert narrow.predicted_range is None and "narrows" not in str(narrow)
+    assert narrow.predicted_seconds == found.predicted_seconds
+
+
+def test_the_command_says_which_it_is(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from fsdp_wrap.tools import shard_as\nimport torch\nfrom torch import nn\n"
+        "def setup():\n"
+        "    model = shard_as(nn.Sequential(nn.Linear(512, 512)), nn.Linear)\n"
+        "    optimizer = torch.optim.SGD(model.parameters())\n"
+        "    def step():\n"
+        "        model(torch.ones(4096, 512, device='cuda')).sum().backward()\n"
+        "    return model, optimizer, step\n"
+    )
+    (tmp_path / "h100.json").write_text(json.dumps(H100.to_dict()))
+    command = ["plan", f"{tmp_path}/mine.py:setup", "--ranks", "2", "--json", "--device", "cuda", "--machine"]
+
+    def told(*more: str) -> Any:
+        assert main([*command, *more]) == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    by_name, by_file = told("h100"), told(f"{tmp_path}/h100.json")
+    assert by_name["predicted_range"] == by_file["predicted_range"] is not None
+    half = told("h100", "--attained", "0.55")
+    assert half["predicted_range"] is None and half["predicted_seconds"] == by_name["predicted_seconds"]
+
+
+@ranks(2)
+def record(rank: int, world_size: int, path: Path) -> None:
+    made, _, step = setup(device="cpu", batch=1)
+    step()
+    with timeline(made, path):
+        step(), step()
+
+
+def test_a_timeline_leaves_no_range(tmp_path):
+    record(path=tmp_path, world_size=2)
+    recorded = merge([tmp_path], tmp_path / "both.json")
+    on_host: Callable[..., Any] = partial(setup, device="cpu", batch=1)
+    made = fsdp_wrap.plan(on_host, 2, machine=H100)
+    machine, told = corrected(H100, made, recorded)
+    assert told and machine.attained is None
+    compared = made.compare(recorded)
+    assert compared.planned_range == made.predicted_range and " to " in str(compared).splitlines()[0]
+    assert max(map(len, str(compared).splitlines())) <= 80
+    again = fsdp_wrap.plan(on_host, 2, machine=machine)
+    measured = sum(unit.measured_compute for unit in compared.units)
+    assert sum(unit.compute_seconds or 0.0 for unit in again.units) == pytest.approx(measured, rel=0.02)
