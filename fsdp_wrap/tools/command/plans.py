@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from fsdp_wrap.tools.command.users_code import errors_of, load_function
 from fsdp_wrap.tools.fitting import fit
 from fsdp_wrap.tools.machines import measure_machine, preset
 from fsdp_wrap.tools.planning import Machine, Plan, plan
-from fsdp_wrap.tools.planning.plan import format_fused
-from fsdp_wrap.tools.planning.planner import MOST_RANKS, fused_plan
+from fsdp_wrap.tools.planning.planner import MOST_RANKS
 from fsdp_wrap.tools.progress import progress_bar
 
 _MEASURED = "measure"
@@ -128,34 +127,24 @@ def _plan(
         print(*plans, sep="\n\n")
     if limit is None:
         return 0
+    fits = [made.needed_bytes <= limit for made in plans]
     if not options.json:
-        for line in ("", *(_format_verdict(made, limit) for made in plans)):
-            print(line)
-        for line in _proposals(setup, options, plans, limit, given):
-            print(line)
-    return int(any(made.needed_bytes > limit for made in plans))
+        print("", *(_format_verdict(made, limit) for made in plans), sep="\n")
+        if not any(fits):
+            print(*(line for made in plans for line in made.avoidable()), sep="\n")
+            print(*_proposals(setup, options, limit, given), sep="\n")
+    return int(not all(fits))
 
 
-def _format_verdict(made: Plan, limit: int, but: str = "") -> str:
+def _format_verdict(made: Plan, limit: int) -> str:
     answer = "fits" if made.needed_bytes <= limit else "does not fit"
-    return f"{made.ranks} ranks{but}: {answer}, {format_bytes(made.needed_bytes)} of {format_bytes(limit)}"
+    return f"{made.ranks} ranks: {answer}, {format_bytes(made.needed_bytes)} of {format_bytes(limit)}"
 
 
 def _proposals(
-    setup: Callable[..., Any],
-    options: argparse.Namespace,
-    plans: Sequence[Plan],
-    limit: int,
-    given: dict[str, Any],
-) -> Iterator[str]:
-    """Yields what fits instead: fused optimizers, other values of what the setup takes, more ranks."""
-    enough = False
-    for made in plans:
-        if (fused := fused_plan(setup, made, limit)) is not None:
-            enough |= fused.needed_bytes <= limit
-            yield f"but {_format_verdict(fused, limit, f' with {format_fused(made)}')}"
-    if any(made.needed_bytes <= limit for made in plans):
-        return
+    setup: Callable[..., Any], options: argparse.Namespace, limit: int, given: dict[str, Any]
+) -> list[str]:
+    """Returns what fits instead: other values of what the setup takes, on more ranks where need be."""
     least = max(options.ranks)
     for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
         with errors_of(file_of(options), "fitting"):
@@ -163,10 +152,8 @@ def _proposals(
         if not found.complete:  # its answers were printed as they were found
             raise KeyboardInterrupt
         if found.best is not None:
-            yield from (f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits)
-        if found.best is not None or enough:
-            return
-    yield f"nor does it on {ranks} ranks: let setup() take batch, checkpointing or offload"
+            return [f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits]
+    return [f"nor does it on {ranks} ranks: let setup() take batch, checkpointing or offload"]
 
 
 def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:

@@ -18,13 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, nbytes_of
+from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
-from fsdp_wrap.tools.planning.figures import format_step
-from fsdp_wrap.tools.planning.machine import format_attained
-from fsdp_wrap.tools.planning.plan import format_fused
-from fsdp_wrap.tools.planning.planner import fused_plan, many_plans
+from fsdp_wrap.tools.planning.planner import many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 
 Values = Mapping[str, Any]
@@ -50,11 +47,7 @@ class Choice:
         peak_bytes: The most bytes that a rank's device holds, at that batch; at the smallest if none fits.
         bytes_per_sample: Bytes of one more sample; None where `setup` takes no batch.
         predicted_seconds: Seconds of a step; None without a machine.
-        predicted_range: The `predicted_range` of its plan.
         samples_per_second: Samples of all ranks; None without a machine, or where `setup` takes no batch.
-        fused: Optimizers with which it would need less, such as "AdamW(fused=True)"; "" where that is not
-            planned: it fits, or its peak is not made of their temporaries.
-        fused_bytes: The `peak_bytes` with these; None where it is not planned.
         refused: Why it cannot be planned; "" if it can.
         plan: The plan of the answer; None if it cannot be planned.
     """
@@ -66,10 +59,7 @@ class Choice:
     peak_bytes: int = 0
     bytes_per_sample: float | None = None
     predicted_seconds: float | None = None
-    predicted_range: tuple[float, float] | None = None
     samples_per_second: float | None = None
-    fused: str = ""
-    fused_bytes: int | None = None
     refused: str = ""
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
@@ -85,8 +75,6 @@ class Choice:
         """One line: the configuration and its answer."""
         batch = "" if self.batch is None else f" at batch {self.batch}" if self.fits else " at any batch"
         answer = f"{'fits' if self.fits else 'does not fit'}{batch}, {format_bytes(self.peak_bytes)}"
-        if self.fused_bytes is not None:
-            answer = f"{answer}; {format_bytes(self.fused_bytes)} with {self.fused}"
         return f"{_format_case(self.ranks, self.values)}: {self.refused or answer}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,14 +125,13 @@ class Fit:
         shown = [choice for choice in self.choices if not choice.refused]
         names = list(dict.fromkeys(name for choice in shown for name in choice.values))
         varied = [name for name in names if len({repr(choice.values.get(name)) for choice in shown}) > 1]
-        head = ["ranks", *varied, "batch", "peak", "fused", "a sample", "step", "samples/s"]
+        head = ["ranks", *varied, "batch", "peak", "a sample", "step", "samples/s"]
         rows = [head, *(_row(choice, varied) for choice in shown)]
         kept = [index for index in range(len(head)) if any(row[index] != "" for row in rows[1:])]
         widths = {index: max(len(row[index]) for row in rows) for index in kept}
         lines = ["  ".join(row[index].rjust(widths[index]) for index in kept) for row in rows]
         fixed = {name: shown[0].values[name] for name in names if name not in varied}
         lines = [*self._heading(fixed), "", *(line.rstrip() for line in lines)]
-        lines += [f"fused: the peak with {each}" for each in dict.fromkeys(c.fused for c in shown) if each]
         lines += [f"refused: {choice}" for choice in self.choices if choice.refused]
         return "\n".join(lines)
 
@@ -157,8 +144,7 @@ class Fit:
             yield f"all with {_format_values(fixed)}"
         if self.machine is not None:
             yield f"predicted for {self.machine.name}: {self.machine.source or 'figures of the caller'}"
-        if self.machine is not None and self.machine.attained is not None:
-            yield f"{format_attained(self.machine.attained)}; ordered, and samples/s, by the middle"
+            yield from self.machine.assumed()
 
 
 def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
@@ -171,9 +157,8 @@ def _row(choice: Choice, varied: Sequence[str]) -> list[str]:
         *(str(_plain(choice.values.get(name, ""))) for name in varied),
         batch,
         format_bytes(choice.peak_bytes),
-        "" if choice.fused_bytes is None else format_bytes(choice.fused_bytes),
         "" if per_sample is None else format_bytes(per_sample),
-        "" if seconds is None or not choice.fits else format_step(seconds, choice.predicted_range),
+        "" if seconds is None or not choice.fits else format_seconds(seconds),
         "" if speed is None or not choice.fits else f"{speed:.4g}",
     ]
 
@@ -245,14 +230,16 @@ def fit(
     counts = [ranks] if isinstance(ranks, int) else ranks
     groups = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
 
+    def planned(count: int, values: Values) -> Plan:
+        return plan(partial(setup, **values), count, device=device, machine=machine)
+
     searches: list[_Search] = []
     choices: list[Choice] = []
     complete = True
     with many_plans(), progress_bar(len(counts) * len(groups), disable=not progress) as bar:
         try:
             for count, values in itertools.product(counts, groups):
-                planned = partial(plan, ranks=count, device=device, machine=machine)
-                searches.append(_Search(setup, planned, count, values, lengths, batches, limit, bar))
+                searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
                 for choice in map(searches[-1].choice, lengths):
                     choices.append(choice)
                     bar.report(str(choice))
@@ -311,8 +298,7 @@ class _Search:
     length where lengths do not vary. `error` is that of the first refusal.
     """
 
-    setup: Setup
-    planned: Callable[[Setup], Plan]
+    planned: Callable[[Values], Plan]
     ranks: int
     values: Values
     lengths: Sequence[int | None]
@@ -342,8 +328,6 @@ class _Search:
         planned_batch = None if self.batches is None else batch or self.batches[0]
         plan = self._plan(planned_batch, length)
         need, seconds, speed = plan.needed_bytes, plan.predicted_seconds, None
-        setup = partial(self.setup, **self._values(planned_batch, length))
-        fused = fused_plan(setup, plan, self.limit)
         if seconds and batch:
             speed = batch * int(values.get(_ACCUMULATION, 1)) * self.ranks / seconds
         return Choice(
@@ -354,10 +338,7 @@ class _Search:
             peak_bytes=need,
             bytes_per_sample=None if planned_batch is None else self._slope(planned_batch, length),
             predicted_seconds=seconds,
-            predicted_range=plan.predicted_range,
             samples_per_second=speed,
-            fused="" if fused is None else format_fused(plan),
-            fused_bytes=None if fused is None else fused.needed_bytes,
             plan=plan,
         )
 
@@ -367,7 +348,7 @@ class _Search:
             values = self._values(batch, length)
             self.bar.describe(_format_case(self.ranks, values))
             self.plans += 1
-            self._known[key] = self.planned(partial(self.setup, **values))
+            self._known[key] = self.planned(values)
         return self._known[key]
 
     # extrapolation from some plans to all batches and lengths

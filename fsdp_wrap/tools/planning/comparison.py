@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_wrap._core import format_bytes, format_seconds
-from fsdp_wrap.tools.planning.figures import UnitPlan, format_step
+from fsdp_wrap.tools.planning.figures import UnitPlan
 from fsdp_wrap.tools.timeline import Timeline
 from fsdp_wrap.tools.timeline.analysis import own_times
 from fsdp_wrap.tools.timeline.records import RankRecord
@@ -45,18 +45,16 @@ class Comparison:
         units: By unit, in the plan's order.
         planned_seconds: Seconds of a step; None where no time was predicted.
         measured_seconds: The same, measured.
-        planned_range: The `predicted_range` of the plan.
     """
 
     steps: int
     units: tuple[ComparedUnit, ...]
     planned_seconds: float | None
     measured_seconds: float
-    planned_range: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         """The table that a person reads: planned left, measured right."""
-        planned = format_step(self.planned_seconds, self.planned_range) or "not predicted"
+        planned = format_seconds(self.planned_seconds) or "not predicted"
         measured = format_seconds(self.measured_seconds)
         lines = [f"A step, planned and measured ({self.steps} steps): {planned}, {measured}"]
         lines.append(f"{'Unit':<22}{'travels':^20}{'computes':^19}{'waits':^19}")
@@ -84,12 +82,7 @@ def record_of(timeline: Timeline, rank: int, ranks: int) -> RankRecord:
     return record
 
 
-def compared(
-    units: Sequence[UnitPlan],
-    planned_seconds: float | None,
-    planned_range: tuple[float, float] | None,
-    record: RankRecord,
-) -> Comparison:
+def compared(units: Sequence[UnitPlan], planned_seconds: float | None, record: RankRecord) -> Comparison:
     """Returns the units' planned figures beside a rank's record.
 
     Raises:
@@ -118,4 +111,4 @@ def compared(
         for unit in units
     )
     begin = record.passes[0] if record.passes else record.begin
-    return Comparison(steps, rows, planned_seconds, (record.end - begin) / steps / 1e9, planned_range)
+    return Comparison(steps, rows, planned_seconds, (record.end - begin) / steps / 1e9)

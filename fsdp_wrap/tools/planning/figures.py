@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_wrap._core import format_seconds
-
 KINDS = (
     "shards",
     "gathered",
@@ -132,9 +130,3 @@ class HostMemory:
     peak: int = 0
     loading: int = 0
     checkpoint: int = 0
-
-
-def format_step(seconds: float | None, between: tuple[float, float] | None) -> str:
-    """Writes down how long a step takes, or its range; "" where nothing was predicted."""
-    ends = dict.fromkeys(map(format_seconds, between or (seconds,)))
-    return " to ".join(ends)

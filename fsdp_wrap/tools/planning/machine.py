@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,13 +74,11 @@ class Machine:
                 raise ValueError(f"Machine '{self.name}': {name} must not be negative, as {value} is")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"Machine '{self.name}': overlap must be from 0 to 1, not {self.overlap}")
-        if self.attained is not None:
-            least, most = self.attained
-            if not 0 < least <= most <= 1:
-                raise ValueError(
-                    f"Machine '{self.name}': attained must be two fractions of the peak, the lesser first, "
-                    f"not {self.attained}"
-                )
+        if self.attained is not None and not 0 < self.attained[0] <= self.attained[1] <= 1:
+            raise ValueError(
+                f"Machine '{self.name}': attained must be two fractions of the peak, the lesser first, not "
+                f"{self.attained}"
+            )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Returns floating-point operations a second in a dtype."""
@@ -101,6 +99,13 @@ class Machine:
         """The machine in the middle of what may be attained."""
         return self if self.attained is None else self.at(sum(self.attained) / 2)
 
+    def assumed(self) -> Iterator[str]:
+        """Yields the line that says which part of the peak times are for, where that is assumed."""
+        if self.attained is not None:
+            least, most = self.attained
+            middle = (least + most) / 2
+            yield f"at {middle:.0%} of its peak: {least:.0%} to {most:.0%} are usual, and attained= sets it"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as `from_dict` takes them, of types that JSON knows."""
         return {**dataclasses.asdict(self), "flops": dict(self.flops)}
@@ -117,9 +122,3 @@ class Machine:
             return cls(**{**figures, "attained": None if attained is None else tuple(attained)})
         except TypeError as error:
             raise ValueError(f"these are not the figures of a machine: {error}") from error
-
-
-def format_attained(attained: tuple[float, float]) -> str:
-    """Says for which parts of the peak the ends of a range of times are."""
-    least, most = attained
-    return f"at {most:.0%} to {least:.0%} of its peak: attained= narrows it"

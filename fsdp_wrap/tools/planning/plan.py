@@ -13,16 +13,14 @@ from typing import Any
 from fsdp_wrap._core import format_bytes, format_count, format_seconds
 from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
 from fsdp_wrap.tools.planning.figures import (
-    OPTIMIZER,
     OPTIMIZER_TEMPORARIES,
     STEP,
     HostMemory,
     Moment,
     Place,
     UnitPlan,
-    format_step,
 )
-from fsdp_wrap.tools.planning.machine import Machine, format_attained
+from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
 
@@ -100,6 +98,13 @@ class Plan:
         """The most bytes at any time: while the model is built, in the first step and in later ones."""
         return max(self.peak_bytes, self.first_peak_bytes, self.setup_peak_bytes)
 
+    def avoidable(self) -> Iterator[str]:
+        """Yields the line about temporaries at the peak that fused optimizers would not make, if any."""
+        nbytes = self.peak_by_kind.get(OPTIMIZER_TEMPORARIES, 0)
+        if nbytes and self.unfused:
+            names = " and ".join(f"{name}(fused=True)" for name in self.unfused)
+            yield f"{format_bytes(nbytes)} of it are temporaries: {names} makes none"
+
     def __str__(self) -> str:
         """The page that a person reads: at most 80 columns."""
         sections = (_head(self), _memory(self), _wire(self), _time(self), _units(self))
@@ -126,8 +131,7 @@ class Plan:
         Raises:
             ValueError: If the timeline is of other units, of more ranks, or has no record of the plan's rank.
         """
-        record = record_of(timeline, self.rank, self.ranks)
-        return compared(self.units, self.predicted_seconds, self.predicted_range, record)
+        return compared(self.units, self.predicted_seconds, record_of(timeline, self.rank, self.ranks))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the plan as JSON, and writes it to a file if one is named."""
@@ -160,11 +164,6 @@ class Plan:
             raise ValueError(f"this is not what Plan.to_json() writes: {error}") from error
 
 
-def format_fused(plan: Plan) -> str:
-    """Writes down the optimizers of a plan as they are when they are fused."""
-    return ", ".join(f"{name}(fused=True)" for name in plan.unfused)
-
-
 def _head(plan: Plan) -> Iterator[str]:
     yield f"Plan of one step: rank {plan.rank} of {plan.ranks}, on {plan.device}"
     parameters, flops = format_count(plan.parameters), format_count(plan.flops)
@@ -175,9 +174,8 @@ def _head(plan: Plan) -> Iterator[str]:
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
     yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
-    temporaries = plan.peak_by_kind.get(OPTIMIZER_TEMPORARIES, 0)
-    if limit is not None and plan.peak_bytes > limit and plan.peak_at.phase == OPTIMIZER and plan.unfused:
-        yield f"  of which {format_bytes(temporaries)} are temporaries: {format_fused(plan)} makes none"
+    if limit is not None and plan.peak_bytes > limit:
+        yield from (f"  {line}" for line in plan.avoidable())
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
 
@@ -224,13 +222,10 @@ def _time(plan: Plan) -> Iterator[str]:
         return
     yield f"Predicted on {plan.machine.name}"
     computes, waits = format_seconds(plan.compute_seconds), format_seconds(plan.exposed_seconds)
-    if plan.machine.attained is None:
-        yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
-    else:
-        between = format_step(plan.predicted_seconds, plan.predicted_range)
-        yield f"  step {between} ({format_attained(plan.machine.attained)})"
-        middle = f"{sum(plan.machine.attained) / 2:.0%}"
-        yield f"  at {middle} {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
+    if plan.predicted_range is not None:
+        yield from (f"  {line}" for line in plan.machine.assumed())
+        yield f"  step {' to '.join(map(format_seconds, plan.predicted_range))}; in the middle:"
+    yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
     yield f"  collectives run for {format_seconds(plan.communication_seconds)} beside it"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.fake_device import FakeDevice
 from fsdp_wrap.tools.planning.figures import HostMemory, Moment, UnitPlan
-from fsdp_wrap.tools.planning.fused import fused, listed, unfused
 from fsdp_wrap.tools.planning.ledger import History, Ledger
 from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.plan import Plan
@@ -98,16 +97,13 @@ def plan(
     before = planned_rounds.set(None if helps is None else PlannedRounds(rank))
     try:
         if helps is not None:
-            planned(setup, ranks, device, machine, helps)
-        return remember(planned(setup, ranks, device, machine, rank, helps is not None))
+            _planned(setup, ranks, device, machine, helps, False)
+        return remember(_planned(setup, ranks, device, machine, rank, helps is not None))
     finally:
         planned_rounds.reset(before)
 
 
-def planned(
-    setup: Setup, ranks: int, device: str, machine: Machine | None, rank: int, helps: bool = False
-) -> Plan:
-    """Makes a plan of arguments that were checked, of which no message is to tell."""
+def _planned(setup: Setup, ranks: int, device: str, machine: Machine | None, rank: int, helps: bool) -> Plan:
     with world_of(ranks, rank, device), torch.random.fork_rng(devices=[]):
         gc.collect()  # so that earlier garbage is not freed during the plan
         planner = _Planner(device)
@@ -120,27 +116,6 @@ def planned(
         finally:
             planner.forget()
             clear_sharding_caches()  # of meshes of this world
-
-
-def fused_plan(setup: Setup, made: Plan, limit: int) -> Plan | None:
-    """Plans a step that does not fit once more, with optimizers that are fused and make no temporaries.
-
-    Args:
-        setup: The setup of the plan.
-        made: The plan.
-        limit: The bytes that a rank may use.
-
-    Returns:
-        The other plan; None where the peak is not in an optimizer's step, no optimizer may be fused, or less
-        is not needed then.
-    """
-    if made.needed_bytes <= limit or made.peak_at.phase != figures.OPTIMIZER or not made.unfused:
-        return None
-    try:
-        other = planned(fused(setup), made.ranks, made.device, made.machine, made.rank)
-    except (ValueError, RuntimeError, TypeError, NotImplementedError):  # torch refuses such parameters
-        return None
-    return other if other.needed_bytes < made.needed_bytes else None
 
 
 def _check(setup: Setup, ranks: int, device: str, rank: int, helps: int | None) -> None:
@@ -283,7 +258,7 @@ class _Planner:
             collectives=dict(Counter(each.kind for each in recorder.collectives)),
             payload_bytes=dict(payload),
             host=self._host(second[1]),
-            unfused=unfused(self._optimizers),
+            unfused=_unfused(self._optimizers),
             flops=recorder.flops,
             machine=machine,
             predicted_seconds=prediction.seconds,
@@ -336,6 +311,12 @@ class _Planner:
         )
 
 
+def _unfused(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Returns the names of the classes of optimizers that take `fused=True` and do not have it."""
+    groups = ((type(each).__name__, group) for each in optimizers for group in each.param_groups)
+    return tuple(dict.fromkeys(name for name, group in groups if not group.get("fused", True)))
+
+
 def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     """Checks the return value of a user's setup."""
     if not isinstance(made, tuple) or len(made) != 3:
@@ -344,7 +325,7 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     model, optimizer, step = made
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that setup() returns must be an nn.Module, not {type(model).__name__}")
-    optimizers = listed(optimizer)
+    optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(

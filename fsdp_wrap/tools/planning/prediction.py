@@ -43,21 +43,18 @@ class Prediction:
 
 def predicted(entries: Sequence[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
     """Predicts the times of a recorded step, for each end of the machine's range as well."""
-    found, _ = _replayed(entries, places, machine.expected)
+    found = _replayed(entries, places, machine.expected)
     if machine.attained is not None:
-        slowest, fastest = (_replayed(entries, places, machine.at(part))[1] for part in machine.attained)
-        found.between = fastest, slowest
+        slowest, fastest = (_replayed(entries, places, machine.at(part)) for part in machine.attained)
+        found.between = fastest.seconds or 0.0, slowest.seconds or 0.0
     return found
 
 
-def _replayed(
-    entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine
-) -> tuple[Prediction, float]:
+def _replayed(entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
     """Replays works and waits in the order of the program.
 
     A work begins when it was issued, its resource is free, and earlier works of its ticket are done. A
-    collective delays the computation by the part of its time that does not overlap. Also
-    returns the seconds of the step.
+    collective delays the computation by the part of its time that does not overlap.
     """
     now = exposed = 0.0
     free = {Resource.NETWORK: 0.0, Resource.COPIES: 0.0}
@@ -87,11 +84,11 @@ def _replayed(
         units = () if entry.collective is None else entry.collective.units
         for unit in units:
             found.runs[unit] += seconds / len(units)
-    found.seconds = seconds = max(now, *free.values())
+    found.seconds = max(now, *free.values())
     found.compute_seconds = busy[Resource.COMPUTE]
     found.communication_seconds = busy[Resource.NETWORK]
-    found.exposed_seconds = exposed + seconds - now
-    return found, seconds
+    found.exposed_seconds = exposed + found.seconds - now
+    return found
 
 
 def _seconds(work: Work, machine: Machine) -> float:

@@ -15,12 +15,11 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, walk
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, walk
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.tools.fitting.variants import OFFLOADS, allocate, check_word, mesh_of, modules_of
-from fsdp_wrap.tools.planning.figures import format_step
 
 PARAMETERS = FREED, TO_BACKWARD, ALWAYS = "freed", "kept to backward", "kept"
 ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
@@ -86,7 +85,6 @@ class Recipe:
         memory: The budget in bytes of each rank.
         needed_bytes: The most bytes that a rank holds, by the plan.
         predicted_seconds: Seconds of a step, by the plan.
-        predicted_range: Those of the fastest and of the slowest, for a machine with a range; else None.
         notes: Lines of the page: what decisions cost and gain, what else was tried.
     """
 
@@ -101,7 +99,6 @@ class Recipe:
     memory: int | None = None
     needed_bytes: int | None = None
     predicted_seconds: float | None = None
-    predicted_range: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -261,8 +258,6 @@ class Recipe:
             plain: dict[str, Any] = json.loads(text)
             units = [{**unit, "modules": tuple(unit["modules"])} for unit in plain["units"]]
             made = tuple(UnitRecipe(**unit) for unit in units)
-            between = plain.get("predicted_range")
-            plain["predicted_range"] = None if between is None else tuple(between)
             return cls(**{**plain, "units": made, "notes": tuple(plain["notes"])})
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Recipe.to_json() writes: {error}") from error
@@ -275,8 +270,7 @@ class Recipe:
         if self.needed_bytes is None or self.memory is None:
             yield "A recipe that was not tuned"
             return
-        takes = format_step(self.predicted_seconds, self.predicted_range)
-        yield f"A step of {takes} by the plan, on {self.ranks} ranks"
+        yield f"A step of {format_seconds(self.predicted_seconds)} by the plan, on {self.ranks} ranks"
         yield f"{format_bytes(self.needed_bytes)} of {format_bytes(self.memory)} are needed"
 
     def _decisions(self) -> Iterator[str]:

@@ -17,9 +17,7 @@ from torch import nn
 from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, UnitPlan
-from fsdp_wrap.tools.planning.machine import format_attained
-from fsdp_wrap.tools.planning.plan import format_fused
-from fsdp_wrap.tools.planning.planner import MOST_RANKS, fused_plan, many_plans
+from fsdp_wrap.tools.planning.planner import MOST_RANKS, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
 from fsdp_wrap.tools.timeline import Timeline
 from fsdp_wrap.tools.tuning.corrected import corrected
@@ -179,16 +177,14 @@ class _Tuning:
         """Returns the plan of a recipe."""
         if recipe not in self._known or ranks is not None:
             self.bar.describe(f"planned {len(self._known)} recipes")
-            setup = self._with(recipe)
+            setup = (
+                partial(self.setup, recipe=recipe) if self._takes else partial(_applied, self.setup, recipe)
+            )
             made = plan(setup, ranks or self.ranks, device=self.device, machine=self.machine)
             if ranks is not None:
                 return made
             self._known[recipe] = made
         return self._known[recipe]
-
-    def _with(self, recipe: Recipe) -> Callable[[], Any]:
-        """Returns the setup with a recipe."""
-        return partial(self.setup, recipe=recipe) if self._takes else partial(_applied, self.setup, recipe)
 
     def look(self, recipe: Recipe, costs: Sequence[Mapping[Option, Cost]] = ()) -> _Found:
         """Plans a recipe, and keeps it if it is the best."""
@@ -410,8 +406,7 @@ class _Tuning:
         tightest = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
         notes = [*self.notes]
         notes.append(f"Predicted on {self.machine.name}, after {len(self._known)} plans")
-        if self.machine.attained is not None:
-            notes.append(f"Times {format_attained(self.machine.attained)}; of single decisions in the middle")
+        notes += self.machine.assumed()
         notes.append(f"Tightest {_format_place(plan, place)}: {tightest}")
         if gains := [*_gains(best)]:
             notes.append("\n".join(["Against the other choice, by the units' own figures:", *gains]))
@@ -422,7 +417,6 @@ class _Tuning:
             memory=self.limit,
             needed_bytes=plan.needed_bytes,
             predicted_seconds=plan.predicted_seconds,
-            predicted_range=plan.predicted_range,
             notes=tuple(notes),
         )
 
@@ -435,17 +429,12 @@ class _Tuning:
         return (
             f"no recipe fits into {format_bytes(self.limit)} on {self.ranks} ranks: the least is "
             f"{format_bytes(plan.needed_bytes)} ({_format_run(recipe)}), at its tightest "
-            f"{_format_place(plan, place)} ({most}). {self._proposal(recipe)}, pass more memory, or let the "
-            "step take a smaller batch"
+            f"{_format_place(plan, place)} ({most}). {''.join(f'{line}. ' for line in plan.avoidable())}"
+            f"{self._proposal(recipe)}, pass more memory, or let the step take a smaller batch"
         )
 
     def _proposal(self, recipe: Recipe) -> str:
-        """Says what would let the smallest recipe fit: fused optimizers, or how many ranks."""
-        assert self.smallest is not None
-        fused = fused_plan(self._with(recipe), self.smallest.plan, self.limit)
-        if fused is not None and fused.needed_bytes <= self.limit:
-            names, needs = format_fused(self.smallest.plan), format_bytes(fused.needed_bytes)
-            return f"It fits with {names}, which needs {needs}: take that"
+        """Says on how many ranks the smallest recipe would fit."""
         for ranks in (self.ranks << times for times in range(1, _DOUBLINGS + 1)):
             if ranks <= MOST_RANKS and self.planned(recipe, ranks).needed_bytes <= self.limit:
                 return f"It fits on {ranks} ranks: take those"
