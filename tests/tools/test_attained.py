@@ -60,7 +60,7 @@ def test_a_preset_predicts_from_the_usual_least_to_the_usual_most(front):
     assert one_by_one[0] < 0.9 * one_by_one[1] < 0.81 * one_by_one[2]
     assert Plan.from_json(made.to_json()) == made
     page = str(made)
-    assert f"  {ASSUMED}\n  step " in page and "; in the middle:\n  step " in page
+    assert f"Predicted on {ASSUMED}\n  step " in page and "; in the middle:\n  step " in page
     assert max(map(len, page.splitlines())) <= 80
 
 
@@ -86,7 +86,7 @@ def test_machines_keep_their_range():
             replace(H100, attained=wrong)
 
 
-ASSUMED = "at 55% of its peak: 40% to 70% are usual, and attained= sets it"
+ASSUMED = "H100 SXM, 55% of its peak (40% to 70%)"
 
 
 def test_fit_and_recipes_say_what_they_assume():
@@ -139,7 +139,7 @@ def test_a_timeline_leaves_no_range(tmp_path):
     recorded = merge([tmp_path], tmp_path / "both.json")
     on_host: Callable[..., Any] = partial(setup, device="cpu", batch=1)
     made = fsdp_wrap.plan(on_host, 2, machine=H100)
-    machine, told = corrected(H100, made, recorded)
+    machine, told = corrected(H100.expected, made, recorded)
     assert told and machine.attained is None
     compared = made.compare(recorded)
     again = fsdp_wrap.plan(on_host, 2, machine=machine)

@@ -143,8 +143,7 @@ class Fit:
         if fixed:
             yield f"all with {_format_values(fixed)}"
         if self.machine is not None:
-            yield f"predicted for {self.machine.name}: {self.machine.source or 'figures of the caller'}"
-            yield from self.machine.assumed()
+            yield f"predicted for {self.machine.title}: {self.machine.source or 'figures of the caller'}"
 
 
 def _row(choice: Choice, varied: Sequence[str]) -> list[str]:

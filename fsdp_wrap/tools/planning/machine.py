@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,12 +99,13 @@ class Machine:
         """The machine in the middle of what may be attained."""
         return self if self.attained is None else self.at(sum(self.attained) / 2)
 
-    def assumed(self) -> Iterator[str]:
-        """Yields the line that says which part of the peak times are for, where that is assumed."""
-        if self.attained is not None:
-            least, most = self.attained
-            middle = (least + most) / 2
-            yield f"at {middle:.0%} of its peak: {least:.0%} to {most:.0%} are usual, and attained= sets it"
+    @property
+    def title(self) -> str:
+        """Its name, with the part of its peak that times are of where that is a range."""
+        if self.attained is None:
+            return self.name
+        least, most = self.attained
+        return f"{self.name}, {(least + most) / 2:.0%} of its peak ({least:.0%} to {most:.0%})"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as `from_dict` takes them, of types that JSON knows."""

@@ -220,10 +220,9 @@ def _time(plan: Plan) -> Iterator[str]:
     if plan.machine is None or plan.predicted_seconds is None:
         yield "No time is predicted: pass machine= (--machine on the command line)"
         return
-    yield f"Predicted on {plan.machine.name}"
+    yield f"Predicted on {plan.machine.title}"
     computes, waits = format_seconds(plan.compute_seconds), format_seconds(plan.exposed_seconds)
     if plan.predicted_range is not None:
-        yield from (f"  {line}" for line in plan.machine.assumed())
         yield f"  step {' to '.join(map(format_seconds, plan.predicted_range))}; in the middle:"
     yield f"  step {format_seconds(plan.predicted_seconds)}: computes {computes}, waits {waits}"
     yield f"  collectives run for {format_seconds(plan.communication_seconds)} beside it"

@@ -15,7 +15,6 @@ _NOTED = 0.02
 def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine, list[str]]:
     """Scales a machine's speeds so that the plan takes the time that was measured.
 
-    Of a machine with a range its middle is scaled, of which the plan's times are.
     All speeds of the device change by one factor, and those of all links by another: a timeline knows how
     long units compute and transfers run, not which operators and links they wait for.
 
@@ -42,7 +41,6 @@ def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine
         nanoseconds / 1e9 / len(timeline.ranks) / analysis.passes,
         sum(unit.communication_seconds or 0.0 for unit in plan.units),
     )
-    machine = machine.expected  # of which the plan's times are
     measured = replace(
         machine,
         name=f"{machine.name}, corrected",

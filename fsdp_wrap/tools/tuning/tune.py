@@ -114,9 +114,9 @@ def tune(
     with many_plans(), progress_bar(disable=not progress) as bar:
         search = _Tuning(setup, ranks, device, machine, limit, bar)
         if timeline is not None:
-            search.machine, changes = corrected(machine, search.planned(ran or Recipe()), timeline)
+            planned = search.planned(ran or Recipe())
+            search.machine, search.notes = corrected(machine.expected, planned, timeline)
             search.forget()
-            search.notes += changes
         return search.answer()
 
 
@@ -405,8 +405,7 @@ class _Tuning:
         kinds = sorted(plan.peak_by_kind.items(), key=lambda item: -item[1])[:4]
         tightest = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
         notes = [*self.notes]
-        notes.append(f"Predicted on {self.machine.name}, after {len(self._known)} plans")
-        notes += self.machine.assumed()
+        notes.append(f"Predicted on {self.machine.title}, after {len(self._known)} plans")
         notes.append(f"Tightest {_format_place(plan, place)}: {tightest}")
         if gains := [*_gains(best)]:
             notes.append("\n".join(["Against the other choice, by the units' own figures:", *gains]))
