@@ -344,6 +344,8 @@ class ReadsAgain(nn.Module):
 def test_what_stays_full_serves_modules_around_it(rank, world_size):
     """As outside of transforms; in the next one, and in backwards from it, too."""
     for front in (*FRONTS, "replicate"):
+        plain: nn.Module
+        model: nn.Module
         if front == "replicate":
             torch.manual_seed(0)
             plain = ReadsAgain().double()
