@@ -132,12 +132,12 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     that occurs twice stays one tensor. An edit changes the copy alone.
     """
     tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-    owned = {
-        id(each): each for each in tensors if each.layout == torch.strided and handle.owns_memory_of(each)
-    }
-    if not owned:
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+            copies[id(tensor)] = tensor.clone()
+    if not copies:
         return output, tensors
-    copies = {key: each.clone() for key, each in owned.items()}
     output = map_tensors(lambda each: copies.get(id(each), each), output)
     return output, list(iter_tensors(output))
 
