@@ -52,7 +52,9 @@ $ pytest -m slow tests/clients/test_loops.py -k torchtune --junitxml=torchtune.x
 $ python docs/clients.py --add torchtune.xml
 ```
 
-`FSDP_WRAP_NEWEST=1 .ci/run` also runs them with the newest clients on the newest torch, and tells what broke.
+There are two tables: of the clients that `.ci/constraints.txt` pins, which the slow tier runs, and of the
+newest clients on the newest torch, with which nothing broke. `FSDP_WRAP_NEWEST=1 .ci/run` tells what has
+broken since.
 Whether the names that a program imports are served, `python -m fsdp_wrap.compat --check` says
 [without running it](reference/compat.md).
 """
@@ -68,6 +70,7 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
 | OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
+| axolotl 0.19.0 | 2.14.1 | | not run: it takes a torch up to 2.13 |
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
 | LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
 | verl 0.9.1 | 2.13.0 | a whole loop | not run: it knows the platforms CUDA, NPU and ROCm only |

@@ -132,11 +132,14 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     that occurs twice stays one tensor. An edit changes the copy alone.
     """
     tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
+    copies: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
-            output = _copied(handle, output)
-            return output, list(iter_tensors(output))
-    return output, tensors
+            copies[id(tensor)] = tensor.clone()
+    if not copies:
+        return output, tensors
+    output = map_tensors(lambda each: copies.get(id(each), each), output)
+    return output, list(iter_tensors(output))
 
 
 def _without_lasting(schedule: Schedule, output: Any) -> Any:
@@ -150,22 +153,13 @@ def _without_lasting(schedule: Schedule, output: Any) -> Any:
     return output
 
 
-def _copied(handle: ParamHandle, output: Any) -> Any:
-    copies: dict[int, torch.Tensor] = {}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided or not handle.owns_memory_of(tensor):
-            return tensor
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
-        return copies[id(tensor)]
-
-    return map_tensors(copy, output)
-
-
 def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Callable[[], Any]) -> Any:
-    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`."""
-    undo, shown = ExitStack(), []
+    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`.
+
+    A unit that does not reshard after its forward ends with the outermost one: modules around it may use it.
+    """
+    own, undo, shown = schedule_of(units[-1]), ExitStack(), []
+    own.transformed.append(undo)
     try:
         with outside_transforms():
             for unit in units:
@@ -180,8 +174,12 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Cal
             _refuse_written(unit, handle, copies)
         return output
     finally:
+        own.transformed.pop()
         with outside_transforms():
-            undo.close()
+            if not own.transformed or units[-1].options.reshard_after_forward:
+                undo.close()
+            else:
+                own.transformed[0].push(undo)
 
 
 def _exit_transformed(schedule: Schedule, call: ForwardCall) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -84,6 +84,7 @@ class Schedule(StepState):
         batches: Batches of its units' collectives.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
             its inputs: units with parts that have not all run, and units that do not reshard after forward.
+        transformed: The ends of forward calls in progress inside transforms of `torch.func`.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -98,6 +99,7 @@ class Schedule(StepState):
         self._order_check = OrderCheck()
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
+        self.transformed: list[ExitStack] = []
         self._awaited: dict[Unit, None] = {}
         self._backward_open = self._gradients_came = False
         self._deferred: set[Unit] = set()

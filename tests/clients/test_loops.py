@@ -1,7 +1,7 @@
 """Whole loops of clients, begun by their own launchers: losses and weights of torch's FSDP.
 
 Several do not fit beside each other: they are not of the extra 'clients'; docs/clients.md tells how to run
-them. What stands before each of their ranks is `in_front/sitecustomize.py`.
+them. What stands before each of their ranks is `in_front/sitecustomize.py`. All are equal to the bit.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _equal_torchs(loop: Loop, tmp_path: Path, file: str) -> None:
         found[ours] = losses, load_file(saved)
     losses, weights = found[True]
     assert len(losses) == STEPS and len(set(losses.tolist())) == STEPS, "the losses move"
-    torch.testing.assert_close(losses, found[False][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weights, found[False][1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, found[False][0], rtol=0, atol=0)
+    torch.testing.assert_close(weights, found[False][1], rtol=0, atol=0)
 
 
 def _tune(recipe: str, *given: str) -> Loop:

@@ -3,6 +3,7 @@
 And transforms of `torch.func` over sharded models: by inputs, and backward into the parameters after them.
 """
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import func, nn
 from bed import ranks
 from beside import assert_close_grads, mean_backward
 from fronts import FRONTS, FULL, KEPT, each_front, either_front, no_sync, shard, twins
-from fsdp_wrap import ShardingStrategy
+from fsdp_wrap import ShardingStrategy, replicate
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
@@ -326,6 +327,41 @@ def test_backward_after_a_transform(rank, world_size, front):
 
         plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
         assert_steps_alike(model, plain, loss)
+
+
+class ReadsAgain(nn.Module):
+    """Computes with the weight of a layer after the layer's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.inner(x)).tanh() @ self.inner.weight)
+
+
+@ranks(2)
+def test_what_stays_full_serves_modules_around_it(rank, world_size):
+    """As outside of transforms; in the next one, and in backwards from it, too."""
+    for front in (*FRONTS, "replicate"):
+        plain: nn.Module
+        model: nn.Module
+        if front == "replicate":
+            torch.manual_seed(0)
+            plain = ReadsAgain().double()
+            model = copy.deepcopy(plain)
+            replicate(model.inner)
+            replicate(model)
+        else:
+            plain, model = twins(
+                front,
+                ReadsAgain,
+                torch.float64,
+                auto_wrap_policy=PER_LAYER,
+                sharding_strategy=KEPT,
+            )
+        assert_transformed_alike(model, plain)
+        assert_steps_alike(model, plain, lambda net, x: func.vmap(net)(x).square().sum())
 
 
 @ranks(2)
