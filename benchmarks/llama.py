@@ -36,7 +36,8 @@ class Attention(nn.Module):
         made = (each(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in self._all)
         query, key, value = made
         query, key = rotated(query, *turns), rotated(key, *turns)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        shared = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     @property

@@ -82,8 +82,8 @@ def exchange_reduce(
     sent = [(peer, group.send([parts[peer]], peer, _REDUCE_TAG)) for peer in targets]
 
     def add() -> None:
-        for addend in addends:
-            shard.add_(addend)
+        for addend in addends:  # torch would widen a narrower one by a copy that no plan sees
+            shard.add_(addend if addend.dtype == shard.dtype else addend.to(shard.dtype))
         _free(place for place in places if place is not shard)
 
     return Messages([*received, *sent], lives, add)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import fsdp_wrap
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
+from benchmarks import offloaded
 from fronts import each_front, full_state, inner
 from stream_programs import WIDTH, Layer, batch, products_beside, wrapped
 
@@ -192,3 +194,14 @@ def refusals(rank: int, device: Simulation) -> None:
 
 def test_wrong_uses_are_refused():
     run_simulated(2, refusals)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_plan_knows_the_peak_of_a_llama(checkpoints):
+    """All streams together, in the program that makes the table of the page."""
+    smaller: Any = {"BLOCKS": 4, "LENGTH": 128, "SEQUENCES": 2, "MIN_BYTES": 1 << 15}
+    with mock.patch.multiple(offloaded, **smaller), mock.patch.dict(offloaded.PARTS, half=2, all=4):
+        rows = [offloaded.compare(part, checkpoints) for part in offloaded.PARTS]
+    assert all(abs(row.off) < offloaded.MOST_OFF for row in rows), rows
+    assert rows[0].on_host < rows[1].on_host < rows[2].on_host
+    assert checkpoints or rows[0].measured > max(row.measured for row in rows[1:])

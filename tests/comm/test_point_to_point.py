@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bed import ranks
 from bed.references import count_collectives
@@ -98,6 +99,30 @@ def test_training_is_bit_equal_to_ddp(rank, world_size, front, dtype):
         assert_same_values(model, ddp)
     assert exchanged == {"plain": 0, "by size": 3 * 3, "exchange": 3 * (3 + 1)}
     assert at_once == {"plain": 0, "by size": 3, "exchange": 0}
+
+
+class DtypesOfSums(TorchDispatchMode):
+    """Notes the dtypes of what is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            self.pairs.append((args[0].dtype, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(3)
+def test_no_sum_makes_a_copy_that_a_plan_does_not_see(rank, world_size):
+    """Torch widens a narrower addend on the CPU by memory of its own."""
+    parts = {peer: torch.full((8,), 1.0 + rank, dtype=torch.bfloat16) for peer in range(world_size)}
+    shard = torch.empty(8)
+    messages = exchange_reduce(dist.group.WORLD, rank, shard, parts)
+    with DtypesOfSums() as seen:
+        messages.wait()
+    assert seen.pairs == [(torch.float32, torch.float32)] * 2 and shard.tolist() == [6.0] * 8
 
 
 def trained(rank, **options):

@@ -102,6 +102,8 @@ class Simulation(Accelerator):
         self._dropped: list[Block] = []
         self._live: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
+        self.peak_bytes = 0
+        """The most bytes of all streams together since `end_step`."""
         self._waits_before = 0
         self._unit = "no unit"
         self.compute = self.stream("compute")
@@ -145,6 +147,7 @@ class Simulation(Accelerator):
         """Returns what the host waited for since the last call, and the peak bytes by stream."""
         waits, self._waits_before = self.host_waits[self._waits_before :], len(self.host_waits)
         peaks, self._peaks = dict(self._peaks), Counter(self._live)
+        self.peak_bytes = self.live_bytes
         return waits, peaks
 
     @property
@@ -352,6 +355,7 @@ class Simulation(Accelerator):
         if queue != HOST:
             self._live[queue] += block.held
             self._peaks[queue] = max(self._peaks[queue], self._live[queue])
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return block
 
     def _forget(self, number: int) -> None:
