@@ -15,7 +15,7 @@ _NOTED = 0.02
 def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine, list[str]]:
     """Scales a machine's speeds so that the plan takes the time that was measured.
 
-    Of a machine with a range its middle is scaled, of which the plan's times are.
+    The middle of a machine's range is scaled: the plan's times are of it.
     All speeds of the device change by one factor, and those of all links by another: a timeline knows how
     long units compute and transfers run, not which operators and links they wait for.
 

@@ -86,7 +86,7 @@ class Recipe:
         memory: The budget in bytes of each rank.
         needed_bytes: The most bytes that a rank holds, by the plan.
         predicted_seconds: Seconds of a step, by the plan.
-        predicted_range: Those of the fastest and of the slowest, for a machine with a range; else None.
+        predicted_range: Seconds of the fastest and of the slowest, for a machine with a range; else None.
         notes: Lines of the page: what decisions cost and gain, what else was tried.
     """
 
