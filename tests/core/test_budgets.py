@@ -32,12 +32,12 @@ CODE_LINES = {
     "compat": 800,
     "compat/_checking": 175,
     "optim": 2142,
-    "tools": 4211,
-    "tools/tuning": 759,
+    "tools": 4336,
+    "tools/tuning": 775,
     "top level": 2314,
     "weights": 795,
     "core": 16479,
-    "all": 34688,
+    "all": 34829,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -24,7 +24,7 @@ from torch import nn
 from fsdp_wrap.tools import shard_as
 
 
-def setup(*, front="fully_shard", rows=1, fused=False, make=torch.optim.AdamW):
+def setup(*, front="fully_shard", rows=1, fused=False, device="cuda", make=torch.optim.AdamW):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({DEPTH})))
     model = shard_as(model, nn.Linear, front_end=front)
@@ -32,7 +32,7 @@ def setup(*, front="fully_shard", rows=1, fused=False, make=torch.optim.AdamW):
 
     def step():
         optimizer.zero_grad()
-        model(torch.empty(rows, {WIDTH}, device="cuda")).sum().backward()
+        model(torch.empty(rows, {WIDTH}, device=device)).sum().backward()
         optimizer.step()
 
     return model, optimizer, step
@@ -70,11 +70,15 @@ def test_what_would_not_help_is_not_said():
         assert found.unfused == (("AdamW",) if "rows" in options else ())
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("make", "device"),
+    [(torch.optim.SGD, "cuda"), (torch.optim.Adam, "cuda"), (torch.optim.Adagrad, "cpu")],
+)
 @FRONTS
-def test_fused_kernels_are_planned(front, make):
+def test_fused_kernels_are_planned(front, make, device):
     """Also those for which torch has no rule on tensors without values."""
-    found = planned(front=front, make=make, fused=True)
+    options = {"front": front, "make": make, "fused": True, "device": device}
+    found = plan(partial(setup, **options), RANKS, device=device)
     assert "optimizer temporaries" not in found.peak_by_kind and found.unfused == ()
 
 

@@ -14,7 +14,7 @@ from fsdp_wrap.tools.planning import Machine
 
 _TERA, _GIGA = 10**12, 10**9
 _ATTAINED = (0.4, 0.7)
-"""What published runs of language models reach of the FLOP/s, with what is computed again counted.
+"""The part of the FLOP/s that published runs of language models reach, with what is computed again counted.
 
 By the tables of MosaicML's llm-foundry (scripts/train/benchmarking), fully sharded in bfloat16: of models of
 1 to 70 billion parameters with sequences of at most 8,192 tokens, 38 to 59 % on H100s, 45 to 79 % on A100s.
