@@ -19,7 +19,7 @@ CODE_LINES = {
     "_comm": 2172,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1675,
+    "_core": 1685,
     "_params": 3890,
     "_reproducible": 578,
     "_runtime": 3314,
@@ -32,12 +32,12 @@ CODE_LINES = {
     "compat": 800,
     "compat/_checking": 175,
     "optim": 2142,
-    "tools": 4211,
+    "tools": 4456,
     "tools/tuning": 759,
     "top level": 2314,
     "weights": 795,
-    "core": 16479,
-    "all": 34688,
+    "core": 16489,
+    "all": 34943,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

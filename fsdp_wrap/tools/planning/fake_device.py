@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_wrap._core.torch_private import has_storage, push_saved_tensor_hooks, replaced_saved_tensor_hooks
+from fsdp_wrap.tools.planning.autocast import Autocast, without_autocast
 from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, StorageRecord
 from fsdp_wrap.tools.planning.tensors import CPU, META, MetaDispatch, complete, depends_on_data
 
+_OPERATOR = type(torch.ops.aten.mm.default)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -30,6 +32,7 @@ class FakeDevice(TorchFunctionMode):
     def __init__(self, ledger: Ledger, dispatch: MetaDispatch) -> None:
         super().__init__()
         self._ledger, self._dispatch = ledger, dispatch
+        self.autocast = Autocast(self._device_of)
         self._running: set[FunctionType] = set()
         self._answers: dict[Any, Callable[..., Any]] = {
             _getter("device"): lambda record, tensor: record.device,
@@ -56,22 +59,33 @@ class FakeDevice(TorchFunctionMode):
         if func in self._moves:
             return self._move(args[0], *self._moves[func](args[1:], kwargs))
         if func in KERNELS:
-            record = self._record_of(args[0] if args else kwargs["query"])
-            result = None if record is None else KERNELS[func](record.device.type, *args, **kwargs)
-            return func(*args, **kwargs) if result is None else result
+            return self._call_fused(func, args, kwargs)
         if isinstance(func, FunctionType):
             return self._call_python(func, args, kwargs)
         if isinstance(getattr(func, "__self__", None), FunctionMeta):
             return self._apply(func, args, kwargs)
         return self._call_builtin(func, args, kwargs)
 
+    def _call_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a fused kernel where torch would, of what autocast makes of the arguments."""
+        record = self._record_of(args[0] if args else kwargs["query"])
+        if record is None:
+            return func(*args, **kwargs)
+        operator, kernel = KERNELS[func]
+        changed = self.autocast.cast(operator, args, kwargs)
+        with without_autocast() if changed else nullcontext():
+            _, args, kwargs = changed or (func, args, kwargs)
+            result = kernel(record.device.type, *args, **kwargs)
+            return func(*args, **kwargs) if result is None else result
+
     def _call_builtin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls an operator, of which a device or pinned memory may be asked."""
         pins, wanted = kwargs.pop("pin_memory", False), kwargs.get("device")
         device = CPU if wanted is None else torch.device(wanted)
-        if device == META or (device.type == "cpu" and not pins):
+        # A user's dispatch mode hands on operators, in which torch itself names the meta device.
+        if (device.type == "cpu" and not pins) or (device == META and isinstance(func, _OPERATOR)):
             return func(*args, **kwargs)
-        if func in (torch.tensor, torch.as_tensor):
+        if func in (torch.tensor, torch.as_tensor) and device != META:
             with self:
                 return func(*args, **{**kwargs, "device": CPU}).to(device)
         with self._dispatch.asking(complete(device), pins):
@@ -114,6 +128,10 @@ class FakeDevice(TorchFunctionMode):
 
         return run
 
+    def _device_of(self, tensor: torch.Tensor) -> torch.device:
+        record = self._record_of(tensor)
+        return _local(tensor).device if record is None else record.device
+
     def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
         local = _local(tensor)
         return self._ledger.record_of(local) if has_storage(local) and local.is_meta else None
@@ -129,8 +147,11 @@ class FakeDevice(TorchFunctionMode):
         wanted = kwargs.pop("device", None)
         if wanted is None:
             return tensor.to(*args, **kwargs)
-        if isinstance(tensor, DTensor) or torch.device(wanted) == META:
+        if isinstance(tensor, DTensor):
             return tensor.to(*args, **{**kwargs, "device": wanted})
+        if torch.device(wanted) == META:
+            with self._dispatch.asking(META):
+                return tensor.to(*args, **{**kwargs, "device": META})
         record, device = self._record_of(tensor), complete(torch.device(wanted))
         if tensor.is_meta and record is None:
             raise NotImplementedError(

@@ -17,7 +17,7 @@ from fsdp_wrap.tools.planning.machine import Machine
 from fsdp_wrap.tools.planning.picture import draw
 from fsdp_wrap.tools.timeline import Timeline
 
-_BAR, _NAME = 24, 24  # columns
+_WIDTH, _BAR, _NAME = 80, 24, 24  # columns
 _MOST_UNITS = 16  # lines of the table of units
 
 
@@ -38,6 +38,8 @@ class Plan:
         peak_bytes: The most bytes that are held at any time in the step.
         peak_by_kind: The same by kind.
         peak_at: The place of the peak in the step.
+        peak_operator: The operator that took the last bytes of it, such as "aten.mm", and for which optimizer
+            or collective if so: "aten.sqrt (AdamW's step)".
         first_peak_bytes: The most bytes at any time in the first step, in which optimizers make their state.
         setup_peak_bytes: The most bytes at any time while the model was built.
         moments: The step in the order of time, by place.
@@ -74,6 +76,7 @@ class Plan:
     payload_bytes: Mapping[str, int]
     host: HostMemory = HostMemory()
     flops: int = 0
+    peak_operator: str = ""
     machine: Machine | None = None
     predicted_seconds: float | None = None
     compute_seconds: float | None = None
@@ -151,7 +154,14 @@ def _head(plan: Plan) -> Iterator[str]:
     limit, fits = None if plan.machine is None else plan.machine.device_memory, ""
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
-    yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
+    peak, operator = f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}", ""
+    if plan.peak_operator:
+        operator = f", in {plan.peak_operator}"
+    if len(peak + operator + fits) <= _WIDTH:
+        yield peak + operator + fits
+    else:
+        yield peak + fits
+        yield f"{'':22}{operator[2:]}"
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core.torch_private import DisableTorchFunction, TorchDispatchMode, pytree, shapes_are_asked
+from fsdp_wrap.tools.planning.autocast import without_autocast
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -43,7 +44,8 @@ def depends_on_data(asked: str) -> PlanningError:
 class MetaDispatch(TorchDispatchMode):
     """Runs operators on the meta device, notes storages in the ledger, and tells `recorded` of computation.
 
-    Operators that name the meta device return tensors of the device `asked`, in pinned memory if `pins`.
+    Operators that name the meta device return tensors of the device `asked`, in pinned memory if `pins`; of
+    the meta device itself if that is asked.
     """
 
     def __init__(self, ledger: Ledger, recorded: Callable[[Operator, Any, Any, Any], None]) -> None:
@@ -59,7 +61,7 @@ class MetaDispatch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
             return NotImplemented  # wrapper subclasses: they call operators on their inner tensors
-        with DisableTorchFunction():
+        with DisableTorchFunction(), without_autocast():
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,17 +70,12 @@ class MetaDispatch(TorchDispatchMode):
         device = self._device(func, tensors, kwargs)
         if device is None:
             return func(*args, **kwargs)
-        if torch.is_autocast_enabled(device.type):
-            raise PlanningError(
-                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model "
-                "compute in another dtype by mixed_precision= or mp_policy=, or leave autocast out"
-            )
         planned = [each for each in tensors if each.is_meta]
         if len(planned) < len(tensors):
             self._refuse_foreign(tensors)
         if not planned and device.type == "cpu" and self._is_known(func, name, tensors, args, kwargs):
             result = func(*args, **kwargs)
-            self._note(result, device, known=True)
+            self._note(func, result, device, known=True)
             return result
         if name in _READING:
             raise depends_on_data(f"torch.{name.strip('_')}")
@@ -88,7 +85,7 @@ class MetaDispatch(TorchDispatchMode):
         if len(planned) < len(tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         result = self._call(func, name, args, _on_meta(kwargs))
-        self._note(result, device)
+        self._note(func, result, device)
         if not func.is_view:
             self._recorded(func, args, kwargs, result)
         return result
@@ -118,7 +115,11 @@ class MetaDispatch(TorchDispatchMode):
         """Returns the device of an operator's result; None if the user wants the meta device."""
         if kwargs.get("device") is not None:
             wanted = torch.device(kwargs["device"])
-            return self.asked if wanted == META else complete(wanted)
+            if wanted != META:
+                return complete(wanted)
+            if self.asked is not None or not tensors:
+                return None if self.asked == META else self.asked
+            # Named by torch itself, as in the backward of a cast: the device of the tensors is meant.
         found: torch.device | None = None
         for tensor in tensors:
             there = self._where(tensor)
@@ -157,11 +158,13 @@ class MetaDispatch(TorchDispatchMode):
                 record.known = False
         return written[0] if len(written) == 1 else None
 
-    def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
+    def _note(self, func: Operator, result: Any, device: torch.device, known: bool = False) -> None:
+        self._ledger.operator = str(func.overloadpacket)
         for each in pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 record = self._ledger.add(each, device)
                 record.known, record.pinned = record.known or known, record.pinned or self.pins
+        self._ledger.operator = ""
 
     @contextmanager
     def asking(self, device: torch.device, pins: bool = False) -> Iterator[None]:
@@ -225,4 +228,6 @@ def _keeps_values(tensor: torch.Tensor) -> bool:
 
 def complete(device: torch.device) -> torch.device:
     """Adds an index to an accelerator without one."""
-    return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
+    return (
+        torch.device(device.type) if device in (CPU, META) else torch.device(device.type, device.index or 0)
+    )
