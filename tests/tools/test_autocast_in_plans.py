@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         made = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*made, is_causal=True)
+        mixed = F.scaled_dot_product_attention(made[0], made[1], made[2], is_causal=True)
         weights = torch.softmax(torch.matmul(made[0], made[1].transpose(-1, -2)), -1)
         other = torch.einsum("bhij,bhjd->bhid", weights, made[2])
         joined = torch.cat([(mixed + other).transpose(1, 2).flatten(2), x], -1)[..., :WIDTH]
@@ -79,7 +80,7 @@ class Watching(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen = Counter()
+        self.seen: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -134,8 +135,8 @@ def both(setup):
     return really.seen, planned.seen
 
 
-MIXED = {"options": {"mixed_precision": MixedPrecision(BF16, torch.float32)}}
-WAYS = {
+MIXED: dict[str, Any] = {"options": {"mixed_precision": MixedPrecision(BF16, torch.float32)}}
+WAYS: dict[str, dict[str, Any]] = {
     "backward outside": {"around": False},
     "checkpointed": {"block": Checkpointed, "around": False},
     "checkpointed, backward inside": {"block": Checkpointed},

@@ -18,7 +18,6 @@ from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, StorageRecord
 from fsdp_wrap.tools.planning.tensors import CPU, META, MetaDispatch, complete, depends_on_data
 
-_OPERATOR = type(torch.ops.aten.mm.default)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -82,10 +81,9 @@ class FakeDevice(TorchFunctionMode):
         """Calls an operator, of which a device or pinned memory may be asked."""
         pins, wanted = kwargs.pop("pin_memory", False), kwargs.get("device")
         device = CPU if wanted is None else torch.device(wanted)
-        # A user's dispatch mode hands on operators, in which torch itself names the meta device.
-        if (device.type == "cpu" and not pins) or (device == META and isinstance(func, _OPERATOR)):
+        if device == META or (device.type == "cpu" and not pins):
             return func(*args, **kwargs)
-        if func in (torch.tensor, torch.as_tensor) and device != META:
+        if func in (torch.tensor, torch.as_tensor):
             with self:
                 return func(*args, **{**kwargs, "device": CPU}).to(device)
         with self._dispatch.asking(complete(device), pins):
@@ -147,11 +145,8 @@ class FakeDevice(TorchFunctionMode):
         wanted = kwargs.pop("device", None)
         if wanted is None:
             return tensor.to(*args, **kwargs)
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) or torch.device(wanted) == META:
             return tensor.to(*args, **{**kwargs, "device": wanted})
-        if torch.device(wanted) == META:
-            with self._dispatch.asking(META):
-                return tensor.to(*args, **{**kwargs, "device": META})
         record, device = self._record_of(tensor), complete(torch.device(wanted))
         if tensor.is_meta and record is None:
             raise NotImplementedError(

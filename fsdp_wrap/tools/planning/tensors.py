@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core.torch_private import DisableTorchFunction, TorchDispatchMode, pytree, shapes_are_asked
+from fsdp_wrap._core.torch_private import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    graph_task,
+    pytree,
+    shapes_are_asked,
+)
 from fsdp_wrap.tools.planning.autocast import without_autocast
 from fsdp_wrap.tools.planning.ledger import Ledger
 
@@ -44,8 +50,7 @@ def depends_on_data(asked: str) -> PlanningError:
 class MetaDispatch(TorchDispatchMode):
     """Runs operators on the meta device, notes storages in the ledger, and tells `recorded` of computation.
 
-    Operators that name the meta device return tensors of the device `asked`, in pinned memory if `pins`; of
-    the meta device itself if that is asked.
+    Operators that name the meta device return tensors of the device `asked`, in pinned memory if `pins`.
     """
 
     def __init__(self, ledger: Ledger, recorded: Callable[[Operator, Any, Any, Any], None]) -> None:
@@ -117,9 +122,9 @@ class MetaDispatch(TorchDispatchMode):
             wanted = torch.device(kwargs["device"])
             if wanted != META:
                 return complete(wanted)
-            if self.asked is not None or not tensors:
-                return None if self.asked == META else self.asked
-            # Named by torch itself, as in the backward of a cast: the device of the tensors is meant.
+            if self.asked is not None or graph_task() == -1 or not tensors:
+                return self.asked
+            # The backward of a cast, which names the device of what was cast.
         found: torch.device | None = None
         for tensor in tensors:
             there = self._where(tensor)
@@ -228,6 +233,4 @@ def _keeps_values(tensor: torch.Tensor) -> bool:
 
 def complete(device: torch.device) -> torch.device:
     """Adds an index to an accelerator without one."""
-    return (
-        torch.device(device.type) if device in (CPU, META) else torch.device(device.type, device.index or 0)
-    )
+    return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
