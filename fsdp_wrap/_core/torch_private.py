@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey, DispatchKeySet
+from torch._C import _dispatch_get_registrations_for_dispatch_key as operators_with_kernel
+from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_dispatch_key
+from torch._C import _dispatch_tls_set_dispatch_key_included as include_dispatch_key
+from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._functorch import peek_interpreter_stack as current_transform
@@ -148,6 +152,12 @@ PURPOSES = {
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator, in a plan",
     "torch._C._get_dispatch_mode": "whether a `DTensor` asks for shapes, by fake tensors, in a plan",
     "torch._C._autograd._push_saved_tensors_default_hooks": "hooks of saved tensors, in a plan",
+    "torch._C.DispatchKey": "where torch keeps the rules of autocast, in a plan",
+    "torch._C.DispatchKeySet": "which kernels an operator goes through, in a plan",
+    "torch._C._ExcludeDispatchKeyGuard": "runs operators as autocast has changed them, in a plan",
+    "torch._C._dispatch_get_registrations_for_dispatch_key": "operators with a rule of autocast, in a plan",
+    "torch._C._dispatch_tls_set_dispatch_key_excluded": "shows a plan the operators under autocast",
+    "torch._C._dispatch_tls_set_dispatch_key_included": "shows a plan the operators under autocast",
     "torch._C.DisableTorchFunction": "lets a plan look at tensors as they are",
     "torch._C.DisableTorchFunctionSubclass": "reads gradients of many `DTensor`s in a third of the time",
     "torch._C._has_storage": "which tensors have memory",

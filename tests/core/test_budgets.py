@@ -19,7 +19,7 @@ CODE_LINES = {
     "_comm": 2172,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1675,
+    "_core": 1685,
     "_params": 3890,
     "_reproducible": 578,
     "_runtime": 3314,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_wrap._core.torch_private import has_storage, push_saved_tensor_hooks, replaced_saved_tensor_hooks
+from fsdp_wrap.tools.planning.autocast import Autocast, without_autocast
 from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, StorageRecord
 from fsdp_wrap.tools.planning.tensors import CPU, META, MetaDispatch, complete, depends_on_data
@@ -30,6 +31,7 @@ class FakeDevice(TorchFunctionMode):
     def __init__(self, ledger: Ledger, dispatch: MetaDispatch) -> None:
         super().__init__()
         self._ledger, self._dispatch = ledger, dispatch
+        self.autocast = Autocast(self._device_of)
         self._running: set[FunctionType] = set()
         self._answers: dict[Any, Callable[..., Any]] = {
             _getter("device"): lambda record, tensor: record.device,
@@ -56,14 +58,24 @@ class FakeDevice(TorchFunctionMode):
         if func in self._moves:
             return self._move(args[0], *self._moves[func](args[1:], kwargs))
         if func in KERNELS:
-            record = self._record_of(args[0] if args else kwargs["query"])
-            result = None if record is None else KERNELS[func](record.device.type, *args, **kwargs)
-            return func(*args, **kwargs) if result is None else result
+            return self._call_fused(func, args, kwargs)
         if isinstance(func, FunctionType):
             return self._call_python(func, args, kwargs)
         if isinstance(getattr(func, "__self__", None), FunctionMeta):
             return self._apply(func, args, kwargs)
         return self._call_builtin(func, args, kwargs)
+
+    def _call_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a fused kernel where torch would, of what autocast makes of the arguments."""
+        record = self._record_of(args[0] if args else kwargs["query"])
+        if record is None:
+            return func(*args, **kwargs)
+        operator, kernel = KERNELS[func]
+        changed = self.autocast.cast(operator, args, kwargs)
+        with without_autocast() if changed else nullcontext():
+            _, args, kwargs = changed or (func, args, kwargs)
+            result = kernel(record.device.type, *args, **kwargs)
+            return func(*args, **kwargs) if result is None else result
 
     def _call_builtin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls an operator, of which a device or pinned memory may be asked."""
@@ -113,6 +125,10 @@ class FakeDevice(TorchFunctionMode):
                 return hook(*args)
 
         return run
+
+    def _device_of(self, tensor: torch.Tensor) -> torch.device:
+        record = self._record_of(tensor)
+        return _local(tensor).device if record is None else record.device
 
     def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
         local = _local(tensor)

@@ -1,4 +1,4 @@
-"""Functions for which torch chooses a fused kernel by the device.
+"""Functions for which torch chooses a fused kernel by the device; floating-point operations of kernels.
 
 On the meta device it would compose them of operators that need far more memory.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import flop_registry
 
 from fsdp_wrap._core.torch_private import efficient_attention, flash_attention, flash_attention_on_cpu
 
@@ -76,8 +77,79 @@ def rms_norm(
     return _RmsNorm.apply(input, weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
-KERNELS: dict[Any, Callable[..., torch.Tensor | None]] = {
-    F.scaled_dot_product_attention: attention,
-    torch.rms_norm: rms_norm,
+class _WideSoftmax(torch.autograd.Function):
+    """Allocates, reads and writes as much as the fused kernel for rows of half of the bits of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.dtype, result = rows.dtype, rows.to(torch.float32)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
+
+
+def wide_softmax(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Computes a softmax in float32 of rows in half of the bits, as CUDA does in one kernel; else None."""
+    softmaxes = (torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int)
+    if func not in softmaxes or args[2:] != (torch.float32,) or args[0].dtype not in _HALF:
+        return None
+    return _WideSoftmax.apply(args[0])  # type: ignore[no-any-return,no-untyped-call]
+
+
+KERNELS: dict[Any, tuple[Any, Callable[..., torch.Tensor | None]]] = {
+    F.scaled_dot_product_attention: (torch.ops.aten.scaled_dot_product_attention.default, attention),
+    torch.rms_norm: (torch.ops.aten.rms_norm.default, rms_norm),
 }
-"""By function of torch: its implementation, whose first argument is the type of the device."""
+"""By function of torch: its operator, and its implementation, which takes the type of the device first."""
+
+
+_LIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""By an operator that torch has no formula for: one of the same operations."""
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Counts an operator's floating-point operations: torch's formula, and of causal attention a part."""
+    formula = flop_registry.get(_LIKE.get(func.overloadpacket, func.overloadpacket))
+    if formula is None:
+        return 0
+    if "attention" not in func._schema.name:
+        return int(formula(*args, **kwargs, out_val=result))
+    given = {each.name: value for each, value in zip(func._schema.arguments, args)} | kwargs
+    fused, mask = "scaled_dot_product" in func._schema.name, given.get("custom_mask_type")
+    whole = int(formula(*(_heads_alike(args) if fused else args), **kwargs, out_val=result))
+    if not given.get("is_causal") and not mask:
+        return whole
+    place = 2 if fused else 1  # of the dimension of a sequence
+    queries = int(given.get("max_q") or given.get("max_seqlen_q") or given["query"].shape[place])
+    keys = int(given.get("max_k") or given.get("max_seqlen_k") or given["key"].shape[place])
+    return whole * causal_pairs(queries, keys, not fused and mask != 1) // (queries * keys)
+
+
+def causal_pairs(queries: int, keys: int, from_the_end: bool = False) -> int:
+    """Counts the pairs of a query and a key that a causal kernel computes: it leaves out what it would mask.
+
+    The first query sees the first key alone; or, counted from the end, the last query sees all keys.
+    """
+    square = min(queries, keys)
+    others = (keys - square) * queries if from_the_end else (queries - square) * keys
+    return square * (square + 1) // 2 + others
+
+
+def _heads_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Expands keys and values of attention to the queries' heads, as torch's formula before 2.12 wants it."""
+    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
+    heads = max(each.shape[1] for each in batches)
+    return tuple(
+        each[:, :1].expand(-1, heads, -1, -1) if any(each is one for one in batches) else each
+        for each in args
+    )

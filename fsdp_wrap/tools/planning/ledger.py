@@ -30,29 +30,34 @@ class StorageRecord:
         self.reference: Any = None
 
 
+_Change = tuple[StorageRecord, int, int, Place, str]
+"""A storage, by how many bytes it grew, the visit of a place, the place, and the operator that ran."""
+
+
 @dataclass
 class Peak:
-    """The most bytes that were held at any time."""
+    """The most bytes that were held at any time, where, and the operator that took the last of them."""
 
     nbytes: int
     by_kind: dict[str, int]
     place: Place
+    operator: str = ""
 
 
 class Ledger:
     """Notes storages as they come, grow, shrink and go, and the place in the step of each change.
 
     On an accelerator memory of the host is counted apart. `places` are the visited places in order; new
-    storages get the current `kind`.
+    storages get the current `kind`. `operator` is the one that runs, on behalf of `caller`.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self.places = [Place("", "setup")]
-        self.kind = OTHERS
+        self.kind, self.operator, self.caller = OTHERS, "", ""
         self._records: dict[int, StorageRecord] = {}
         self._next = _ALIGNMENT
-        self._changes: list[tuple[StorageRecord, int, int, Place]] = []
+        self._changes: list[_Change] = []
         self._before: dict[StorageRecord, int] = {}
 
     def come_to(self, place: Place) -> None:
@@ -94,7 +99,11 @@ class Ledger:
 
     def _change(self, record: StorageRecord, nbytes: int) -> None:
         if nbytes != record.nbytes:
-            self._changes.append((record, nbytes - record.nbytes, self.visit, self.places[-1]))
+            delta = nbytes - record.nbytes
+            by = self.operator or self.caller
+            if self.operator and self.caller:
+                by = f"{self.operator} ({self.caller})"
+            self._changes.append((record, delta, self.visit, self.places[-1], by))
             record.nbytes = nbytes
 
     def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
@@ -140,20 +149,18 @@ class History:
     kind; `rest` has the bytes at the end, by kind.
     """
 
-    def __init__(
-        self, before: dict[StorageRecord, int], changes: list[tuple[StorageRecord, int, int, Place]]
-    ) -> None:
+    def __init__(self, before: dict[StorageRecord, int], changes: list[_Change]) -> None:
         held: dict[str, int] = {}
         for record, nbytes in before.items():
             held[record.kind] = held.get(record.kind, 0) + nbytes
         total = sum(held.values())
         self.peak = Peak(total, dict(held), Place("", STEP))
         self.spans: list[tuple[int, Place, int, dict[str, int]]] = []
-        for record, delta, visit, place in changes:
+        for record, delta, visit, place, operator in changes:
             held[record.kind] = held.get(record.kind, 0) + delta
             total += delta
             if total > self.peak.nbytes:
-                self.peak = Peak(total, dict(held), place)
+                self.peak = Peak(total, dict(held), place, operator)
             if not self.spans or self.spans[-1][0] != visit:
                 self.spans.append((visit, place, total, dict(held)))
             elif total > self.spans[-1][2]:

@@ -45,6 +45,8 @@ class Plan:
         peak_bytes: The most bytes that are held at any time in the step.
         peak_by_kind: The same by kind.
         peak_at: The place of the peak in the step.
+        peak_operator: The operator that took the last bytes of it, such as "aten.mm", and for which optimizer
+            or collective if so: "aten.sqrt (AdamW's step)".
         first_peak_bytes: The most bytes at any time in the first step, in which optimizers make their state.
         setup_peak_bytes: The most bytes at any time while the model was built.
         moments: The step in the order of time, by place.
@@ -86,6 +88,7 @@ class Plan:
     host: HostMemory = HostMemory()
     unfused: tuple[str, ...] = ()
     flops: int = 0
+    peak_operator: str = ""
     machine: Machine | None = None
     predicted_seconds: float | None = None
     compute_seconds: float | None = None
@@ -174,6 +177,8 @@ def _head(plan: Plan) -> Iterator[str]:
     if limit is not None:
         fits = f", {'fits' if plan.peak_bytes <= limit else 'does NOT fit'} in {format_bytes(limit)}"
     yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
+    if plan.peak_operator:
+        yield f"{'':22}in {plan.peak_operator}"
     if limit is not None and plan.peak_bytes > limit:
         yield from (f"  {line}" for line in plan.avoidable())
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)

@@ -55,7 +55,7 @@ def plan(
 
     The step must not depend on values: no `loss.item()`, no `print(loss)`, no `if loss.isnan()`. Attention by
     `scaled_dot_product_attention` is planned with a fused kernel wherever there is one. `torch.compile` is
-    not followed, and `torch.autocast` is refused.
+    not followed. `torch.autocast` is, by torch's own rules for the device.
 
     Args:
         setup: Builds the model (under `torch.device("meta")` or not), shards it by `fully_shard` or
@@ -162,6 +162,7 @@ class _Planner:
             stack.enter_context(watching_buffers(self._recorder.resized))
             stack.enter_context(watching_steps(self._recorder))
             fake = FakeDevice(self._ledger, self._dispatch)
+            stack.enter_context(fake.autocast.followed(self._device_type))
             stack.enter_context(fake.in_hooks())
             stack.enter_context(fake)
             stack.enter_context(self._dispatch)
@@ -186,9 +187,12 @@ class _Planner:
                 unit.set(counts_unused=True)
         self._recorder.names = {id(unit): name for name, unit in self._units.items()}
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._recorder.in_phase(figures.OPTIMIZER))
+            optimizer.register_step_pre_hook(lambda stepping, *_: self._begin_optimizer(stepping))
             optimizer.register_step_post_hook(lambda *_: self._end_optimizer())
         self._assign()
+
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._recorder.in_phase(figures.OPTIMIZER, f"{type(optimizer).__name__}'s step")
 
     def _end_optimizer(self) -> None:
         self._assign()
@@ -247,6 +251,7 @@ class _Planner:
             peak_bytes=history.peak.nbytes,
             peak_by_kind=_without_zeros(history.peak.by_kind),
             peak_at=history.peak.place,
+            peak_operator=history.peak.operator,
             first_peak_bytes=first[0].peak.nbytes,
             setup_peak_bytes=self._setup_peak,
             moments=tuple(

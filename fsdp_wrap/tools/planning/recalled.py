@@ -27,7 +27,8 @@ def planned_lines(units: Sequence[Unit]) -> Iterator[str]:
         if sorted(unit.gathered_bytes for unit in plan.units) == sizes:
             rest, peak = format_bytes(plan.rest_bytes), format_bytes(plan.peak_bytes)
             yield f"The plan of them for rank {plan.rank} of {plan.ranks} on {plan.device}:"
-            yield f"  at rest {rest}, peak {peak} in {plan.peak_at}"
+            operator = f", in {plan.peak_operator}" if plan.peak_operator else ""
+            yield f"  at rest {rest}, peak {peak} in {plan.peak_at}{operator}"
             held = sorted(plan.peak_by_kind.items(), key=lambda kind: -kind[1])
             yield "  " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in held if nbytes)
             return

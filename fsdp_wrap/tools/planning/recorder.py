@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import flop_registry
 
 from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
 from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, HELP, OPTIMIZER, STEP, Place
+from fsdp_wrap.tools.planning.kernels import flops_of
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 _COLLECTIVES = {
@@ -43,6 +43,14 @@ _ROLES = {
     SpanKind.AWAIT_REDUCTION: figures.GRADIENTS,
 }
 """The use of tensors that are made in a span."""
+
+_CALLERS = {
+    SpanKind.GATHER: "all_gather",
+    SpanKind.AWAIT_GATHER: "all_gather",
+    SpanKind.REDUCE: "reduce_scatter",
+    SpanKind.AWAIT_REDUCTION: "reduce_scatter",
+}
+"""The collective for which tensors are made in a span."""
 
 _MESSAGES = {SpanKind.GATHER: "all_gather", SpanKind.REDUCE: "reduce_scatter"}
 """The collective that messages of a span make up."""
@@ -116,7 +124,7 @@ class PlanRecorder(StepWatcher):
         self.names: dict[int, str] = {}
         self._computing: list[tuple[Any, Computing]] = []
         self._spans: list[tuple[Span, int]] = []
-        self._phase = STEP
+        self._phase, self._caller = STEP, ""
         self._tickets: dict[tuple[int, bool], int] = {}
         self._next_ticket = 0
         self.restart()
@@ -136,14 +144,15 @@ class PlanRecorder(StepWatcher):
 
     # the place in the step
 
-    def in_phase(self, phase: str) -> None:
-        """Notes that another phase of the step begins."""
-        self._phase = phase
+    def in_phase(self, phase: str, caller: str = "") -> None:
+        """Notes that another phase of the step begins, and who calls operators in it."""
+        self._phase, self._caller = phase, caller
         self._follow()
 
     def _follow(self) -> None:
         place = Place("", self._phase)
         kind = figures.OPTIMIZER_TEMPORARIES if self._phase == OPTIMIZER else figures.ACTIVATIONS
+        self._ledger.caller = self._caller
         if self._computing:
             owner, what = self._computing[-1]
             place = Place(self._name(owner), FORWARD if what is Computing.FORWARD else BACKWARD)
@@ -151,6 +160,7 @@ class PlanRecorder(StepWatcher):
             if self._spans[0][0].kind is SpanKind.HELP:
                 place = Place("", HELP)
             kind = _ROLES.get(self._spans[-1][0].kind, kind)
+            self._ledger.caller = _CALLERS.get(self._spans[-1][0].kind, self._caller)
         self._ledger.come_to(place)
         self._ledger.kind = kind
 
@@ -224,8 +234,7 @@ class PlanRecorder(StepWatcher):
         tensors = [t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         if not tensors or func in _FREE:
             return
-        formula = flop_registry.get(func.overloadpacket)
-        flops = 0 if formula is None else int(formula(*_heads_alike(func, args), **kwargs, out_val=result))
+        flops = flops_of(func, args, kwargs, result)
         self.flops += flops
         nbytes = sum({id(each): each.nbytes for each in tensors}.values())
         floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
@@ -292,18 +301,6 @@ class PlanRecorder(StepWatcher):
         ticket = self._spans[-1][1] if self._spans else -1
         visit, nbytes = self._ledger.visit, collective.nbytes
         self.entries.append(Work(Resource.NETWORK, visit, nbytes, collective=collective, ticket=ticket))
-
-
-def _heads_alike(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Expands keys and values of attention to the queries' heads, as torch's formula before 2.12 wants it."""
-    if "scaled_dot_product" not in func._schema.name:
-        return args
-    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
-    heads = max(each.shape[1] for each in batches)
-    return tuple(
-        each[:, :1].expand(-1, heads, -1, -1) if any(each is one for one in batches) else each
-        for each in args
-    )
 
 
 def _nbytes(value: Any) -> int:

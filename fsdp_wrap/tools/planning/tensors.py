@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core.torch_private import DisableTorchFunction, TorchDispatchMode, pytree, shapes_are_asked
+from fsdp_wrap._core.torch_private import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    graph_task,
+    pytree,
+    shapes_are_asked,
+)
+from fsdp_wrap.tools.planning.autocast import without_autocast
 from fsdp_wrap.tools.planning.ledger import Ledger
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -59,7 +66,7 @@ class MetaDispatch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
             return NotImplemented  # wrapper subclasses: they call operators on their inner tensors
-        with DisableTorchFunction():
+        with DisableTorchFunction(), without_autocast():
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,17 +75,12 @@ class MetaDispatch(TorchDispatchMode):
         device = self._device(func, tensors, kwargs)
         if device is None:
             return func(*args, **kwargs)
-        if torch.is_autocast_enabled(device.type):
-            raise PlanningError(
-                f"torch.{name} was called under torch.autocast, which a plan cannot follow: let the model "
-                "compute in another dtype by mixed_precision= or mp_policy=, or leave autocast out"
-            )
         planned = [each for each in tensors if each.is_meta]
         if len(planned) < len(tensors):
             self._refuse_foreign(tensors)
         if not planned and device.type == "cpu" and self._is_known(func, name, tensors, args, kwargs):
             result = func(*args, **kwargs)
-            self._note(result, device, known=True)
+            self._note(func, result, device, known=True)
             return result
         if name in _READING:
             raise depends_on_data(f"torch.{name.strip('_')}")
@@ -89,7 +91,7 @@ class MetaDispatch(TorchDispatchMode):
         if len(planned) < len(tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         result = self._call(func, name, args, _on_meta(kwargs))
-        self._note(result, device)
+        self._note(func, result, device)
         if not func.is_view:
             self._recorded(func, args, kwargs, result)
         return result
@@ -121,7 +123,11 @@ class MetaDispatch(TorchDispatchMode):
         """Returns the device of an operator's result; None if the user wants the meta device."""
         if kwargs.get("device") is not None:
             wanted = torch.device(kwargs["device"])
-            return self.asked if wanted == META else complete(wanted)
+            if wanted != META:
+                return complete(wanted)
+            if self.asked is not None or graph_task() == -1 or not tensors:
+                return self.asked
+            # The backward of a cast, which names the device of what was cast.
         found: torch.device | None = None
         for tensor in tensors:
             there = self._where(tensor)
@@ -158,11 +164,13 @@ class MetaDispatch(TorchDispatchMode):
             if (record := self._ledger.record_of(each)) is not None:
                 record.known = False
 
-    def _note(self, result: Any, device: torch.device, known: bool = False) -> None:
+    def _note(self, func: Operator, result: Any, device: torch.device, known: bool = False) -> None:
+        self._ledger.operator = str(func.overloadpacket)
         for each in pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 record = self._ledger.add(each, device)
                 record.known, record.pinned = record.known or known, record.pinned or self.pins
+        self._ledger.operator = ""
 
     @contextmanager
     def asking(self, device: torch.device, pins: bool = False) -> Iterator[None]:
