@@ -60,15 +60,15 @@ class _Asked(Exception):
         self.call: Call = func, args, kwargs
 
 
-class _Claiming(torch.Tensor):
+class _Claimant(torch.Tensor):
     """Claims to be on a device, in the place of a tensor that is not, and is never computed with."""
 
     replaced: torch.Tensor
     kind: str
 
     @staticmethod
-    def __new__(cls, replaced: torch.Tensor, kind: str, dtype: torch.dtype) -> _Claiming:
-        made: _Claiming = make_subclass(
+    def __new__(cls, replaced: torch.Tensor, kind: str, dtype: torch.dtype) -> _Claimant:
+        made: _Claimant = make_subclass(
             cls, _NOTHING[dtype], dispatch_device=True, device_for_backend_keys=torch.device(kind)
         )
         made.replaced, made.kind = replaced, kind
@@ -92,7 +92,7 @@ class _Claiming(torch.Tensor):
 class Autocast:
     """Casts the arguments of operators as autocast does on the devices on which tensors are said to be.
 
-    As with torch, casts of parameters are kept until the outermost region of autocast ends.
+    Casts of parameters are kept until the outermost region of autocast ends, which torch does too.
     """
 
     def __init__(self, device_of: Callable[[torch.Tensor], torch.device]) -> None:
@@ -136,7 +136,7 @@ class Autocast:
     def run(self, func: Operator, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator that was called under autocast."""
         if self._asking and func is _TO:
-            return _Claiming(args[0].replaced, args[0].kind, args[1])
+            return _Claimant(args[0].replaced, args[0].kind, args[1])
         if self._asking:
             raise _Asked(func, args, kwargs)
         changed = self.cast(func, args, kwargs)
@@ -161,13 +161,13 @@ class Autocast:
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
             there = tensor.is_floating_point() and self._device_of(tensor).type == kind
-            return _Claiming(tensor, kind, tensor.dtype) if there else tensor
+            return _Claimant(tensor, kind, tensor.dtype) if there else tensor
 
         given = pytree.tree_map_only(torch.Tensor, stand_in, (args, kwargs))
-        if not any(isinstance(each, _Claiming) for each in pytree.tree_leaves(given)):
+        if not any(isinstance(each, _Claimant) for each in pytree.tree_leaves(given)):
             return None
         func, *given = self._ask(func, DispatchKeySet(_RULES[kind]), *given)
-        args, kwargs = pytree.tree_map_only(_Claiming, partial(self._resolve, kind), given)
+        args, kwargs = pytree.tree_map_only(_Claimant, partial(self._resolve, kind), given)
         return func, args, kwargs
 
     def _ask(self, func: Operator, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -181,7 +181,7 @@ class Autocast:
             self._asking = False
         raise AssertionError(f"autocast computes {func} of tensors without values")
 
-    def _resolve(self, kind: str, asked: _Claiming) -> torch.Tensor:
+    def _resolve(self, kind: str, asked: _Claimant) -> torch.Tensor:
         """Returns the tensor that a stand-in replaced, in the stand-in's dtype."""
         tensor, dtype = asked.replaced, asked.dtype
         if tensor.dtype == dtype:

@@ -106,20 +106,12 @@ KERNELS: dict[Any, tuple[Any, Callable[..., torch.Tensor | None]]] = {
 """By function of torch: its operator, and its implementation, which takes the type of the device first."""
 
 
-_LIKE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""By an operator that torch has no formula for: one of the same operations."""
-
-
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Counts an operator's floating-point operations: torch's formula, and of causal attention a part."""
-    formula = flop_registry.get(_LIKE.get(func.overloadpacket, func.overloadpacket))
+    packet = func.overloadpacket
+    if "attention_for_cpu" in func._schema.name:  # of the same operations as on CUDA, without a formula
+        packet = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""))
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0
     if "attention" not in func._schema.name:
