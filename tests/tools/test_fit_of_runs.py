@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,9 +15,13 @@ import torch
 from torch import nn
 
 from bed import ranks
-from benchmarks.meters import tensors
+from bed.paths import ROOT
 from fsdp_wrap import fit
 from fsdp_wrap.tools import shard_as, step_of
+
+sys.path.insert(0, str(ROOT))  # benchmarks are not installed
+
+from benchmarks.meters import tensors
 
 WIDTH = 32  # parameters are few, since gloo holds what travels for a moment that differs
 
