@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp_wrap
-from bed import ranks
-from fsdp_wrap.tools import PRESETS, Machine, Plan, fit, plan, preset, shard_as, timeline, tune
+from fsdp_wrap.tools import PRESETS, Machine, Plan, fit, plan, preset, shard_as, tune
 from fsdp_wrap.tools.command import main
-from fsdp_wrap.tools.timeline.recording import merge
-from fsdp_wrap.tools.tuning.corrected import corrected
 
 H100 = preset("h100")
 FRONTS = pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
@@ -124,24 +119,3 @@ def test_the_command_says_which_it_is(tmp_path: Path, capsys: Any) -> None:
     assert by_name["predicted_range"] == by_file["predicted_range"] is not None
     half = told("h100", "--attained", "0.55")
     assert half["predicted_range"] is None and half["predicted_seconds"] == by_name["predicted_seconds"]
-
-
-@ranks(2)
-def record(rank: int, world_size: int, path: Path) -> None:
-    made, _, step = setup(device="cpu", batch=1)
-    step()
-    with timeline(made, path):
-        step(), step()
-
-
-def test_a_timeline_leaves_no_range(tmp_path):
-    record(path=tmp_path, world_size=2)
-    recorded = merge([tmp_path], tmp_path / "both.json")
-    on_host: Callable[..., Any] = partial(setup, device="cpu", batch=1)
-    made = fsdp_wrap.plan(on_host, 2, machine=H100)
-    machine, told = corrected(H100.expected, made, recorded)
-    assert told and machine.attained is None
-    compared = made.compare(recorded)
-    again = fsdp_wrap.plan(on_host, 2, machine=machine)
-    measured = sum(unit.measured_compute for unit in compared.units)
-    assert sum(unit.compute_seconds or 0.0 for unit in again.units) == pytest.approx(measured, rel=0.02)

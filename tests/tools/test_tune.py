@@ -596,6 +596,12 @@ def test_a_timeline_corrects_the_machine_and_the_page_says_by_how_much(tmp_path)
     )
     computed = [line for line in told if "computation" in line]
     assert not computed, "the corrected machine computes as long as was measured"
+    # Of a machine with a range the middle is corrected, and no range is left.
+    ranged = replace(slow, flops={dtype: 2 * each for dtype, each in slow.flops.items()}, attained=(0.4, 0.6))
+    ranged = replace(ranged, memory_bandwidth=2 * slow.memory_bandwidth)
+    assert "of its peak" in str(tune(small, 2, memory="1GB", machine=ranged))
+    middle = tune(small, 2, memory="1GB", machine=ranged, timeline=recorded)
+    assert middle.predicted_seconds == found.predicted_seconds and "of its peak" not in str(middle)
 
 
 # wrong uses, and the command
