@@ -99,6 +99,7 @@ def given_machine(options: argparse.Namespace) -> tuple[dict[str, Any], int | No
         machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
     memory = options.device_memory or (machine.device_memory if machine else None)
     limit = None if memory is None else nbytes_of(memory, "--device-memory")
+    machine = machine and dataclasses.replace(machine, device_memory=limit)
     is_preset = options.machine not in (None, _MEASURED)  # of an accelerator
     given = {"device": options.device or ("cuda" if is_preset else "cpu"), "machine": machine}
     return given, limit
@@ -131,7 +132,6 @@ def _plan(
     if not options.json:
         print("", *(_format_verdict(made, limit) for made in plans), sep="\n")
         if not any(fits):
-            print(*(line for made in plans for line in made.avoidable()), sep="\n")
             print(*_proposals(setup, options, limit, given), sep="\n")
     return int(not all(fits))
 

@@ -179,8 +179,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"  peak     {format_bytes(plan.peak_bytes):>9}  {_place_of_peak(plan)}{fits}"
     if plan.peak_operator:
         yield f"{'':22}in {plan.peak_operator}"
-    if limit is not None and plan.peak_bytes > limit:
-        yield from (f"  {line}" for line in plan.avoidable())
+    yield from (f"  {line}" for line in plan.avoidable())
     first, setup = format_bytes(plan.first_peak_bytes), format_bytes(plan.setup_peak_bytes)
     yield f"  peak of the first step {first}, of setup {setup}"
 
