@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -62,14 +63,13 @@ class DTensorLayout(Layout):
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
-        likes = [torch.empty(cut.held_shape(self._rank), device="meta") for cut in cuts]
-        # `view_as` costs half of `view` by numbers.
-        self._likes = [(index, like) for index, like in enumerate(likes) if like.ndim != 1]
-        bounds = [(cut.offset, cut.offset + like.numel()) for cut, like in zip(cuts, likes)]
-        self._filled = [index for index, (start, stop) in enumerate(bounds) if start < stop]
-        first, last = (bounds[self._filled[0]][0], bounds[self._filled[-1]][1]) if self._filled else (0, 0)
-        self._starts, self._around = [bounds[index][0] - first for index in self._filled], last - first
-        self._lay_out(cuts, bounds, self._used.stop)
+        self._shapes = [cut.held_shape(self._rank) for cut in cuts]
+        self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]
+        self._filled = [index for index, shape in enumerate(self._shapes) if shape.numel()]
+        filled = [(cuts[index].offset, self._shapes[index].numel()) for index in self._filled] or [(0, 0)]
+        self._starts = [start - filled[0][0] for start, _ in filled]
+        self._around = self._starts[-1] + filled[-1][1]
+        self._lay_out(cuts, self._used.stop)
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
         self._grad_dtype: torch.dtype | None = None
@@ -136,11 +136,9 @@ class DTensorLayout(Layout):
         ]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split_with_sizes(shard, self._sizes)
-        chunks = [*map(parts.__getitem__, self._indices)]
-        for index, like in self._likes:
-            chunks[index] = chunks[index].view_as(like)
-        return chunks
+        first = shard.storage_offset()
+        starts = [first + cut.offset for cut in self.extents]
+        return [*map(torch.Tensor.as_strided, repeat(shard), self._shapes, self._strides, starts)]
 
     # buffers
 

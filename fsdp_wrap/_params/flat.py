@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from typing import Any, final
 
@@ -172,7 +172,8 @@ class FlatLayout(Layout):
             shard_numel = round_up(shard_numel, grain)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
-        self._lay_out(extents, self._bounds, shard_numel)
+        self._lay_out(extents, shard_numel)
+        self._sizes, self._indices = _stretches(self._bounds, shard_numel)
         self._begins = [  # the first elements of this rank's pieces, in their parameters
             self.first + start - extent.start if stop > start else 0
             for extent, (start, stop) in zip(extents, self._bounds)
@@ -358,3 +359,26 @@ def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:
     """Returns the first elements of a parameter's pieces in even parts of this length."""
     begin, end = extent.start, extent.stop
     return [begin, *range(begin // length * length + length, end, length)] if end > begin else []
+
+
+def _stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
+    """Returns arguments for one `split_with_sizes` of a 1-D tensor into pieces and the gaps between them.
+
+    Args:
+        bounds: The (start, stop) of each piece, in order; equal ones for an empty piece.
+        length: Elements of the tensor.
+
+    Returns:
+        The sizes, and the index of each piece among them.
+    """
+    sizes: list[int] = []
+    indices: list[int] = []
+    end = 0
+    for start, stop in bounds:
+        if stop > start > end:
+            sizes.append(start - end)  # a gap
+        indices.append(len(sizes) if stop > start else -1)
+        if stop > start:
+            sizes.append(stop - start)
+            end = stop
+    return [*sizes, length - end, 0], indices  # the last is for all empty pieces

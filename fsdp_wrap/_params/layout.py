@@ -118,29 +118,6 @@ def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel:
     return torch.as_strided(first.detach(), (numel,), (1,))
 
 
-def stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
-    """Returns arguments for one `split_with_sizes` of a 1-D tensor into pieces and the gaps between them.
-
-    Args:
-        bounds: The (start, stop) of each piece, in order; equal ones for an empty piece.
-        length: Elements of the tensor.
-
-    Returns:
-        The sizes, and the index of each piece among them.
-    """
-    sizes: list[int] = []
-    indices: list[int] = []
-    end = 0
-    for start, stop in bounds:
-        if stop > start > end:
-            sizes.append(start - end)  # a gap
-        indices.append(len(sizes) if stop > start else -1)
-        if stop > start:
-            sizes.append(stop - start)
-            end = stop
-    return [*sizes, length - end, 0], indices  # the last is for all empty pieces
-
-
 class Layout(ABC):
     """The parameters of one segment: their places in buffers and modules, and their gradients.
 
@@ -209,12 +186,9 @@ class Layout(ABC):
         self._marks = GradientMarks()
         self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
 
-    def _lay_out(
-        self, extents: Sequence[Extent], bounds: Iterable[tuple[int, int]], shard_numel: int
-    ) -> None:
-        """Notes where the original parameters lie; `bounds` are (start, stop) in this rank's shard."""
+    def _lay_out(self, extents: Sequence[Extent], shard_numel: int) -> None:
+        """Notes where the original parameters lie, and the elements of a rank's shard."""
         self.extents = extents
-        self._sizes, self._indices = stretches(bounds, shard_numel)
         self.shard_numel, self.numel = shard_numel, shard_numel * self._ranks
         self.full_numel = self.numel
 
