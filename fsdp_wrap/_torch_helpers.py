@@ -18,9 +18,11 @@ from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._core import clean_fqn
-from fsdp_wrap._core.torch_private import StridedShard, torch_gathers
+from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap.distributed_state_dict import (
+    is_to_load,
     is_wrapped,
     model_state,
     optim_state,
@@ -39,7 +41,9 @@ def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    return set_model_state_dict(model, state_dict if info.handle_model else {}, options=info)
+    if not info.handle_model:
+        return IncompatibleKeys([], [])
+    return set_model_state_dict(model, state_dict, options=info)
 
 
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
@@ -60,6 +64,7 @@ def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
     for name, function in _OURS.items():
         setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
+    theirs._load_model_state_dict = _with_that_of_first(theirs._load_model_state_dict)
     distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
     theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
@@ -73,6 +78,21 @@ def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callab
         return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
+
+
+def _with_that_of_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `set_state_dict` send the first rank's model to ranks that have none.
+
+    Torch takes an empty one for "the optimizer only": these ranks go on, and the first one waits for ever.
+    """
+
+    @wraps(torchs)
+    def load(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        if info.broadcast_from_rank0 and units_in(model):
+            info.handle_model = is_to_load(info.handle_model, info)
+        return torchs(model, state_dict, info)
+
+    return load
 
 
 def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict as torch_get_model_state_dict
@@ -252,10 +253,19 @@ def set_state_dict(
 ) -> Any:
     """Calls `set_model_state_dict`, if there is anything, and `set_optimizer_state_dict`; returns keys."""
     keys = IncompatibleKeys([], [])
-    if model_state_dict or (options is not None and options.broadcast_from_rank0):
+    if is_to_load(bool(model_state_dict), options):
         keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys
+
+
+def is_to_load(given: bool, options: StateDictOptions | None) -> bool:
+    """Returns whether a model state dict is to be loaded; the first rank decides where its own is sent."""
+    found = [given]
+    if options is not None and options.broadcast_from_rank0:
+        with deaths_told():
+            dist.broadcast_object_list(found)
+    return found[0]
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -71,8 +71,9 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
     fresh.zero_grad()  # or torch makes no state to load into
-    theirs.set_model_state_dict(model, found, options=options)
-    theirs.set_optimizer_state_dict(model, fresh, found_optim, options=options)
+    both = {"model_state_dict": found, "optim_state_dict": found_optim}
+    theirs.set_state_dict(model, fresh, **copy.deepcopy(both), options=options)
+    theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(full_state(model), plain.state_dict())
 
@@ -106,10 +107,15 @@ def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
     state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)
     model.load_state_dict(changed(plain.state_dict()))
     fresh = adamw(model)
-    keys = functions.set_state_dict(
-        model, fresh, model_state_dict=state, optim_state_dict=optim_state, options=options
-    )
-    assert str(keys) == "<All keys matched successfully>"
+    for loaded in (state, {}):  # the latter on all ranks: the optimizer only
+        keys = functions.set_state_dict(
+            model,
+            fresh,
+            model_state_dict=loaded,
+            optim_state_dict=copy.deepcopy(optim_state),
+            options=options,
+        )
+        assert str(keys) == "<All keys matched successfully>"
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(model.state_dict(), plain.state_dict())
 
