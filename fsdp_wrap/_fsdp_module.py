@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -116,9 +116,8 @@ class FSDPModule(nn.Module):
 
         The first unshard allocates it. Each later one gathers into the same memory.
         """
-        for unit in self._units(recurse):
-            if unit.handle is not None:
-                unit.handle.keep_storage(keep)
+        for handle in self._handles(recurse):
+            handle.keep_storage(keep)
 
     def set_keep_unsharded_bytes(self, nbytes: int, *, recurse: bool = True) -> None:
         """Sets, from the next forward on, how many bytes of full parameters each rank may keep after use.
@@ -187,15 +186,6 @@ class FSDPModule(nn.Module):
         require_root(_unit_of(self), "set_manual_backward_finalization()")
         self._schedule.ending.set_manual(enabled)
 
-    @overload
-    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
-
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the backwards since the last call: issues remaining reductions, reshards, and waits.
 
@@ -250,9 +240,8 @@ class FSDPModule(nn.Module):
 
         It holds for all parameters of the unit, on every mesh.
         """
-        for unit in _unit_of(self).over_all_meshes:
-            if unit.handle is not None:
-                unit.handle.divide_gradients_by(factor)
+        for handle in self._handles(False):
+            handle.divide_gradients_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -399,10 +388,10 @@ class FSDPModule(nn.Module):
             converted(each, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for each in unit.over_all_meshes:
-            if each.handle is not None and each.handle.state is HandleState.SHARDED:
-                if not unit.parts or _shows_one_kind(each.handle):  # parts are converted one by one
-                    each.handle.follow_replaced()
+        for handle in self._handles(False):
+            if handle.state is HandleState.SHARDED:
+                if not unit.parts or _shows_one_kind(handle):  # parts are converted one by one
+                    handle.follow_replaced()
         return self
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
@@ -411,8 +400,7 @@ class FSDPModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the text of the module's class, with where state and shards lie, and the kept bytes."""
-        units = _unit_of(self).over_all_meshes
-        handles = [unit.handle for unit in units if unit.handle is not None]
+        handles = self._handles(False)
         staying = sum(handle.kept_nbytes for handle in handles)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles for segment in handle.segments]
@@ -454,6 +442,9 @@ class FSDPModule(nn.Module):
     def _units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
+    def _handles(self, recurse: bool) -> list[ParamHandle]:
+        return [unit.handle for unit in self._units(recurse) if unit.handle is not None]
+
     def _set(self, recurse: bool, **options: Any) -> None:
         for unit in self._units(recurse):
             unit.set(**options)
@@ -468,8 +459,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: If a module is no `FSDPModule`.
     """
-    for module in modules:
-        _unit_of(module)
+    _units_of(modules)
 
 
 class GradientReductionHandle:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -103,18 +103,15 @@ class StateDictMethods(nn.Module):
         return settings
 
     @staticmethod
-    @contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Generator[None]:
+    ) -> AbstractContextManager[None]:
         """Sets the kind of state dicts as `set_state_dict_type` does, while the context is open."""
-        with settings_of(
-            module, _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        ):
-            yield
+        settings = _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return settings_of(module, settings)
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.

@@ -41,9 +41,8 @@ def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    if not info.handle_model:
-        return IncompatibleKeys([], [])
-    return set_model_state_dict(model, state_dict, options=info)
+    loads: bool = info.handle_model
+    return set_model_state_dict(model, state_dict, options=info) if loads else IncompatibleKeys([], [])
 
 
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
@@ -51,20 +50,16 @@ def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, A
         set_optimizer_state_dict(model, optimizers, state_dict, options=info)
 
 
-_OURS: dict[str, Callable[..., Any]] = {
-    "_get_model_state_dict": _model_state,
-    "_get_optim_state_dict": _optim_state,
-    "_load_model_state_dict": _load_model_state,
-    "_load_optim_state_dict": _load_optim_state,
-}
-
-
 @cache
 def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
-    for name, function in _OURS.items():
-        setattr(theirs, name, _asking_first(function, getattr(theirs, name)))
-    theirs._load_model_state_dict = _with_that_of_first(theirs._load_model_state_dict)
+    for name, own in (
+        ("_get_model_state_dict", _model_state),
+        ("_get_optim_state_dict", _optim_state),
+        ("_load_model_state_dict", _load_model_state),
+        ("_load_optim_state_dict", _load_optim_state),
+    ):
+        setattr(theirs, name, _asking_first(own, getattr(theirs, name)))
     distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
     theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
@@ -75,24 +70,12 @@ def adapt_torch_helpers() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own is _load_model_state and units_in(model):
+            # Torch takes an empty dict for "the optimizer only", also where the first rank sends its own.
+            args[1].handle_model = is_to_load(args[1].handle_model, args[1])
         return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
-
-
-def _with_that_of_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `set_state_dict` send the first rank's model to ranks that have none.
-
-    Torch takes an empty one for "the optimizer only": these ranks go on, and the first one waits for ever.
-    """
-
-    @wraps(torchs)
-    def load(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-        if info.broadcast_from_rank0 and units_in(model):
-            info.handle_model = is_to_load(info.handle_model, info)
-        return torchs(model, state_dict, info)
-
-    return load
 
 
 def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
     fresh.zero_grad()  # or torch makes no state to load into
-    both = {"model_state_dict": found, "optim_state_dict": found_optim}
+    both: dict[str, Any] = {"model_state_dict": found, "optim_state_dict": found_optim}
     theirs.set_state_dict(model, fresh, **copy.deepcopy(both), options=options)
     theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
@@ -107,6 +107,7 @@ def test_setting_what_was_got(rank, world_size, way, flatten, use_orig_params):
     state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)
     model.load_state_dict(changed(plain.state_dict()))
     fresh = adamw(model)
+    loaded: Any
     for loaded in (state, {}):  # the latter on all ranks: the optimizer only
         keys = functions.set_state_dict(
             model,
