@@ -199,6 +199,7 @@ class Unit:
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
+        kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
 
     positions: UnitPositions
@@ -221,7 +222,7 @@ class Unit:
         mesh_label: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
-        self._keeps = module if parts else None  # a group of parts has no other owner
+        self.kept_module = module if parts else None  # a group of parts has no other owner
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
@@ -280,14 +281,9 @@ class Unit:
         """Makes another module, a wrapper, the owner of the unit."""
         self._module = weakref.ref(module, self._dissolve)
 
-    @property
-    def keeps_module(self) -> bool:
-        """Whether it keeps its module alive, since other units use its parameters."""
-        return self._keeps is not None
-
     def lend(self) -> None:
         """Keeps the module alive for other units, which use its parameters and may outlive it."""
-        self._keeps = self.module
+        self.kept_module = self.module
 
     def _dissolve(self, _: object) -> None:
         """Drops all references when the module has gone: the units of a tree reference each other."""
@@ -361,7 +357,7 @@ class Unit:
         handle = self.handle
         assert handle is not None and self.schedule is not None
         if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
-            raise _not_ours(self, handle.state)
+            refuse_shown(self)
         self.positions.enter(self.schedule.iteration, phase.index)
         if handle.state is HandleState.SHARDED:
             self.gather(phase)
@@ -712,16 +708,19 @@ def _on_own_gradient(
     return None
 
 
-def _not_ours(unit: Unit, state: HandleState) -> RuntimeError:
+def refuse_shown(unit: Unit) -> None:
+    """Refuses to compute with a unit whose parameters are in the user's hands, or in a state dict's."""
+    state = HandleState.SHARDED if unit.handle is None else unit.handle.state
     if state is HandleState.REPLACED:
-        return RuntimeError(
+        raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"
         )
-    return RuntimeError(
-        f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-        "before running forward or backward"
-    )
+    if state is HandleState.SUMMONED:
+        raise RuntimeError(
+            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+            "before running forward or backward"
+        )
 
 
 def _will_run(nodes: Iterable[Node]) -> int:

@@ -84,7 +84,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         parts=[copy.deepcopy(part, memo) for part in old.parts],
         mesh_label=old.mesh_label,
     )
-    if old.keeps_module:
+    if old.kept_module is not None:
         new.lend()
     REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
     REGISTRY.note(new, [layout.sources for layout in layouts])

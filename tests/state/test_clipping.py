@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fronts
@@ -526,3 +527,19 @@ def test_unreduced_gradients_are_passed_over_and_kept(rank, world_size):
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
     torch.testing.assert_close(model.clip_grad_norm_(1e-3), expected)
     assert_grads_equal(model, plain)
+
+
+@ranks(2)
+def test_a_part_that_one_rank_has_none_of_outside_of_units(rank, world_size):
+    """A row of a `DTensor` that no unit owns: the second rank has no part of it, nor a gradient at first."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(fully_shard(nn.Linear(3, 4)), nn.Linear(4, 1, bias=False)).double()
+    model[1].weight = nn.Parameter(distribute_tensor(torch.ones(1, 4).double(), mesh, [Shard(0)]))
+    model[0](torch.ones(2, 3).double()).sum().backward()
+    norm = fsdp_wrap.clip_grad_norm_(model, 1e9)
+    for grad in (torch.full_like(model[1].weight, 3.0), torch.zeros_like(model[1].weight)):
+        model[1].weight.grad = grad
+        found = fsdp_wrap.clip_grad_norm_(model, 1e9)
+        torch.testing.assert_close(found.square(), norm.square() + grad.full_tensor().square().sum())
+    model[1].weight.grad = torch.ones_like(model[1].weight) if rank == 0 else None
+    torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e9).square(), norm.square() + 4)

@@ -138,13 +138,13 @@ class HeldGradients:
         return found
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
-        """Returns this rank's non-empty parts by the ranks that hold the rest, save handles `without`."""
+        """Returns this rank's non-empty parts by the ranks that hold the rest, also none, save `without`."""
         handles = [handle for handle in self._handles if handle not in without]
         found: dict[Over, list[torch.Tensor]] = {(None, None): [], **gradients_by_ranks(handles)}
         for param in self.replicated:
-            grad = _strided(param)
+            grad, held = _strided(param), found.setdefault(over_of(param), [])  # also where a rank has none
             if grad is not None and grad.numel():
-                found.setdefault(over_of(param), []).append(grad)
+                held.append(grad)
         return found
 
     def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:

@@ -148,7 +148,8 @@ class Twice:
             return
         call.backwards += 1
         assert unit.schedule is not None
-        if alone or not unit.options.reshard_after_forward or unit.schedule.root is unit or unit.keeps_module:
+        used_elsewhere = unit.schedule.root is unit or unit.kept_module is not None
+        if alone or used_elsewhere or not unit.options.reshard_after_forward:
             return
         for segment in unit.segments:
             for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
