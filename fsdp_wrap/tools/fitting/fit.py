@@ -6,7 +6,6 @@ place is extrapolated, and the answer is planned once more to be sure of it.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 from bisect import bisect_left
@@ -21,9 +20,9 @@ from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.planner import many_plans
 from fsdp_wrap.tools.progress import progress_bar
+from fsdp_wrap.tools.setups import REFUSALS, Setup, first_line, keywords_of
 
 Values = Mapping[str, Any]
-Setup = Callable[..., tuple[Any, Any, Any]]
 
 _BATCH, _ACCUMULATION = "batch", "accumulation"
 _FIRST, _SECOND = 2, 4  # batches that are planned; a batch of 1 has fewer copies than others
@@ -217,7 +216,7 @@ def fit(
         if device_memory is None:
             raise ValueError("fit() needs device_memory, such as '80GB', or a machine with device_memory")
     limit = nbytes_of(device_memory, "device_memory")
-    taken = _parameters(setup)
+    taken = keywords_of(setup)
     varied = _varied(vary, taken, device)
     batches = _batches(varied, taken)
     counts = [ranks] if isinstance(ranks, int) else ranks
@@ -246,15 +245,6 @@ def fit(
     ordered = tuple(sorted(choices, key=lambda choice: choice.order))
     plans = sum(len(search.known) for search in searches)
     return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine, complete=complete)
-
-
-def _parameters(setup: Setup) -> set[str] | None:
-    """Returns the names that a setup takes by keyword; None if it takes any."""
-    kinds = inspect.Parameter
-    found = inspect.signature(setup).parameters.values()
-    if any(each.kind is kinds.VAR_KEYWORD for each in found):
-        return None
-    return {each.name for each in found if each.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
 
 
 def _varied(
@@ -303,10 +293,9 @@ class _Search:
         """Returns the answer; a refusal where the configuration cannot be planned."""
         try:
             return self._answer()
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        except REFUSALS as error:
             self.error = error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return Choice(ranks=self.ranks, values=self.values, refused=lines[0])
+            return Choice(ranks=self.ranks, values=self.values, refused=first_line(error))
 
     def _answer(self) -> Choice:
         batch = None if self.batches is None else self._largest(self.batches)
