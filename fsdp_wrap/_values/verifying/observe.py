@@ -116,7 +116,7 @@ def observe(errand: Errand) -> Observed:
             losses = [_number(step()) for _ in range(errand.steps)]
     steps = {each.number: each for each in map(_filled, taken)}
     return Observed(
-        values=files.RankValues(header_of(witness.units, errand.units), steps),
+        values=files.RankValues(header_of(model, errand.units), steps),
         units=tuple(name for name in witness.units if name),
         begins=begins,
         options=options,
