@@ -32,12 +32,12 @@ CODE_LINES = {
     "compat": 800,
     "compat/_checking": 175,
     "optim": 2142,
-    "tools": 4478,
+    "tools": 4467,
     "tools/tuning": 748,
     "top level": 2314,
     "weights": 795,
     "core": 16489,
-    "all": 34928,
+    "all": 34917,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
