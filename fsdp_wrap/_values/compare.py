@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fsdp_wrap._values import files
 from fsdp_wrap._values.files import Key, RankValues
 from fsdp_wrap._values.statistics import Statistics
@@ -39,9 +41,9 @@ class SeamTotals:
     passes: int
 
     @property
-    def sketch(self) -> list[float]:
+    def sketch(self) -> torch.Tensor:
         """The sketch, scaled."""
-        return [each * self.scale for each in self.sums.sketch]
+        return self.sums.sketch * self.scale
 
 
 class Run:
@@ -117,17 +119,24 @@ class Departure:
         return not self.size <= self.rounds
 
 
-def length(sketch: Sequence[float]) -> float:
-    """Returns the length of a sketch."""
-    return math.sqrt(sum(each * each for each in sketch))
-
-
 def _cut_alike(first: Run, second: Run, ours: SeamTotals, theirs: SeamTotals) -> bool:
     """Whether each rank of one run has the pieces that it has in the other."""
     if any(one.header.copy != other.header.copy for one, other in zip(first.records, second.records)):
         return False
     counts, others = ({rank: row.numel for rank, row in each.by_rank.items()} for each in (ours, theirs))
     return counts == others
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the relative size of a difference."""
+    size = max(one.norm().item(), other.norm().item())
+    return (one - other).norm().item() / size if size else 0.0
+
+
+def ratio(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the number by which the first is to be multiplied to be next to the second; 0 if it is none."""
+    square = one.dot(one).item()
+    return one.dot(other).item() / square if square else 0.0
 
 
 def difference(one: Statistics, other: Statistics, scales: tuple[float, float], linear: bool) -> float:
@@ -139,10 +148,7 @@ def difference(one: Statistics, other: Statistics, scales: tuple[float, float], 
         return 0.0
     if one.numel != other.numel and not linear:
         return math.inf
-    ours, theirs = ([scale * x for x in each.sketch] for each, scale in zip((one, other), scales))
-    size = max(length(ours), length(theirs))
-    apart = length([a - b for a, b in zip(ours, theirs)])
-    sizes = [apart / size if size else 0.0]
+    sizes = [apart(*(scale * each.sketch for each, scale in zip((one, other), scales)))]
     if not linear:
         for name in ("norm", "largest"):
             a, b = getattr(one, name) * scales[0], getattr(other, name) * scales[1]
@@ -183,5 +189,5 @@ def departures(
                 for rank, each in ours.by_rank.items()
             }
             size = max(size, *alone.values()) if seam not in _OF_SHARDS else size
-            ranks = [rank for rank, apart in alone.items() if not apart <= limit]
+            ranks = [rank for rank, its in alone.items() if not its <= limit]
         yield Departure(step, *key, size, limit, tuple(ranks), (ours, theirs), noise)

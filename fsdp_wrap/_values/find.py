@@ -15,12 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, encloses, value_watchers, walk
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout
-from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, schedule_of, units_in
+from fsdp_wrap._runtime import Schedule, Unit, schedule_of
 from fsdp_wrap._values.council import Council
 from fsdp_wrap._values.finding import quoted, raise_first
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap._values.modules import ModuleLooks, Names, not_finite, numbered
-from fsdp_wrap._values.pieces import Piece, full_params, gradient_pieces, own_gradients, shard_pieces
+from fsdp_wrap._values.pieces import (
+    Piece,
+    full_params,
+    gradient_pieces,
+    idle_units,
+    own_gradients,
+    shard_pieces,
+)
 
 UPDATE = "update"
 
@@ -63,19 +70,13 @@ class Finder(ValueWatcher):
     """Looks at the values of a model's steps, and meets the other ranks."""
 
     def __init__(self, model: nn.Module, modules: bool, gradients: bool) -> None:
-        units = units_in(model)
-        if not units:
-            refuse_unsharded(model, "find_nonfinite()")
-        self._units: dict[Unit, str] = {}
-        for name, unit in units.items():
-            self._units.setdefault(unit, name)
-        self._schedules = [*dict.fromkeys(schedule_of(unit) for unit in self._units)]
-        for schedule in self._schedules:
-            schedule.require_idle("find_nonfinite()")
-        self._meetings = {schedule: Council(schedule) for schedule in self._schedules}
+        self._units = idle_units(model, "find_nonfinite()")
+        self._meetings = {
+            schedule: Council(schedule) for schedule in dict.fromkeys(map(schedule_of, self._units))
+        }
         self._layouts: dict[Layout, Unit] = {}
         self._gradients = gradients
-        on_device = any(schedule.device.type != "cpu" for schedule in self._schedules)
+        on_device = any(schedule.device.type != "cpu" for schedule in self._meetings)
         self._looks = Looks(dist.get_rank(), deferred=on_device and not modules)
         self._modules = ModuleLooks(self._looks, self._names(model), gradients) if modules else None
         self._seen: Sequence[ref[torch.Tensor]] = ()
@@ -125,7 +126,7 @@ class Finder(ValueWatcher):
 
     def meet_all(self) -> None:
         """Meets the other ranks at the end; collective."""
-        for schedule in self._schedules:
+        for schedule in self._meetings:
             self._meet(schedule)
 
     def _meet(self, schedule: Schedule) -> None:
@@ -185,9 +186,7 @@ class Finder(ValueWatcher):
         if seam is ValueSeam.INPUTS and outer is not None:
             told, module = f"Made in the forward of {quoted(outer)}, outside of the units in it", outer
         origin = Origin(Spot(seam.value, name, module), made, told)
-        hit = self._looks.at(origin, numbered(seam.value, tensors))
-        if hit is not None:
-            self._looks.report(origin, hit)
+        self._looks.look(origin, numbered(seam.value, tensors))
 
     def _enclosing(self, name: str) -> str | None:
         """Returns the name of the unit around another one; None for the outermost."""
@@ -203,9 +202,7 @@ class Finder(ValueWatcher):
         elif made:
             told = "Made in the backward of what uses this output, outside of other units"
         origin = Origin(Spot(seam.value, name, name), made, told)
-        hit = self._looks.at(origin, numbered(seam.value, tensors))
-        if hit is not None:
-            self._looks.report(origin, hit)
+        self._looks.look(origin, numbered(seam.value, tensors))
 
     def _look_at_gradients(self, unit: Unit) -> None:
         place = Spot(ValueSeam.GRADIENTS.value, self._units[unit], self._units[unit])

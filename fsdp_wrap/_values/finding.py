@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from fsdp_wrap._params import to_local
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,20 +78,24 @@ class NonFinite:
         return told
 
 
-class NonFiniteError(RuntimeError):
+class FoundError(RuntimeError, Generic[T]):
+    """An error with findings that all ranks know; it can be pickled."""
+
+    def __init__(self, text: str, first: T, also: Sequence[T]) -> None:
+        super().__init__(text)
+        self.first, self.also = first, also
+
+    def __reduce__(self) -> tuple[type[FoundError[T]], tuple[str, T, Sequence[T]]]:
+        return type(self), (str(self), self.first, self.also)
+
+
+class NonFiniteError(FoundError[NonFinite]):
     """A step had NaN or infinite values; the same on all ranks.
 
     Attributes:
         first: Where they were first.
         also: Where each other rank has first seen any.
     """
-
-    def __init__(self, text: str, first: NonFinite, also: Sequence[NonFinite]) -> None:
-        super().__init__(text)
-        self.first, self.also = first, also
-
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, NonFinite, Sequence[NonFinite]]]:
-        return type(self), (str(self), self.first, self.also)
 
 
 def raise_first(found: Sequence[NonFinite]) -> None:
@@ -128,11 +135,15 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
+def index_at(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the index of an element by its place in the flattened tensor."""
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(place), tuple(shape)))
+
+
 def details(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, float, float]:
     """Returns first index, number of NaN and of infinite elements, and the extremes of the finite ones."""
     finite = torch.isfinite(tensor)
-    first = int((~finite).reshape(-1).to(torch.uint8).argmax())
-    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(first), tensor.shape))
+    index = index_at(int((~finite).reshape(-1).to(torch.uint8).argmax()), tensor.shape)
     rest = tensor[finite]
     low, high = (float(rest.min()), float(rest.max())) if rest.numel() else (math.nan, math.nan)
     return index, int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum()), low, high

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._values.finding import NonFinite, details, extremes, looked_at, quoted
+from fsdp_wrap._values.finding import NonFinite, details, extremes, index_at, looked_at, quoted
 
 Named = tuple[str, torch.Tensor]
 """A tensor with its name."""
@@ -108,6 +108,12 @@ class Looks:
         self._recent.append((str(place), largest))
         self._here[place] = largest
 
+    def look(self, origin: Origin, tensors: Iterable[Named]) -> None:
+        """Looks at tensors, and keeps the first that is not finite."""
+        hit = self.at(origin, tensors)
+        if hit is not None:
+            self.report(origin, hit)
+
     def report(
         self, origin: Origin, named: Named, start: int = 0, shape: Sequence[int] | None = None
     ) -> None:
@@ -124,8 +130,7 @@ class Looks:
         name, tensor = named
         index, nan, inf, low, high = details(tensor)
         if shape is not None:
-            flat = torch.tensor(start + index[0])
-            index = tuple(int(each) for each in torch.unravel_index(flat, tuple(shape)))
+            index = index_at(start + index[0], shape)
         whole = tuple(tensor.shape if shape is None else shape)
         self._keep(origin, self._count, name, index, whole, (nan, inf), (low, high))
 

@@ -166,10 +166,7 @@ class ModuleLooks:
         grad = grads[number]
         if not self._open or grad is None:
             return
-        origin = _origin_of_gradient(output)
-        hit = self._looks.at(origin, [("the gradient", grad)])
-        if hit is not None:
-            self._looks.report(origin, hit)
+        self._looks.look(_origin_of_gradient(output), [("the gradient", grad)])
 
 
 def _origin_of_gradient(output: _Output) -> Origin:

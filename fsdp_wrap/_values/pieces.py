@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import joined
 from fsdp_wrap._params import Cut, Layout, to_local
-from fsdp_wrap._runtime import Unit
+from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
 
 
 class Piece(NamedTuple):
@@ -35,6 +36,24 @@ class Piece(NamedTuple):
 def whole_name(unit: str, fqn: str) -> str:
     """Returns a parameter's name; the mesh that may follow a unit's name is no part of it."""
     return joined(unit.partition(" ")[0], fqn)
+
+
+def first_names(model: nn.Module) -> dict[Unit, str]:
+    """Returns a model's units by name: that of several modules by its first one."""
+    names: dict[Unit, str] = {}
+    for name, unit in units_in(model).items():
+        names.setdefault(unit, name)
+    return names
+
+
+def idle_units(model: nn.Module, asking: str) -> dict[Unit, str]:
+    """Returns a model's units by name; `asking` is refused inside a step, and of a model without units."""
+    names = first_names(model)
+    if not names:
+        refuse_unsharded(model, asking)
+    for schedule in dict.fromkeys(map(schedule_of, names)):
+        schedule.require_idle(asking)
+    return names
 
 
 def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:

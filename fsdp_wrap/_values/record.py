@@ -16,7 +16,7 @@ from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap._values import files
-from fsdp_wrap._values.pieces import full_params, gradient_pieces, own_gradients, shard_pieces
+from fsdp_wrap._values.pieces import first_names, full_params, gradient_pieces, own_gradients, shard_pieces
 from fsdp_wrap._values.plain import PlainSeams
 from fsdp_wrap._values.rows import Rows, check_every
 
@@ -87,47 +87,36 @@ def record_values(
             train(model)
     """
     check_every(every)
-    found = units_in(model)
-    if found and units:
+    if units_in(model) and units:
         raise ValueError(f"units={[*units]} are for a plain module, and {type(model).__name__} has units")
-    rows = Rows(files.Writer(path, header_of(found, units)).write, every)
+    rows = Rows(files.Writer(path, header_of(model, units)).write, every)
     return ValueRecord(seams_of(model, units, rows), rows)
 
 
 def seams_of(model: nn.Module, units: Sequence[str], rows: Rows) -> ShardedSeams | PlainSeams:
     """Returns the seams of a model; `units` are those of a plain module."""
-    found = units_in(model)
-    if found:
+    if found := first_names(model):
         return ShardedSeams(found, rows)
-    return PlainSeams(model, units, rows, alone=_header_of_plain(units).ranks == 1)
+    return PlainSeams(model, units, rows, alone=header_of(model, units).ranks == 1)
 
 
-def header_of(found: dict[str, Unit], units: Sequence[str]) -> files.Header:
-    """Returns the facts about this rank; `found` are the model's own units."""
-    return _header(found) if found else _header_of_plain(units)
-
-
-def _header(units: dict[str, Unit]) -> files.Header:
-    handles = {name: unit.handle for name, unit in units.items() if unit.handle is not None}
-    copies = {name: handle.replicas.rank for name, handle in handles.items()}
-    contributors = max([handle.contributors for handle in handles.values()], default=1.0)
-    return files.Header(dist.get_rank(), dist.get_world_size(), contributors, copies, torch.__version__)
-
-
-def _header_of_plain(units: Sequence[str]) -> files.Header:
+def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
+    """Returns the facts about this rank; `units` are those of a plain module."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return files.Header(rank, ranks, ranks, dict.fromkeys(("", *units), rank), torch.__version__)
+    contributors, copies = float(ranks), dict.fromkeys(("", *units), rank)
+    if found := units_in(model):
+        handles = {name: unit.handle for name, unit in found.items() if unit.handle is not None}
+        copies = {name: handle.replicas.rank for name, handle in handles.items()}
+        contributors = max([handle.contributors for handle in handles.values()], default=1.0)
+    return files.Header(rank, ranks, contributors, copies, torch.__version__)
 
 
 class ShardedSeams(ValueWatcher):
     """Records the values that the runtime tells of."""
 
-    def __init__(self, units: dict[str, Unit], rows: Rows) -> None:
-        self._units: dict[Unit, str] = {}
-        for name, unit in units.items():
-            self._units.setdefault(unit, name)
-        self._schedules = {schedule_of(unit) for unit in self._units}
-        self._rows = rows
+    def __init__(self, units: dict[Unit, str], rows: Rows) -> None:
+        self._units, self._rows = units, rows
+        self._schedules = {*map(schedule_of, units)}
         self._layouts: dict[Layout, Unit] = {}
         rows.at_end = self._look_at_updates
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ def _signs_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (1 - 2 * bits).to(dtype)
 
 
+@dataclass(eq=False)
 class Statistics:
     """Sums over the elements of tensors.
 
@@ -68,19 +70,25 @@ class Statistics:
         zeros: Number of zeros.
         nan: Number of NaN.
         inf: Number of infinite elements.
+        tensors: Number of pieces.
         total: Sum of the finite elements.
         squares: Sum of their squares.
         largest: Largest absolute value of them.
         checksum: Sum of hashes, modulo 2^64.
-        sketch: `WIDTH` sums with random signs.
-        tensors: Number of pieces.
+        sketch: `WIDTH` sums with random signs, in float64.
     """
 
-    def __init__(self) -> None:
-        self.dtype = ""
-        self.numel = self.zeros = self.nan = self.inf = self.checksum = self.tensors = 0
-        self.total = self.squares = self.largest = 0.0
-        self.sketch = [0.0] * WIDTH
+    dtype: str = ""
+    numel: int = 0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    tensors: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+    checksum: int = 0
+    sketch: torch.Tensor = field(default_factory=lambda: torch.zeros(WIDTH, dtype=torch.float64))
 
     @property
     def norm(self) -> float:
@@ -121,7 +129,7 @@ class Statistics:
             values, start = values.view(-1, row).sum(0), 0
         else:
             self._wrap(_checksum(flat.view(_INTS[flat.element_size()]).long(), start, seed))
-        self.sketch = [a + b for a, b in zip(self.sketch, _sketch(values, start, seed))]
+        self.sketch = self.sketch + _sketch(values, start, seed)
 
     def _wrap(self, checksum: int) -> None:
         self.checksum = (self.checksum + checksum) % 2**64
@@ -133,29 +141,18 @@ class Statistics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
         self._wrap(other.checksum)
-        self.sketch = [a + b for a, b in zip(self.sketch, other.sketch)]
+        self.sketch = self.sketch + other.sketch
 
     def as_list(self) -> list[Any]:
         """Returns the numbers, for a file."""
-        counts = [self.numel, self.zeros, self.nan, self.inf, self.tensors]
-        return [
-            self.dtype,
-            *counts,
-            self.total,
-            self.squares,
-            self.largest,
-            f"{self.checksum:016x}",
-            self.sketch,
-        ]
+        return [*vars(self).values()][:-2] + [f"{self.checksum:016x}", self.sketch.tolist()]
 
     @classmethod
     def of_list(cls, numbers: Sequence[Any]) -> Statistics:
         """Undoes `as_list`."""
-        made = cls()
-        made.dtype, made.numel, made.zeros, made.nan, made.inf, made.tensors = numbers[:6]
-        made.total, made.squares, made.largest = numbers[6:9]
-        made.checksum, made.sketch = int(numbers[9], 16), [*numbers[10]]
-        return made
+        checksum, sketch = int(numbers[-2], 16), torch.tensor(numbers[-1], dtype=torch.float64)
+        values: Sequence[Any] = [*numbers[:-2], checksum, sketch]
+        return cls(*values)
 
 
 def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -211,14 +208,13 @@ def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
     return int((torch.cat(sums) * plan.weights).sum())
 
 
-def _sketch(values: torch.Tensor, start: int, seed: int) -> list[float]:
+def _sketch(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
     plan, signs = (
         _blocking_of(values.numel(), start, seed, values.device),
         _signs(values.device, values.dtype),
     )
     sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
-    found: list[float] = (torch.cat(sums).double() * plan.signs).sum(0).tolist()
-    return found
+    return (torch.cat(sums).double() * plan.signs).sum(0).cpu()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

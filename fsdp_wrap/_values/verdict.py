@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from fsdp_wrap._values import files
-from fsdp_wrap._values.compare import Departure, Run, SeamTotals, departures, difference, length
+from fsdp_wrap._values.compare import Departure, Run, SeamTotals, departures, difference, ratio
 from fsdp_wrap._values.statistics import Statistics
 
 _CLOSE = 0.02
@@ -106,24 +108,20 @@ def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departur
     return "other computation", told
 
 
-def _sketch_of(totals: SeamTotals, ranks: Sequence[int]) -> list[float]:
+def _sketch_of(totals: SeamTotals, ranks: Sequence[int]) -> torch.Tensor:
     """Returns the sketch of some ranks, or of all if there are none."""
     taken = Statistics()
     for rank in ranks:
         taken.merge(totals.by_rank[rank])
-    return [each * totals.scale for each in taken.sketch] if ranks else totals.sketch
+    return taken.sketch * totals.scale if ranks else totals.sketch
 
 
 def _factor(large: Departure) -> float | None:
     """Returns the number by which the first record's values are to be multiplied, if there is one."""
     ours, theirs = (_sketch_of(each, large.ranks) for each in large.before)
-    square = sum(each * each for each in ours)
-    if not square:
-        return None
-    factor = sum(a * b for a, b in zip(ours, theirs)) / square
-    left = length([b - factor * a for a, b in zip(ours, theirs)])
-    apart = length([b - a for a, b in zip(ours, theirs)])
-    return factor if left <= _CLOSE * apart and left <= _CLOSE * length(theirs) else None
+    factor = ratio(ours, theirs)
+    least = min((theirs - ours).norm(), theirs.norm())
+    return factor if factor and (theirs - factor * ours).norm() <= _CLOSE * least else None
 
 
 def _explain_factor(factor: float, ranks: int) -> tuple[str, str]:
@@ -172,19 +170,16 @@ def _explain_sum(name: str, run: Run, large: Departure) -> tuple[str, str] | Non
     reduced = run.totals(large.step, (files.REDUCED, large.unit))
     if own is None or reduced is None or len(own.by_rank) != run.ranks:
         return None
-    result = [each * run.contributors for each in reduced.sketch]
-    left = [a - b for a, b in zip(result, own.sums.sketch)]
-    if length(left) <= max(large.rounds, 1e-5) * length(own.sums.sketch):
+    result, whole = reduced.sketch * run.contributors, own.sums.sketch
+    left = result - whole
+    if left.norm() <= max(large.rounds, 1e-5) * whole.norm():
         return None
     for rank, each in own.by_rank.items():
         for sign, kind, told in ((-1, "missing sum", "is missing in"), (1, "doubled sum", "is twice in")):
-            rest = length([a - sign * b for a, b in zip(left, each.sketch)])
-            if rest <= _CLOSE * length(each.sketch):
+            if (left - sign * each.sketch).norm() <= _CLOSE * each.sketch.norm():
                 return kind, f"In {name} record, the gradient of rank {rank} {told} the reduced gradient"
-    square = sum(each * each for each in own.sums.sketch)
-    factor = sum(a * b for a, b in zip(result, own.sums.sketch)) / square if square else 0.0
-    rest = length([a - factor * b for a, b in zip(result, own.sums.sketch)])
-    if rest <= _CLOSE * length(result) and abs(factor - 1) > large.rounds:
+    factor = ratio(whole, result)
+    if (result - factor * whole).norm() <= _CLOSE * result.norm() and abs(factor - 1) > large.rounds:
         told = (
             f"In {name} record, the reduced gradient is {factor:.4g} times the mean of the ranks' gradients"
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_wrap._comm import Watch, positions_of
+from fsdp_wrap._comm import Watch, all_gather_object, positions_of
 from fsdp_wrap._core import listed
 from fsdp_wrap._runtime import require_idle, schedule_of, units_in
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
@@ -86,10 +86,8 @@ class Team:
         """Returns every rank's value, in the order of ranks."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
         with self.collectives():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            return all_gather_object(value, self.group)
 
     def on_first(self, decide: Callable[[], T]) -> T:
         """Lets the first rank decide; all get its result or raise its error."""

@@ -8,10 +8,11 @@ from typing import Literal
 from torch import nn
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
+from fsdp_wrap._runtime import schedule_of
 from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, text_of
 from fsdp_wrap._values.auditing.tree import TreeAudit
 from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.pieces import idle_units
 from fsdp_wrap._values.rows import check_every
 
 OnFault = Literal["warn", "raise"] | Callable[[Corruption], object]
@@ -29,22 +30,14 @@ class Audit:
         self.findings: list[Corruption] = []
         self.skipped: dict[str, str] = {}
         self._on_fault = on_fault
-        units = units_in(model)
-        if not units:
-            refuse_unsharded(model, "audit()")
-        names: dict[Unit, str] = {}
-        for name, unit in units.items():
-            names.setdefault(unit, name)
-        schedules = dict.fromkeys(schedule_of(unit) for unit in names)
-        for schedule in schedules:
-            schedule.require_idle("audit()")
+        names = idle_units(model, "audit()")
         self._trees = [
             TreeAudit(
                 schedule,
                 {unit: name for unit, name in names.items() if schedule_of(unit) is schedule},
                 *(every, seed, self._report, self._skip),
             )
-            for schedule in schedules
+            for schedule in dict.fromkeys(map(schedule_of, names))
         ]
 
     @property

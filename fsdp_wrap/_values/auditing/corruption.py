@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.finding import FoundError, quoted
 
 SHARD, GATHER, FORWARD, BACKWARD = "shard", "gather", "forward", "backward"
 REDUCTION, UPDATE = "reduction", "update"
@@ -69,20 +69,13 @@ class Corruption:
         )
 
 
-class CorruptionError(RuntimeError):
+class CorruptionError(FoundError[Corruption]):
     """A rank holds, received or computed a wrong value; the same error on all ranks.
 
     Attributes:
         first: The first finding.
         also: The others of the step.
     """
-
-    def __init__(self, text: str, first: Corruption, also: Sequence[Corruption]) -> None:
-        super().__init__(text)
-        self.first, self.also = first, also
-
-    def __reduce__(self) -> tuple[type[CorruptionError], tuple[str, Corruption, Sequence[Corruption]]]:
-        return type(self), (str(self), self.first, self.also)
 
 
 def text_of(first: Corruption, also: Sequence[Corruption]) -> str:

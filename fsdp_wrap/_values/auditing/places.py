@@ -9,6 +9,7 @@ import torch
 
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Unit
+from fsdp_wrap._values.finding import index_at
 from fsdp_wrap._values.pieces import whole_name
 from fsdp_wrap._values.statistics import bit_sums, changed_place
 
@@ -77,7 +78,6 @@ def element_at(layout: Layout, name: str, rank: int, place: int) -> Element:
     number = int(behind[(behind > 0).to(torch.uint8).argmax()]) - 1
     for extent in layout.extents:
         if extent.start <= number < extent.stop:
-            flat = torch.tensor(number - extent.start)
-            index = tuple(int(each) for each in torch.unravel_index(flat, extent.shape))
+            index = index_at(number - extent.start, extent.shape)
             return Element(whole_name(name, extent.fqn), index, tuple(extent.shape))
     return Element(whole_name(name, layout.fqns[0]), None, None)

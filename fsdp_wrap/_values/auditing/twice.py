@@ -18,6 +18,7 @@ from fsdp_wrap._core import REFUSED_HOOKS_OF, iter_tensors, map_tensors
 from fsdp_wrap._params import Showing
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._values.auditing.corruption import BACKWARD, FORWARD, Corruption
+from fsdp_wrap._values.finding import index_at
 from fsdp_wrap._values.pieces import whole_name
 from fsdp_wrap._values.statistics import bits_of
 
@@ -377,5 +378,4 @@ def _finding(
 def first_different(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Returns the index of the first element that has other bits, and how many have."""
     wrong = (bits_of(one) != bits_of(other)).cpu()
-    first = wrong.reshape(-1).to(torch.uint8).argmax()
-    return tuple(int(each) for each in torch.unravel_index(first, one.shape)), int(wrong.sum())
+    return index_at(int(wrong.reshape(-1).to(torch.uint8).argmax()), one.shape), int(wrong.sum())

@@ -10,10 +10,10 @@ import torch
 
 from fsdp_wrap._core import encloses, listed
 from fsdp_wrap._values import files
-from fsdp_wrap._values.compare import Departure
+from fsdp_wrap._values.compare import Departure, apart
 from fsdp_wrap._values.finding import quoted
 from fsdp_wrap._values.verdict import Verdict
-from fsdp_wrap._values.verifying.pair import Pair, apart, factor
+from fsdp_wrap._values.verifying.pair import Pair, factor
 
 _CURES = {
     "optimizer of other parameters": "make it of model.parameters() after sharding",

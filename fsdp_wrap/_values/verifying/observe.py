@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -116,7 +115,7 @@ def observe(errand: Errand) -> Observed:
             losses = [_number(step()) for _ in range(errand.steps)]
     steps = {each.number: each for each in map(_filled, taken)}
     return Observed(
-        values=files.RankValues(header_of(witness.units, errand.units), steps),
+        values=files.RankValues(header_of(model, errand.units), steps),
         units=tuple(name for name in witness.units if name),
         begins=begins,
         options=options,
@@ -304,13 +303,6 @@ def _number(told: object) -> float | None:
 def _filled(step: files.RecordedStep) -> files.RecordedStep:
     rows = {key: each for key, each in step.rows.items() if each.tensors}
     return files.RecordedStep(step.number, step.passes, rows)
-
-
-def gathered(own: Observed) -> list[Observed]:
-    """Returns what all ranks of the default group have observed. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
 
 
 def places_of(observed: Iterable[Observed]) -> frozenset[Place]:

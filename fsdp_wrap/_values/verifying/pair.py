@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fsdp_wrap._values import files
-from fsdp_wrap._values.compare import Departure, Run, departures
-from fsdp_wrap._values.statistics import WIDTH, Statistics
+from fsdp_wrap._values.compare import Departure, Run, apart, departures, ratio
+from fsdp_wrap._values.statistics import Statistics
 from fsdp_wrap._values.verdict import Verdict, is_scaled, judge
 from fsdp_wrap._values.verifying.observe import Observed
 
@@ -68,9 +68,7 @@ class Pair:
         """Returns the sketches of all units, one after the other; zeros where there is none."""
         rows = self.rows(step, seam, rank)
         units = sorted({"", *self.plain.units, *self.sharded[0].units})
-        return torch.tensor(
-            [rows[unit].sketch if unit in rows else [0.0] * WIDTH for unit in units], dtype=torch.float64
-        ).flatten()
+        return torch.cat([rows.get(unit, Statistics()).sketch for unit in units])
 
     def norm(self, step: int, seam: str, rank: int | None = None) -> float:
         """Returns the norm over all units."""
@@ -88,18 +86,11 @@ class Pair:
         return torch.stack(parts).sum(0)
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the relative size of a difference."""
-    size = max(one.norm().item(), other.norm().item())
-    return (one - other).norm().item() / size if size else 0.0
-
-
 def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
     """Returns the number by which the first is to be multiplied to be the second, if there is one."""
-    square = one.dot(other).item(), one.dot(one).item()
-    if not square[1]:
+    if not one.any():
         return None
-    found = square[0] / square[1]
+    found = ratio(one, other)
     return found if apart(one * found, other) <= _CLOSE else None
 
 

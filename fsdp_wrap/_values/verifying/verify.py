@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm import all_gather_object, default_group
 from fsdp_wrap._values import files
 from fsdp_wrap._values.verifying.launch import Launch
 from fsdp_wrap._values.verifying.observe import (
@@ -15,7 +16,6 @@ from fsdp_wrap._values.verifying.observe import (
     Observed,
     Setup,
     WrongSetup,
-    gathered,
     observe,
     places_of,
     seed_as_of,
@@ -152,7 +152,7 @@ def _on_all(errand: Errand) -> list[Observed]:
     with torch.random.fork_rng(devices):
         seed_as_of(dist.get_rank())
         try:
-            return gathered(observe(errand))
+            return all_gather_object(observe(errand), default_group("verify()"))
         except WrongSetup as wrong:
             raise wrong.error from None
 

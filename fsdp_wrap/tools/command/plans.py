@@ -183,13 +183,18 @@ def _value(text: str) -> Any:
 
 def _machine(options: argparse.Namespace) -> Any:
     name = options.machine
+    path = Path(name or "")
+    is_file = path.suffix == ".json" or path.is_file()
+    if options.attained is not None and (name in (None, _MEASURED) or is_file):
+        raise ValueError(
+            "--attained is a part of a preset's peak: name a preset by --machine, or leave it out"
+        )
     if name is None:
         return None
     if name == _MEASURED:
         with progress_bar(task="measuring this machine"):
             return measure_machine(options.device)
-    path = Path(name)
-    if path.suffix == ".json" or path.is_file():
+    if is_file:
         try:
             return Machine.from_dict(json.loads(path.read_text()))
         except OSError as error:

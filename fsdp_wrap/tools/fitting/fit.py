@@ -1,16 +1,13 @@
 """`fit`: which configurations of a training step fit into memory, the largest batch of each, and how fast.
 
-At each place of a step memory is affine in the batch and quadratic in the length of sequences. So each
-configuration is planned at two batches (and three lengths at most), every place is extrapolated, and the
-answer is planned once more to be sure of it.
+At each place of a step memory is affine in the batch. So each configuration is planned at two batches, every
+place is extrapolated, and the answer is planned once more to be sure of it.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +19,14 @@ from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.planner import many_plans
-from fsdp_wrap.tools.progress import ProgressBar, progress_bar
+from fsdp_wrap.tools.progress import progress_bar
+from fsdp_wrap.tools.setups import REFUSALS, Setup, first_line, keywords_of
 
 Values = Mapping[str, Any]
-Setup = Callable[..., tuple[Any, Any, Any]]
 
-_BATCH, _LENGTH, _ACCUMULATION = "batch", "length", "accumulation"
+_BATCH, _ACCUMULATION = "batch", "accumulation"
 _FIRST, _SECOND = 2, 4  # batches that are planned; a batch of 1 has fewer copies than others
 _MOST = 1 << 20  # the largest batch
-_LENGTHS = 3  # planned lengths, for a parabola
 _LOOKS = 6  # plans in search of one answer, at most
 
 
@@ -187,15 +183,13 @@ def fit(
     """Answers which configurations of a step fit, the fastest first, and the largest batch of each.
 
     Every combination of the values in `vary` is a configuration: `setup` gets them by keyword, and its own
-    code gives them a meaning (`fsdp_wrap.tools.shard_as` is one way). `fit` itself knows three names.
+    code gives them a meaning (`fsdp_wrap.tools.shard_as` is one way). `fit` itself knows two names.
     `batch` is the number of samples in one forward of one rank; the largest that fits is found, so `setup`
-    must take it. `length` is the length of a sequence. `accumulation` is the number of forwards in a step;
-    speed counts all of their samples.
+    must take it. `accumulation` is the number of forwards in a step; speed counts all of their samples.
 
-    A configuration is planned at two batches and at the answer; of many lengths three are planned, and each
-    answer. The peak is that of all tensors while the model is built, in the first step and in later ones. It
-    leaves out the context of a device, fragments of its allocator, and buffers of NCCL: leave room for them
-    in `device_memory`.
+    A configuration is planned at two batches and at the answer. The peak is that of all tensors while the
+    model is built, in the first step and in later ones. It leaves out the context of a device, fragments of
+    its allocator, and buffers of NCCL: leave room for them in `device_memory`.
 
     Args:
         setup: The `setup` of `plan`, with keyword arguments that may vary.
@@ -222,26 +216,25 @@ def fit(
         if device_memory is None:
             raise ValueError("fit() needs device_memory, such as '80GB', or a machine with device_memory")
     limit = nbytes_of(device_memory, "device_memory")
-    taken = _parameters(setup)
+    taken = keywords_of(setup)
     varied = _varied(vary, taken, device)
     batches = _batches(varied, taken)
-    lengths = varied.pop(_LENGTH, [None])
     counts = [ranks] if isinstance(ranks, int) else ranks
     groups = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
-
-    def planned(count: int, values: Values) -> Plan:
-        return plan(partial(setup, **values), count, device=device, machine=machine)
-
     searches: list[_Search] = []
     choices: list[Choice] = []
     complete = True
     with many_plans(), progress_bar(len(counts) * len(groups), disable=not progress) as bar:
+
+        def planned(count: int, values: Values) -> Plan:
+            bar.describe(_format_case(count, values))
+            return plan(partial(setup, **values), count, device=device, machine=machine)
+
         try:
             for count, values in itertools.product(counts, groups):
-                searches.append(_Search(partial(planned, count), count, values, lengths, batches, limit, bar))
-                for choice in map(searches[-1].choice, lengths):
-                    choices.append(choice)
-                    bar.report(str(choice))
+                searches.append(_Search(partial(planned, count), count, values, batches, limit))
+                choices.append(searches[-1].choice())
+                bar.report(str(choices[-1]))
                 bar.advance()
         except KeyboardInterrupt:
             if not progress or all(choice.refused for choice in choices):
@@ -250,17 +243,8 @@ def fit(
     if all(choice.refused for choice in choices):
         raise ValueError(f"no configuration can be planned: {choices[0].refused}") from searches[0].error
     ordered = tuple(sorted(choices, key=lambda choice: choice.order))
-    plans = sum(search.plans for search in searches)
+    plans = sum(len(search.known) for search in searches)
     return Fit(device_memory=limit, choices=ordered, plans=plans, machine=machine, complete=complete)
-
-
-def _parameters(setup: Setup) -> set[str] | None:
-    """Returns the names that a setup takes by keyword; None if it takes any."""
-    kinds = inspect.Parameter
-    found = inspect.signature(setup).parameters.values()
-    if any(each.kind is kinds.VAR_KEYWORD for each in found):
-        return None
-    return {each.name for each in found if each.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
 
 
 def _varied(
@@ -291,155 +275,104 @@ def _batches(varied: dict[str, list[Any]], taken: set[str] | None) -> Sequence[i
 
 @dataclass
 class _Search:
-    """Finds the answers of one configuration: the largest batch at each length.
+    """Finds the answer of one configuration: its largest batch.
 
-    `values` leave out batch and length. `batches`, in order, is None where `setup` takes none; so is a
-    length where lengths do not vary. `error` is that of the first refusal.
+    `values` leave out the batch. `batches`, in order, is None where `setup` takes none. `error` is that of a
+    refusal. `known` has the plans by their batches.
     """
 
     planned: Callable[[Values], Plan]
     ranks: int
     values: Values
-    lengths: Sequence[int | None]
     batches: Sequence[int] | None
     limit: int
-    bar: ProgressBar
-    plans: int = 0
     error: Exception | None = None
-    _known: dict[tuple[int | None, int | None], Plan] = field(default_factory=dict)
+    known: dict[int | None, Plan] = field(default_factory=dict)
 
-    def choice(self, length: int | None) -> Choice:
-        """Returns the answer at a length; a refusal where it cannot be planned."""
-        values = self._values(None, length)
+    def choice(self) -> Choice:
+        """Returns the answer; a refusal where the configuration cannot be planned."""
         try:
-            return self._answer(length, values)
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-            self.error = self.error or error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return Choice(ranks=self.ranks, values=values, refused=lines[0])
+            return self._answer()
+        except REFUSALS as error:
+            self.error = error
+            return Choice(ranks=self.ranks, values=self.values, refused=first_line(error))
 
-    def _values(self, batch: int | None, length: int | None) -> Values:
-        given = {_BATCH: batch, _LENGTH: length}
-        return {**self.values, **{name: value for name, value in given.items() if value is not None}}
-
-    def _answer(self, length: int | None, values: Values) -> Choice:
-        batch = None if self.batches is None else self._largest(length)
-        planned_batch = None if self.batches is None else batch or self.batches[0]
-        plan = self._plan(planned_batch, length)
+    def _answer(self) -> Choice:
+        batch = None if self.batches is None else self._largest(self.batches)
+        planned_batch = self.batches[0] if self.batches is not None and batch == 0 else batch
+        plan = self._plan(planned_batch)
         need, seconds, speed = plan.needed_bytes, plan.predicted_seconds, None
         if seconds and batch:
-            speed = batch * int(values.get(_ACCUMULATION, 1)) * self.ranks / seconds
+            speed = batch * int(self.values.get(_ACCUMULATION, 1)) * self.ranks / seconds
         return Choice(
             ranks=self.ranks,
-            values=values,
+            values=self.values,
             batch=batch,
             fits=need <= self.limit and batch != 0,
             peak_bytes=need,
-            bytes_per_sample=None if planned_batch is None else self._slope(planned_batch, length),
+            bytes_per_sample=None if planned_batch is None else self._slope(planned_batch),
             predicted_seconds=seconds,
             samples_per_second=speed,
             plan=plan,
         )
 
-    def _plan(self, batch: int | None, length: int | None) -> Plan:
-        key = batch, length
-        if key not in self._known:
-            values = self._values(batch, length)
-            self.bar.describe(_format_case(self.ranks, values))
-            self.plans += 1
-            self._known[key] = self.planned(values)
-        return self._known[key]
+    def _plan(self, batch: int | None) -> Plan:
+        if batch not in self.known:
+            given = {} if batch is None else {_BATCH: batch}
+            self.known[batch] = self.planned({**self.values, **given})
+        return self.known[batch]
 
-    # extrapolation from some plans to all batches and lengths
-
-    def _largest(self, length: int | None) -> int:
+    def _largest(self, batches: Sequence[int]) -> int:
         """Returns the largest batch that fits, planned to be sure; 0 if none does."""
-        assert self.batches is not None
-        batches = self.batches
-        self._guess(batches[0], length)  # makes the first plans
-        known = {
-            batches.index(b): plan.needed_bytes <= self.limit
-            for (b, n), plan in self._known.items()
-            if n == length and b
-        }
-        fits = max((index for index, fitting in known.items() if fitting), default=-1)
-        fails = min((index for index, fitting in known.items() if not fitting), default=len(batches))
-        for look in range(_LOOKS):
-            if fails - fits == 1:
-                break
+        for batch in (_FIRST, _SECOND) if len(batches) == _MOST else batches[:2]:
+            self._plan(batch)
+        for look in range(_LOOKS + 1):
+            fitting, failing = self._known_batches()
+            fits = batches.index(fitting[-1]) if fitting else -1
+            fails = batches.index(failing[0]) if failing else len(batches)
             between = range(fits + 1, fails)
-            too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i], length) > self.limit)
+            if look == _LOOKS or not between or (fitting and self._guess(batches[between[0]]) > self.limit):
+                break
+            too_much = bisect_left(between, True, key=lambda i: self._guess(batches[i]) > self.limit)
             index = between[max(too_much - 1, 0)]
-            if look > 2 and look % 2 and fails < len(batches):
+            if look > 2 and look % 2 and failing:
                 index = (fits + fails) // 2  # bisect where guesses are bad
-            need = self._plan(batches[index], length).needed_bytes
-            if need > self.limit:
-                fails = index
-                continue
-            fits = index
-            if fits + 1 >= fails:
-                break
-            one_more = self._guess(batches[fits + 1], length) - self._guess(batches[fits], length)
-            if need + one_more > self.limit:
-                break
-        return batches[fits] if fits >= 0 else 0
+            self._plan(batches[index])
+        return fitting[-1] if fitting else 0
 
-    def _guess(self, batch: int, length: int | None) -> float:
-        """Returns the peak bytes of a batch and a length, extrapolated from the plans of `_basis`."""
-        batches, lengths = self._basis(length)
-        weights = {
-            (b, n): _weight(batch, b, batches) * _weight(length, n, lengths) for b in batches for n in lengths
-        }
-        plans = {key: self._plan(*key) for key in weights}
-        needs = [_needs(plan) for plan in plans.values()]
-        if len({places for places, _ in needs}) > 1:  # different steps: only their peaks compare
-            needs = [((), [float(plan.needed_bytes)]) for plan in plans.values()]
-        columns = zip(*(numbers for _, numbers in needs))
-        needed = [sum(weight * n for weight, n in zip(weights.values(), column)) for column in columns]
-        return float(max(needed))
+    def _known_batches(self) -> tuple[list[int], list[int]]:
+        """Returns the planned batches that fit, and those that do not."""
+        known = sorted(batch for batch in self.known if batch is not None)
+        count = sum(self.known[batch].needed_bytes <= self.limit for batch in known)
+        return known[:count], known[count:]
 
-    def _basis(self, length: int | None) -> tuple[list[int], list[int | None]]:
-        """Returns the batches and lengths of the plans from which others are extrapolated.
+    def _guess(self, batch: int) -> float:
+        """Returns the peak bytes of a batch, extrapolated from the two planned ones nearest to the limit."""
+        fitting, failing = self._known_batches()
+        pair = [*fitting[-1:], *failing[:1]] if fitting and failing else fitting[-2:] or failing[:2]
+        plans = [self.known[each] for each in pair]
+        if len(plans) == 1:
+            return float(plans[0].needed_bytes)
+        (places, first), (others, second) = map(_needs, plans)
+        if places != others:  # different steps: only their peaks compare
+            first, second = ([plan.needed_bytes] for plan in plans)
+        part = (batch - pair[0]) / (pair[1] - pair[0])
+        return max(a + (b - a) * part for a, b in zip(first, second))
 
-        These are two batches at the length itself, the nearest to the limit. Where fewer than two are
-        planned, they are the first two batches, at three of many lengths.
-        """
-        assert self.batches is not None
-        own = sorted(b for b, n in self._known if n == length and b is not None)
-        if len(own) > 1:
-            below = [b for b in own if self._plan(b, length).needed_bytes <= self.limit]
-            above = own[len(below) :]
-            pair = [below[-1], above[0]] if below and above else own[:2] if above else own[-2:]
-            return pair, [length]
-        first = [_FIRST, _SECOND] if len(self.batches) == _MOST else [*self.batches[:2]]
-        lengths = sorted(filter(None, self.lengths))
-        few = length is None or len(lengths) <= _LENGTHS
-        return first, [length] if few else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
-
-    def _slope(self, batch: int, length: int | None) -> float | None:
+    def _slope(self, batch: int) -> float | None:
         """Returns the bytes of one more sample; None where there is one batch alone."""
-        assert self.batches is not None
-        if len(self.batches) == 1:
+        if len(self.known) == 1:
             return None
-        if batch == _MOST and len({self._plan(each, length).needed_bytes for each in (_FIRST, batch)}) == 1:
+        if batch == _MOST and self._plan(_FIRST).needed_bytes == self._plan(batch).needed_bytes:
             raise ValueError(
                 f"setup(batch={_FIRST}) and setup(batch={_MOST}) need the same memory: let setup() use its "
                 "batch, or give it no such argument"
             )
-        return self._guess(batch + 1, length) - self._guess(batch, length)
+        return self._guess(batch + 1) - self._guess(batch)
 
 
-def _weight(at: int | None, point: int | None, points: Sequence[int | None]) -> float:
-    """Returns the Lagrange weight of one of some points for the value at another one."""
-    if at is None or point is None:
-        return 1.0
-    return math.prod(
-        (at - other) / (point - other) for other in points if other is not None and other != point
-    )
-
-
-def _needs(plan: Plan) -> tuple[tuple[Any, ...], list[float]]:
+def _needs(plan: Plan) -> tuple[tuple[Any, ...], list[int]]:
     """Returns the places of a step, and the bytes of each place, of the first step and of building."""
     numbers = [moment.nbytes for moment in plan.moments]
     places = tuple(moment.place for moment in plan.moments)
-    return places, [float(number) for number in (*numbers, plan.first_peak_bytes, plan.setup_peak_bytes)]
+    return places, [*numbers, plan.first_peak_bytes, plan.setup_peak_bytes]

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KINDS = (
-    "shards",
-    "gathered",
-    "gradients",
-    "reduce buffers",
-    "activations",
-    "optimizer state",
-    "optimizer temporaries",
-    "communicator",
-    "others",
+    SHARDS := "shards",
+    GATHERED := "gathered",
+    GRADIENTS := "gradients",
+    REDUCE_BUFFERS := "reduce buffers",
+    ACTIVATIONS := "activations",
+    OPTIMIZER_STATE := "optimizer state",
+    OPTIMIZER_TEMPORARIES := "optimizer temporaries",
+    COMMUNICATOR := "communicator",
+    OTHERS := "others",
 )
 """Uses of the device's memory.
 
@@ -22,17 +22,6 @@ KINDS = (
 batches and losses included; "communicator" is memory of collectives beside their buffers; "others" are
 buffers of modules and tensors of the user.
 """
-(
-    SHARDS,
-    GATHERED,
-    GRADIENTS,
-    REDUCE_BUFFERS,
-    ACTIVATIONS,
-    OPTIMIZER_STATE,
-    OPTIMIZER_TEMPORARIES,
-    COMMUNICATOR,
-    OTHERS,
-) = KINDS
 
 FORWARD, BACKWARD, OPTIMIZER, STEP = "forward", "backward", "optimizer", "step"
 HELP = "helping other ranks"

@@ -44,16 +44,11 @@ _ROLES = {
 }
 """The use of tensors that are made in a span."""
 
-_CALLERS = {
-    SpanKind.GATHER: "all_gather",
-    SpanKind.AWAIT_GATHER: "all_gather",
-    SpanKind.REDUCE: "reduce_scatter",
-    SpanKind.AWAIT_REDUCTION: "reduce_scatter",
-}
-"""The collective for which tensors are made in a span."""
-
 _MESSAGES = {SpanKind.GATHER: "all_gather", SpanKind.REDUCE: "reduce_scatter"}
 """The collective that messages of a span make up."""
+
+_CALLERS = {**_MESSAGES, SpanKind.AWAIT_GATHER: "all_gather", SpanKind.AWAIT_REDUCTION: "reduce_scatter"}
+"""The collective for which tensors are made in a span."""
 
 _FREE = {
     torch.ops.aten.empty.memory_format,

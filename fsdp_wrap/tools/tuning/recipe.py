@@ -282,20 +282,12 @@ class Recipe:
         yield f"batched bytes       {'default' if self.batch_bytes is None else self.batch_bytes}"
         if not self.units:
             yield f"blocks in a unit    {self.together or 'all'}"
-        for title, of in (("parameters", _parameters_of), ("activations", _activations_of)):
-            for word in dict.fromkeys(map(of, self.units)):
-                names = [unit.modules for unit in self.units if of(unit) == word]
-                yield f"{title:<12}{word:<28}{format_names(names)}"
-        if names := [unit.modules for unit in self.units if unit.shards == ON_HOST]:
-            yield f"{'shards':<12}{ON_HOST:<28}{format_names(names)}"
-
-
-def _parameters_of(unit: UnitRecipe) -> str:
-    return unit.parameters
-
-
-def _activations_of(unit: UnitRecipe) -> str:
-    return unit.activations
+        for title in ("parameters", "activations", "shards"):
+            words = [getattr(unit, title) for unit in self.units]
+            for word in dict.fromkeys(words):
+                names = [unit.modules for unit, its in zip(self.units, words) if its == word]
+                if word != ON_DEVICE:
+                    yield f"{title:<12}{word:<28}{format_names(names)}"
 
 
 def format_names(units: Sequence[tuple[str, ...]]) -> str:

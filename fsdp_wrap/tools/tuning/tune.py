@@ -6,8 +6,7 @@ every answer is planned as a whole before it counts.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, UnitPlan
 from fsdp_wrap.tools.planning.planner import MOST_RANKS, many_plans
 from fsdp_wrap.tools.progress import ProgressBar, progress_bar
+from fsdp_wrap.tools.setups import REFUSALS, Setup, first_line, keywords_of
 from fsdp_wrap.tools.timeline import Timeline
 from fsdp_wrap.tools.tuning.corrected import corrected
 from fsdp_wrap.tools.tuning.recipe import (
@@ -37,7 +37,6 @@ from fsdp_wrap.tools.tuning.recipe import (
 )
 from fsdp_wrap.tools.tuning.solver import Cost, choose, needed
 
-Setup = Callable[..., tuple[Any, Any, Any]]
 Option = tuple[str, str]
 """The words for a unit's parameters and for its activations."""
 
@@ -52,7 +51,6 @@ _SAME = 1.002  # times that count as equal: then the first recipe stays, which i
 _NEARLY = 1.02  # of the budget: what the costs say of a recipe that may fit
 _DOUBLINGS = 3  # how often ranks are doubled to say what would fit
 _BATCHES = (0, 1 << 26)  # bytes to try instead of the default
-_REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError)
 
 
 def tune(
@@ -120,12 +118,6 @@ def tune(
         return search.answer()
 
 
-def _takes_recipe(setup: Setup) -> bool:
-    kinds = inspect.Parameter
-    found = inspect.signature(setup).parameters.values()
-    return any(each.name == "recipe" or each.kind is kinds.VAR_KEYWORD for each in found)
-
-
 def _applied(setup: Setup, recipe: Recipe) -> tuple[Any, Any, Any]:
     """Runs a setup that shards its model itself, and applies a recipe to it."""
     made = setup()
@@ -166,7 +158,8 @@ class _Tuning:
     _blocks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._takes = _takes_recipe(self.setup)
+        taken = keywords_of(self.setup)
+        self._takes = taken is None or "recipe" in taken
         self._offloads = self.device != "cpu" and OFFLOADS_ACTIVATIONS
 
     def forget(self) -> None:
@@ -240,10 +233,10 @@ class _Tuning:
         """
         try:
             told = self._best_of(run, on_host)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             if not self._known:  # not even the setup's own recipe
                 raise ValueError(f"the setup cannot be planned: {error}") from error
-            told = f"refused: {str(error).strip().splitlines()[0]}"
+            told = f"refused: {first_line(error)}"
         there = f", shards of {len(on_host)} units on the host" if on_host else ""
         self._tried.append(f"  {_format_run(run)}{there}: {told}")
 
@@ -401,12 +394,10 @@ class _Tuning:
 
     def _page(self, best: _Found) -> Recipe:
         plan, recipe = best.plan, best.recipe
-        place = max(plan.moments, key=lambda moment: moment.nbytes).place
-        kinds = sorted(plan.peak_by_kind.items(), key=lambda item: -item[1])[:4]
-        tightest = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
+        place, kinds = _tightest(plan, 4)
         notes = [*self.notes]
         notes.append(f"Predicted on {self.machine.title}, after {len(self._known)} plans")
-        notes.append(f"Tightest {_format_place(plan, place)}: {tightest}")
+        notes.append(f"Tightest {place}: {kinds}")
         if gains := [*_gains(best)]:
             notes.append("\n".join(["Against the other choice, by the units' own figures:", *gains]))
         notes.append("\n".join(["Tried, each with the best choice for its units:", *self._tried]))
@@ -422,13 +413,11 @@ class _Tuning:
     def _nothing_fits(self) -> str:
         assert self.smallest is not None
         plan, recipe = self.smallest.plan, self.smallest.recipe
-        place = max(plan.moments, key=lambda moment: moment.nbytes).place
-        kinds = sorted(plan.peak_by_kind.items(), key=lambda item: -item[1])[:3]
-        most = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
+        place, kinds = _tightest(plan, 3)
         return (
             f"no recipe fits into {format_bytes(self.limit)} on {self.ranks} ranks: the least is "
             f"{format_bytes(plan.needed_bytes)} ({_format_run(recipe)}), at its tightest "
-            f"{_format_place(plan, place)} ({most}). {''.join(f'{line}. ' for line in plan.avoidable())}"
+            f"{place} ({kinds}). {''.join(f'{line}. ' for line in plan.avoidable())}"
             f"{self._proposal(recipe)}, pass more memory, or let the step take a smaller batch"
         )
 
@@ -583,8 +572,11 @@ def _format_run(run: Recipe) -> str:
     return ", ".join(parts)
 
 
-def _format_place(plan: Plan, place: Any) -> str:
+def _tightest(plan: Plan, most: int) -> tuple[str, str]:
+    """Returns where a plan needs the most bytes, and the largest kinds of memory in its step."""
+    place = f"in {max(plan.moments, key=lambda moment: moment.nbytes).place}"
     if plan.needed_bytes > plan.peak_bytes:
         first = plan.first_peak_bytes == plan.needed_bytes
-        return "in the first step" if first else "while the model is built"
-    return f"in {place}"
+        place = "in the first step" if first else "while the model is built"
+    kinds = sorted(plan.peak_by_kind.items(), key=lambda item: -item[1])[:most]
+    return place, ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds)
