@@ -47,6 +47,7 @@ def follows(model: nn.Module, dtype: torch.dtype | None = None, steps: int = 3, 
             continue
         expected = sum(int((bits(now[name]) != bits(before[name])).sum()) for name in now)
         assert sum(len(change.index) for change in found) == expected
+        assert found.nbytes == sum(len(change.index) * (8 + change.value.itemsize) for change in found)
         apply_changes(receiver, found)
         for name, value in now.items():
             assert torch.equal(receiver[name], value), name
@@ -90,20 +91,6 @@ def test_over_experts_whose_ranks_hold_other_rows_of_all_else(rank, world_size):
 
 
 @ranks(2)
-def test_small_steps_change_few_elements_in_low_precision(rank, world_size):
-    model = shard("orig", net(), POLICY)
-    shares = []
-    for lr in (1e-2, 1e-6):
-        changes = weight_changes(model, torch.bfloat16)
-        step(model, lr)
-        found = changes.collect(checksums=False)
-        shares.append(sum(len(change.index) for change in found))
-        assert found.checksums == {} and found.nbytes == shares[-1] * (8 + 2)
-    if rank == 0:
-        assert 0 <= shares[1] < shares[0] / 10
-
-
-@ranks(2)
 def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, world_size):
     """They are kept up to date by what changed, also in rounds in which nobody wants them."""
     model = shard("orig", net(), POLICY)
@@ -112,8 +99,8 @@ def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, wor
     for change_it, wanted in rounds:
         change_it(model)
         found, now = changes.collect(checksums=wanted), whole(model, torch.bfloat16)
-        if rank == 0 and wanted:
-            assert found.checksums == {name: checksum(value) for name, value in now.items()}
+        sums = {name: checksum(value) for name, value in now.items()}
+        assert found.checksums == (sums if rank == 0 and wanted else {})
 
 
 @ranks(2)
