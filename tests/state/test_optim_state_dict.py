@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
-from fronts import ONE, SIDE, each_form, squares
+from fronts import ONE, SIDE, chosen, each_form, squares
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     IntervalTensor,
@@ -110,10 +109,8 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
 )
 @ranks(4)
 def test_the_first_rank_saves_and_gives_to_all(rank, world_size, strategy, use_orig_params):
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
-    if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
     plain = Net().double()
+    options = chosen("flat", strategy, world_size)
     model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, **options)
     ours, theirs = adamw(model), adamw(plain)
     train_side_by_side(2, model, ours, plain, theirs)
