@@ -1,6 +1,7 @@
 """Ignored parameters stay as they are, tied ones have one gradient, ranks agree about partly used ones."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from bed import ranks
 from beside import train_beside
-from fronts import each_form, each_front, either_front, full_grads, local_numel, shard, twins
+from fronts import chosen, each_form, each_front, either_front, full_grads, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_wrap import MixedPrecision, StateDictType
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import WRAPPINGS, Transformer, loss_of, tokens
@@ -251,11 +252,8 @@ def test_ranks_step_alike(rank, world_size, front, monkeypatch):
 
 @ranks(4)
 def test_replicas_step_alike(rank, world_size):
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    for front in ("flat", "orig"):
-        check(front, rank, world_size, sharding_strategy=ShardingStrategy.NO_SHARD)
-        hybrid = ShardingStrategy.HYBRID_SHARD
-        check(front, rank, world_size, sharding_strategy=hybrid, device_mesh=mesh)
+    for front, strategy in itertools.product(("flat", "orig"), ("NO_SHARD", "HYBRID_SHARD")):
+        check(front, rank, world_size, **chosen(front, strategy, world_size))
 
 
 @pytest.mark.parametrize("front", ["flat", "orig"])
