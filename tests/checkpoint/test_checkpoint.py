@@ -20,12 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor
 
 from bed import ranks
+from composable import shard_blocks
 from fronts import either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, checkpoint, fully_shard
+from fsdp_wrap import ShardingStrategy, checkpoint
+from fsdp_wrap._params import to_local
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.checkpoint._state import may_refuse
@@ -75,13 +76,6 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     assert_equal(again.state_dict(), model.state_dict())
 
 
-def by(fully_shard: Any) -> nn.Module:
-    model: Any = net()
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    return model
-
-
 @ranks(3)
 def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
     pair = dist.new_group([0, 1])
@@ -95,7 +89,7 @@ def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path
     def replicated() -> nn.Module:
         return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
-    theirs, ours = (partial(by, each) for each in (torchs_fully_shard, fully_shard))
+    theirs, ours = (lambda: shard_blocks(net(), torchs_fully_shard)), (lambda: shard_blocks(net()))
     kinds: list[Callable[[], nn.Module]] = [pieces, flat, net, theirs, replicated, ours, pieces]
     for index, make in enumerate(kinds):
         group = pair if make is flat else None
@@ -130,10 +124,10 @@ class Odd(torch.optim.Optimizer):
             state = self.state[param]
             if not state and param.numel():
                 like = {kind: torch.zeros_like(param, dtype=kind) for kind in (f32, f64, i64, torch.bool)}
-                _own(like[f32]).copy_(_own(param).float() / 3)
-                _own(like[f64]).copy_(_own(param).double() / 3)
-                _own(like[i64]).copy_(_own(param).double() * 2**40)
-                _own(like[torch.bool]).copy_(_own(param) > 0)
+                to_local(like[f32]).copy_(to_local(param).float() / 3)
+                to_local(like[f64]).copy_(to_local(param).double() / 3)
+                to_local(like[i64]).copy_(to_local(param).double() * 2**40)
+                to_local(like[torch.bool]).copy_(to_local(param) > 0)
                 state |= {str(kind): value for kind, value in like.items()}
                 state |= {"scalar": torch.tensor(1 / 3, dtype=f64), "mode": "cosine", "count": 3}
 
@@ -170,17 +164,17 @@ def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_p
             for key, value in optimizer.state[param].items():
                 found = fresh.state[twin][key]
                 assert type(found) is type(value) and getattr(found, "dtype", 0) == getattr(value, "dtype", 0)
-                assert torch.equal(_own(found), _own(value)) if torch.is_tensor(value) else found == value
+                assert (
+                    torch.equal(to_local(found), to_local(value))
+                    if torch.is_tensor(value)
+                    else found == value
+                )
     wrong = torch.optim.AdamW(again.parameters())
     before = copy.deepcopy(again.state_dict())
     with pytest.raises(ValueError, match=r"momentum_buffer, and AdamW needs step, .*another optimizer"):
         checkpoint.load(tmp_path, again, wrong)
     assert not wrong.state and wrong.defaults["betas"] == wrong.param_groups[0]["betas"]
     assert_equal(again.state_dict(), before)
-
-
-def _own(value: Any) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @ranks(2)

@@ -45,12 +45,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    return optimizer
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
@@ -478,7 +472,8 @@ class Settings:
 def test_a_payload_in_the_data_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
     model = layers()
-    optimizer = stepped(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
     checkpoint.save(tmp_path / "extra", model, optimizer, {"bad": Payload(tmp_path / "ran")})
     optimizer.param_groups[0]["bad"] = Payload(tmp_path / "ran")
     checkpoint.save(tmp_path / "optim", model, optimizer)

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
-from fsdp_wrap import checkpoint, fully_shard
+from composable import shard_blocks
+from fsdp_wrap import checkpoint
 from fsdp_wrap._core import format_bytes
 from fsdp_wrap.checkpoint import _convert, _sources
 from fsdp_wrap.checkpoint.__main__ import main
 from optim_states import assert_same, by_name
-from resuming import Block, net, other, per_block_of, train, trained
+from resuming import net, other, per_block_of, train, trained
 from state_nets import adamw, assert_close, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,12 +46,11 @@ def done(capsys: Any, *arguments: object) -> str:
 
 @ranks(2)
 def save_by_each_front_end(rank, world_size, path):
-    wrapped, composed, torchs = per_block_of(net()), net(), net()
-    for model, shard in ((composed, fully_shard), (torchs, torch_fully_shard)):
-        for module in model.modules():
-            if isinstance(module, Block):
-                shard(module)
-        shard(model)
+    wrapped, composed, torchs = (
+        per_block_of(net()),
+        shard_blocks(net()),
+        shard_blocks(net(), torch_fully_shard),
+    )
     for name, model in {"wrapper": wrapped, "composed": composed, "torchs": torchs}.items():
         optimizer = adamw(model)
         train(model, optimizer, rank, world_size, range(2))

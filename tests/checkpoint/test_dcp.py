@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from bed.references import count_collectives
-from fronts import each_form
+from composable import shard_blocks
+from fronts import chosen, each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from mesh_nets import Side
 from optim_states import assert_same, by_name
 from resuming import Block, Net, net, per_block_of, train, trained
 from state_nets import LOCAL, SHARDED, adamw, assert_equal, per_block, whole
@@ -49,11 +51,7 @@ def test_the_methods_of_the_wrapper_resume_on_other_ranks_in_another_wrapping(
         with sharded(model, rows=rows):
             return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
 
-    copies = {
-        "device_mesh": init_device_mesh("cpu", (2, 2)),
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-    }
-    source = per_block_of(net(), use_orig_params=True, **copies)
+    source = per_block_of(net(), use_orig_params=True, **chosen("orig", "HYBRID_SHARD", world_size))
     optimizer, group = adamw(source), dist.new_group([0, 1, 2])
     train(source, optimizer, rank, world_size, range(3))
     dcp.save(state(source, optimizer), checkpoint_id=tmp_path)
@@ -109,10 +107,7 @@ def fsdp1(use_orig_params: bool) -> nn.Module:
 
 
 def fsdp2() -> nn.Module:
-    model: Any = net()
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=init_device_mesh("cpu", (3,)))
-    return model
+    return shard_blocks(net(), fully_shard, mesh=init_device_mesh("cpu", (3,)))
 
 
 PEERS: dict[str, Callable[[], nn.Module]] = {
@@ -123,57 +118,35 @@ PEERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Side:
-    def __init__(self, functions: Any, model: nn.Module) -> None:
-        self._functions, self.model, self.optimizer = functions, model, adamw(model)
-
-    def train(self, rank: int, steps: range) -> None:
-        alone = type(self.model) is Net  # a plain model sees all batches
-        train(self.model, self.optimizer, 0 if alone else rank, 1 if alone else 3, steps)
-
-    def state(self, full: bool = False) -> dict[str, Any]:
-        options = torch_functions.StateDictOptions(full_state_dict=full)
-        model, optim = self._functions.get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optim": optim}
-
-    def take(self, state: dict[str, Any], full: bool = False) -> None:
-        self._functions.set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=torch_functions.StateDictOptions(full_state_dict=full),
-        )
+class OverFiles(Side):
+    def load(self, way: str, path: Path) -> None:
+        """Leaves `ShardedTensor`s alone: one of which a rank has nothing looks like a former version's."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+        self.take(state)
 
 
-def hand_over(source: Side, target: Side, way: str, path: Path) -> None:
-    if way == "full":
-        target.take(source.state(full=True), full=True)
-        return
-    dcp.save(source.state(), checkpoint_id=path)
-    state = target.state()
-    # DCP takes a `ShardedTensor` of which a rank has nothing (torch's wrapper makes such) for a sign that the
-    # checkpoint is of a former version, unless it leaves them alone.
-    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-    target.take(state)
+def train_side(side: Side, rank: int, steps: range) -> None:
+    share = (0, 1) if type(side.model) is Net else (rank, 3)  # a plain model sees all batches
+    train(side.model, side.optimizer, *share, steps)
 
 
 @each_form
 @pytest.mark.parametrize("peer", PEERS)
-@pytest.mark.parametrize("way", ["checkpoint", "full"])
+@pytest.mark.parametrize("way", ["dcp", "full"])
 @pytest.mark.parametrize("giver", ["ours", "theirs"])
 @ranks(3)
 def test_training_goes_on_elsewhere(rank, world_size, giver, way, peer, use_orig_params, tmp_path):
     sides = {
-        "ours": Side(our_functions, per_block_of(net(), use_orig_params=use_orig_params)),
-        "theirs": Side(torch_functions, PEERS[peer]()),
+        "ours": OverFiles(per_block_of(net(), use_orig_params=use_orig_params), our_functions),
+        "theirs": OverFiles(PEERS[peer](), torch_functions),
     }
     source = sides.pop(giver)
     (target,) = sides.values()
-    source.train(rank, range(3))
-    hand_over(source, target, way, tmp_path)
-    target.train(rank, range(3, 5))
-    assert_near(target.state(full=True)["model"], trained(5)[0].state_dict())
+    train_side(source, rank, range(3))
+    source.give(target, way, tmp_path)
+    train_side(target, rank, range(3, 5))
+    assert_near(target.state(full_state_dict=True)["model"], trained(5)[0].state_dict())
 
 
 class Looking(DefaultSavePlanner):
@@ -220,9 +193,7 @@ def test_saving_takes_no_memory_and_sends_no_tensors(rank, world_size, tmp_path)
 @ranks(4)
 def test_local_state_dicts_are_saved_whole(rank, world_size, tmp_path, strategy, use_orig_params):
     """Each rank's flat shard is another part of one tensor: none is taken for a copy of another's."""
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
-    if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    options = chosen("flat", strategy, world_size)
     model, other = (
         per_block(make, use_orig_params=use_orig_params, **options) for make in (net(), Net().double())
     )

@@ -11,67 +11,37 @@ import torch
 
 from bed.scripts import python
 from fsdp_wrap import compat
-from fsdp_wrap.compat._checking import check, names_in
-
-SOURCE = """
-    import torch
-    import torch.distributed.fsdp as short
-    import torch.distributed.fsdp.wrap
-    from torch.distributed import fsdp
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-    from torch.distributed.fsdp_of_another import thing
-    from .torch.distributed.fsdp import near
-    from torch.nn import Module
-
-    def build(module, own):
-        own.FSDP, module.fully_shard = near, thing
-        with FSDP.summon_full_params(module), torch.distributed.fsdp.wrap.enable_wrap():
-            return fsdp.StateDictType.FULL_STATE_DICT, short.ShardingStrategy
-"""
-
-
-def test_names_of_a_file_by_every_form_of_import():
-    found = {name.replace(":", ".") for name in names_in(textwrap.dedent(SOURCE))}
-    assert found == {
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict",
-        "torch.distributed.fsdp",
-        *(
-            f"torch.distributed.fsdp.{name}"
-            for name in (
-                "FullyShardedDataParallel",
-                "FullyShardedDataParallel.summon_full_params",
-                "ShardingStrategy",
-                "StateDictType",
-                "StateDictType.FULL_STATE_DICT",
-                "fully_shard",
-                "wrap",
-                "wrap.enable_wrap",
-            )
-        ),
-    }
-
+from fsdp_wrap.compat._checking import check
 
 CLIENT = """
     raise RuntimeError("a check imports no client")
-    import torch.distributed.fsdp._runtime_utils
+    import torch.distributed.fsdp as short
+    import torch.distributed.fsdp._runtime_utils, torch.distributed.fsdp.wrap
+    from torch.distributed import fsdp
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, of_tomorrow
     from torch.distributed.fsdp._common_utils import _get_module_fsdp_state, FSDP_WRAPPED_MODULE
     from torch.distributed.fsdp._flat_param import FlatParamHandle
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp_of_another import thing
+    from .torch.distributed.fsdp import near
+    own.FSDP, module.fully_shard = near, thing
+    fsdp.StateDictType.FULL_STATE_DICT, short.ShardingStrategy, torch.distributed.fsdp.wrap.enable_wrap()
     FSDPParam.init_dtype_attrs = None
     FullyShardedDataParallel._wait_unshard_streams_on_current_stream
     torch.distributed.fsdp._runtime_utils._lazy_init
 """
 OF_FSDP = "torch.distributed.fsdp."
-VERDICTS = {
+VERDICTS = {  # by every form of import
     "torch.distributed._composable_state._module_state_mapping": "served",
     "torch.distributed.checkpoint.state_dict.StateDictOptions": "torch's own",
     "torch.distributed.checkpoint.state_dict.get_state_dict": "served",
     f"{OF_FSDP}FullyShardedDataParallel": "served",
     f"{OF_FSDP}FullyShardedDataParallel._wait_unshard_streams_on_current_stream": "not served",
+    f"{OF_FSDP}ShardingStrategy": "served",
+    f"{OF_FSDP}StateDictType": "served",
+    f"{OF_FSDP}StateDictType.FULL_STATE_DICT": "served",
     f"{OF_FSDP}_common_utils.FSDP_WRAPPED_MODULE": "torch's own",
     f"{OF_FSDP}_common_utils._get_module_fsdp_state": "served",
     f"{OF_FSDP}_flat_param.FlatParamHandle": "not served",
@@ -80,6 +50,7 @@ VERDICTS = {
     f"{OF_FSDP}_runtime_utils._lazy_init": "served",
     f"{OF_FSDP}fully_shard": "served",
     f"{OF_FSDP}of_tomorrow": "not in torch",
+    f"{OF_FSDP}wrap.enable_wrap": "served",
 }
 
 

@@ -35,9 +35,6 @@ def per_block(net: nn.Module, **options: Any) -> FSDP:
     return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
-LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, members: list[int], count: int = 3) -> None:
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
@@ -119,9 +116,6 @@ def test_replaced_data_are_what_counts(rank, world_size, use_orig_params, strate
         assert {param.dtype for param in model.parameters()} == dtypes
         assert {unit._handle._orig_param_dtype for unit in FSDP.fsdp_modules(model)} == dtypes
         assert_equal_state(model, plain, 1e-6 if dtypes == {torch.float32} else 1e-12)
-
-
-# Precision: users get the master dtype.
 
 
 # What clients read.

@@ -401,6 +401,7 @@ def test_zeroing_is_told_from_nothing(kind):
         source.grad = None
     assert all(layout.zeroed())
     layout.add_reduced(torch.zeros(layout.shard_numel, dtype=layout.dtype), [False] * 6)
+    assert all(source.grad is None for source in layout.sources), "what no rank has used has no gradient"
     layout.mark_partial()
     marked = [source.grad is not None for source in layout.sources]
     assert marked == ([True] * 6 if kind == "flat" else [extent.fqn == "empty" for extent in layout.extents])

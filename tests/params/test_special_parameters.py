@@ -1,6 +1,7 @@
 """Ignored parameters stay as they are, tied ones have one gradient, ranks agree about partly used ones."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from bed import ranks
 from beside import train_beside
-from fronts import each_form, each_front, either_front, full_grads, full_state, local_numel, shard, twins
+from fronts import chosen, each_form, each_front, either_front, full_grads, local_numel, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_wrap import MixedPrecision, StateDictType
 from fsdp_wrap.comm_hooks import DefaultState, LowPrecisionState, fp16_compress_hook, reduce_scatter_hook
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import WRAPPINGS, Transformer, loss_of, tokens
@@ -221,28 +222,18 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
 
-def assert_trained(front: str, model: nn.Module, plain: Any, size: int, tolerance: float = 1e-6) -> None:
-    """Two steps have made of the model what they make of a plain one that sees the batches of all ranks."""
-    before, found, optimizer = plain.none.detach().clone(), full_state(model), adamw(plain)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (sum(plain(each) for each in range(size)) / size).backward()
-        optimizer.step()
-    for name in ("all", "one", "zero", "last"):
-        expected = plain.get_parameter(name).detach()
-        torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=tolerance, msg=name)
-    if front != "flat":  # whose unused parameters get gradients of zeros
-        assert torch.equal(found["none"], before)
-
-
 def check(front: str, rank: int, size: int, tolerance: float = 1e-6, **options: Any) -> None:
     plain, model = twins(front, Partly, **options)
-    optimizer = adamw(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(rank).backward()
-        optimizer.step()
-    assert_trained(front, model, plain, size, tolerance)
+
+    def loss_of(module: Any, member: int) -> torch.Tensor:
+        loss = module(member)
+        if module is plain and front == "flat":  # whose unused parameters get gradients of zeros
+            loss = loss + 0 * plain.none.sum()
+        loss.backward()
+        return loss.detach()
+
+    optimizers, near = (adamw(model), adamw(plain)), {"rtol": tolerance, "atol": tolerance}
+    train_beside(model, plain, loss_of, lambda _: [*range(size)], rank, optimizers=optimizers, near=near)
 
 
 @each_front
@@ -261,11 +252,8 @@ def test_ranks_step_alike(rank, world_size, front, monkeypatch):
 
 @ranks(4)
 def test_replicas_step_alike(rank, world_size):
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    for front in ("flat", "orig"):
-        check(front, rank, world_size, sharding_strategy=ShardingStrategy.NO_SHARD)
-        hybrid = ShardingStrategy.HYBRID_SHARD
-        check(front, rank, world_size, sharding_strategy=hybrid, device_mesh=mesh)
+    for front, strategy in itertools.product(("flat", "orig"), ("NO_SHARD", "HYBRID_SHARD")):
+        check(front, rank, world_size, **chosen(front, strategy, world_size))
 
 
 @pytest.mark.parametrize("front", ["flat", "orig"])
@@ -275,29 +263,3 @@ def test_reductions_that_round(rank, world_size, front):
         _, model = twins(front, lambda: Wide(Partly()))
         model.register_comm_hook(state(dist.group.WORLD), hook)
         assert_small_gradients_count(front, model, rank)
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
-        self.one = nn.Parameter(torch.randn(9, 5))
-        self.other = nn.Parameter(torch.randn(9, 5))
-
-    def forward(self, use: bool) -> torch.Tensor:
-        return self.all.sum() + (self.one[0].double().sum() if use else 0)
-
-
-@pytest.mark.parametrize("front", ["flat", "orig"])
-@ranks(2)
-def test_what_no_rank_uses_has_no_gradient_on_any(rank, world_size, front):
-    """A flat parameter of which one rank uses a part has one on all ranks."""
-    model = shard(front, Mixed())
-    for user in (0, 1, None):
-        model.zero_grad()
-        model(rank == user).backward()
-        found = {name.removeprefix("_fsdp_wrapped_module."): p for name, p in model.named_parameters()}
-        for name, param in found.items():
-            doubtful = {"other": False, "one": user is not None, "_flat_param_1": user is not None}
-            used = doubtful.get(name, True) and param.numel() > 0
-            assert (param.grad is not None) == used, (name, user)

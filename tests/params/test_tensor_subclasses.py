@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+import fronts
 import nets
 from bed import ranks
 from bed.memory import live_bytes
@@ -84,9 +85,7 @@ def converted(net: nn.Sequential, kind: Any = Rounded, frozen: bool = False) -> 
 
 
 def sharded(net: nn.Sequential, **options: Any) -> Any:
-    for block in net[:3]:
-        fully_shard(block, **options)
-    return fully_shard(net, **options)
+    return fronts.shard("composable", net, ModuleWrapPolicy({Block, nets.Block}), **options)
 
 
 def values_of(param: torch.Tensor) -> torch.Tensor:
@@ -333,12 +332,6 @@ def wrapped(model: nn.Module, **options: Any) -> Any:
     return FSDP(model, shared_memory=False, **options)
 
 
-def by_function(model: Any, **options: Any) -> Any:
-    for block in model:
-        fully_shard(block, shared_memory=False, **options)
-    return fully_shard(model, shared_memory=False, **options)
-
-
 def inputs(world_size: int, seed: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(world_size, 4, WIDTH, dtype=torch.float64, generator=generator)
@@ -405,7 +398,7 @@ def test_the_wrapper_computes_as_a_plain_model(rank, world_size, how):
 @ranks(4)
 def test_fully_shard_computes_as_a_plain_model(rank, world_size):
     for options in ({}, {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))}):
-        reference, model = net(), by_function(net(), **options)
+        reference, model = net(), sharded(net(), shared_memory=False, **options)
         train(model, reference, rank, world_size)
         local, whole = model[1].up.weight.to_local(), reference[1].up.weight
         parts, at = (4, rank) if not options else (2, rank % 2)

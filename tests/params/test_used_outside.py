@@ -310,8 +310,6 @@ def test_gradients_pass_through_the_copy(rank, world_size, front):
 # Between a forward that keeps its unit's parameters and the backward, attributes show them in full, while
 # `parameters()` yields the sharded ones, which optimizers hold.
 
-STRATEGIES = {"resharded": FULL, "kept": KEPT}
-
 
 def models(front: str, make: Callable[[], nn.Module] = Around, **options: Any) -> tuple[Any, nn.Module]:
     options = options or {"sharding_strategy": KEPT}
@@ -422,7 +420,7 @@ def assert_backward_still_right(plain: nn.Module, model: nn.Module, expected: An
 @ranks(2)
 def test_gradients_of_what_the_forward_computed_with(rank, world_size, front):
     """Of what was taken in the forward, and of what it kept; autograd refuses sharded parameters."""
-    for strategy in STRATEGIES.values():
+    for strategy in (FULL, KEPT):
         plain, model = models(front, sharding_strategy=strategy)
         for part in ("last", "middle.linear"):
             taken: list[nn.Parameter] = []

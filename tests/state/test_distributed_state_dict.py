@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._state_dict_utils import _gather_state_dict as gather_state_dict
 from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as offload_state_dict_to_cpu
@@ -187,23 +186,6 @@ def test_what_does_not_fit(rank, world_size):
     assert_equal(model.state_dict(), before)
 
 
-@ranks(1)
-def test_models_without_our_instances_go_to_torchs(rank, world_size):
-    plain = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    assert dist.is_initialized()
-    for get in ("get_model_state_dict", "get_optimizer_state_dict"):
-        arguments = (plain,) if "model" in get else (plain, optimizer)
-        found, expected = getattr(ours, get)(*arguments), getattr(theirs, get)(*arguments)
-        assert found.keys() == expected.keys()
-    ours.set_state_dict(
-        plain,
-        optimizer,
-        model_state_dict=plain.state_dict(),
-        optim_state_dict=theirs.get_optimizer_state_dict(plain, optimizer),
-    )
-
-
 @ranks(2)
 def test_torchs_own_functions_find_our_wrappers(rank, world_size):
     """Without `fsdp_wrap.compat`: by default pieces, which they gather, offload and load; also of parts."""
@@ -271,6 +253,10 @@ def test_an_empty_model_state_dict_means_the_optimizer_alone(rank, world_size):
         assert found.missing_keys == found.unexpected_keys == []
         steps = [again.state[param]["step"] for param in model.parameters()]
         assert steps and set(map(float, steps)) == {1.0}
+    for get in ("get_model_state_dict", "get_optimizer_state_dict"):  # as torch's, of the latter
+        arguments = (model,) if "model" in get else (model, optimizer)
+        assert getattr(ours, get)(*arguments).keys() == getattr(theirs, get)(*arguments).keys()
+    ours.set_state_dict(model, optimizer, model_state_dict=model.module.state_dict(), optim_state_dict=state)
 
 
 IMPORT_AND_WRAP = """

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.memory import live_bytes
 from bed.patience import until
+from fronts import chosen
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, iter_full_optim_state, iter_full_params
+from fsdp_wrap import iter_full_optim_state, iter_full_params
 from state_nets import WIDTH, Net, adamw, assert_close, each_way, new_batches, per_block, whole
 
 
@@ -206,11 +206,6 @@ def test_what_is_put_there_must_fit_or_is_dropped(rank, world_size, wrap, use_or
     twins.check()
 
 
-def sharding(strategy: str) -> dict[str, Any]:
-    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
-    return {"sharding_strategy": ShardingStrategy[strategy], **mesh}
-
-
 def half_and_double(module: Any) -> None:
     with torch.no_grad():
         for param in module.parameters():
@@ -237,7 +232,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 )
 @ranks(4)
 def test_every_combination_of_options(rank, world_size, wrap, use_orig_params, strategy):
-    twins = Twins(wrap, use_orig_params, sgd, **sharding(strategy))
+    twins = Twins(wrap, use_orig_params, sgd, **chosen("flat", strategy, world_size))
     modes = itertools.cycle([nullcontext, torch.inference_mode, torch.no_grad])  # with each option in turn
     for mode, options in zip(modes, itertools.product([True, False], repeat=4)):
         writeback, rank0_only, offload_to_cpu, with_grads = options

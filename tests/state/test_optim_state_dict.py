@@ -1,17 +1,17 @@
 """Optimizer state dicts against those of a plain optimizer of a plain module."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
-from fronts import each_form
+from fronts import ONE, SIDE, chosen, each_form, squares
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     IntervalTensor,
@@ -21,7 +21,6 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._state import sharded_optim_state_dict
-from fsdp_wrap.wrap import ModuleWrapPolicy
 from optim_states import assert_same, by_name, grouped, resume
 from state_nets import (
     FULL,
@@ -42,20 +41,15 @@ WAYS = [(whole, False), (per_block, True), (by_hand, False)]
 """Of wrapping, with a form of the wrapper."""
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+def _of(kind: Any, module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return kind(module.parameters(), lr=1e-2, **options)
 
 
-def amsgrad(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(module.parameters(), lr=1e-2, amsgrad=True)
-
-
-def nadam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(module.parameters(), lr=1e-2)
-
-
-def adagrad(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(module.parameters(), lr=1e-2)
+sgd = partial(_of, torch.optim.SGD, momentum=0.9)
+amsgrad = partial(_of, torch.optim.Adam, amsgrad=True)
+nadam, adagrad, adafactor = (
+    partial(_of, kind) for kind in (torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adafactor)
+)
 
 
 def trained(wrap: Any, use_orig_params: bool, make: Any = adamw, net: Any = Net, steps: int = 2) -> Any:
@@ -93,16 +87,13 @@ def test_full_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, n
 @pytest.mark.parametrize(("rank0_only", "use_orig_params"), [(False, False), (True, True)])
 @ranks(2)
 def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank0_only, use_orig_params):
-    width, depth = 120, 4
-    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
-    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    model = squares("orig" if use_orig_params else "flat", per_unit=1)
     optimizer = adamw(model)
-    model(torch.ones(1, width)).sum().backward()
+    model(torch.ones(1, SIDE)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    one = width * width * 4
     keeps = not (rank0_only and rank)
-    most = 2 * depth * one if keeps else one
+    most = 2 * 4 * ONE if keeps else ONE
     before = settled_bytes()
     with Peak(before + most) as peak:
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
@@ -118,10 +109,8 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
 )
 @ranks(4)
 def test_the_first_rank_saves_and_gives_to_all(rank, world_size, strategy, use_orig_params):
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
-    if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
     plain = Net().double()
+    options = chosen("flat", strategy, world_size)
     model = per_block(copy.deepcopy(plain), use_orig_params=use_orig_params, **options)
     ours, theirs = adamw(model), adamw(plain)
     train_side_by_side(2, model, ours, plain, theirs)
@@ -146,10 +135,6 @@ def by_bias(module: nn.Module) -> torch.optim.Optimizer:
 
 def by_block(module: nn.Module) -> torch.optim.Optimizer:
     return grouped(module, lambda name: "blocks" in name)
-
-
-def adafactor(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(module.parameters())
 
 
 def unsharded(net: nn.Module, **options: Any) -> nn.Module:

@@ -46,31 +46,39 @@ def parameters(plain: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
+def assert_streams(model: nn.Module, plain: nn.Module, all_sent: bool) -> None:
+    """Parameters, their other names and buffers come as a plain module has them, in memory of their own."""
+    for budget in BUDGETS:
+        with count_collectives() as traffic:
+            found = dict(iter_full_params(model, budget=budget))
+        if all_sent:
+            assert set(traffic) == {"broadcast"}
+            assert traffic["broadcast"].bytes == sum(value.nbytes for value in found.values())
+        assert_equal(found, parameters(plain))
+        storages = {value.untyped_storage().data_ptr() for value in found.values()}
+        assert len(storages) == len(found)  # nobody else's memory
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+    every = plain.named_parameters(remove_duplicate=False)
+    buffers = {name for name, _ in plain.named_buffers(remove_duplicate=False)}
+    aliases = param_aliases(model)
+    names = [name for first in found for name in (first, *aliases.pop(first, ()))]
+    assert sorted(names) == sorted(name for name, _ in every)
+    assert {name for first, others in aliases.items() for name in (first, *others)} <= buffers
+    with_buffers = dict(iter_full_params(model, buffers=True))
+    kept = [name for name in plain.state_dict() if name in buffers]
+    assert list(with_buffers) == [*found, *kept]
+    assert_equal({name: with_buffers[name] for name in kept}, {n: plain.state_dict()[n] for n in kept})
+
+
+each_class = pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
+
+
+@each_class
 @ranks(1, 3)
 def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls):
     for wrap, use_orig_params in WAYS[:3] if cls in (Tied, Shared) else WAYS:
         model, plain = wrapped_and_plain(cls, wrap, use_orig_params)
-        for budget in BUDGETS:
-            with count_collectives() as traffic:
-                found = dict(iter_full_params(model, budget=budget))
-            if world_size > 1 and wrap is not below_plain:
-                assert set(traffic) == {"broadcast"}
-                assert traffic["broadcast"].bytes == sum(value.nbytes for value in found.values())
-            assert_equal(found, parameters(plain))
-            storages = {value.untyped_storage().data_ptr() for value in found.values()}
-            assert len(storages) == len(found)  # nobody else's memory
-            assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
-        every = plain.named_parameters(remove_duplicate=False)
-        buffers = {name for name, _ in plain.named_buffers(remove_duplicate=False)}
-        aliases = param_aliases(model)
-        names = [name for first in found for name in (first, *aliases.pop(first, ()))]
-        assert sorted(names) == sorted(name for name, _ in every)
-        assert {name for first, others in aliases.items() for name in (first, *others)} <= buffers
-        with_buffers = dict(iter_full_params(model, buffers=True))
-        kept = [name for name in plain.state_dict() if name in buffers]
-        assert list(with_buffers) == [*found, *kept]
-        assert_equal({name: with_buffers[name] for name in kept}, {n: plain.state_dict()[n] for n in kept})
+        assert_streams(model, plain, world_size > 1 and wrap is not below_plain)
         blocks = model.blocks if wrap is below_plain else model.module.blocks
         if wrap is whole or (wrap is per_block and cls in (Tied, Shared)):
             with pytest.raises(ValueError, match="belongs to a unit around"):
@@ -79,7 +87,7 @@ def test_parameters_come_as_the_plain_module_has_them(rank, world_size, cls):
             assert_equal(dict(iter_full_params(blocks)), parameters(plain.blocks))
 
 
-@pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
+@each_class
 @ranks(3)
 def test_parameters_of_fully_shard_come_alike(rank, world_size, cls):
     for policy in (None, ModuleWrapPolicy({Block, nn.BatchNorm1d})):
@@ -90,19 +98,10 @@ def test_parameters_of_fully_shard_come_alike(rank, world_size, cls):
                 if not param.shape:  # cannot be cut
                     setattr(module, name, nn.Parameter(param.detach().reshape(1)))
         model = shard("composable", copy.deepcopy(plain), policy)
-        for budget in BUDGETS:
-            with count_collectives() as traffic:
-                found = dict(iter_full_params(model, budget=budget))
-            assert_equal(found, parameters(plain))
-            assert set(traffic) == {"broadcast"}
-            assert traffic["broadcast"].bytes == sum(value.nbytes for value in found.values())
-        names = [name for first, others in param_aliases(model).items() for name in (first, *others)]
-        assert names == [name for first, others in param_aliases(plain).items() for name in (first, *others)]
         for number, _ in enumerate(iter_full_params(model)):
             if number == 3 * rank:  # the ranks stop at different places
                 break
-        with_buffers = dict(iter_full_params(model, buffers=True))
-        assert_equal(with_buffers, dict(iter_full_params(plain, buffers=True)))
+        assert_streams(model, plain, True)
 
 
 @ranks(1)
@@ -164,6 +163,15 @@ def test_optimizer_state_comes_value_by_value(rank, world_size, use_orig_params)
     assert_close(dict(iter_full_params(model)), parameters(plain))
 
 
+def held(values: Iterator[Any], most: int, one: int = ONE) -> float:
+    """How many matrices are alive at most while a loop passes over values."""
+    before = settled_bytes()
+    with Peak(before + 1.02 * most * one) as peak:
+        for _ in values:
+            pass
+    return (peak.value - before) / one
+
+
 @each_front
 @ranks(2)
 def test_no_more_is_alive_than_the_budget(rank, world_size, front):
@@ -172,14 +180,6 @@ def test_no_more_is_alive_than_the_budget(rank, world_size, front):
     model(torch.ones(1, SIDE)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-    def held(values: Iterator[Any], most: int) -> float:
-        """How many matrices are alive at most while a loop passes over values."""
-        before = settled_bytes()
-        with Peak(before + 1.02 * most * ONE) as peak:
-            for _ in values:
-                pass
-        return (peak.value - before) / ONE
 
     with only_new_objects():
         # The default is twice a unit of two; at least one is gathered, while the loop holds the one before.
@@ -247,17 +247,11 @@ def test_small_tensors_travel_together(rank, world_size):
 def test_small_tensors_that_travel_together_stay_within_the_budget(rank, world_size, front):
     one = 64 * 64 * 4
     with only_new_objects():
-        net = nn.Sequential(
-            *(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4))
-        )
-        model = shard(front, net, ModuleWrapPolicy({nn.Sequential}))
+        parts = (nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4))
+        model = shard(front, nn.Sequential(*parts), ModuleWrapPolicy({nn.Sequential}))
         for most in (4, 7, 12, 40):
-            before = settled_bytes()  # the shards among them
-            with Peak(before + 1.02 * most * one) as peak:
-                for _ in iter_full_params(model, budget=most * one):
-                    pass
-            assert before > 15 * one
-            assert peak.value - before <= 1.02 * most * one, most
+            assert held(iter_full_params(model, budget=most * one), most, one) <= 1.02 * most
+        assert settled_bytes() > 15 * one, "the shards"
 
 
 @ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,19 +11,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from bed import ranks
-from fronts import assert_same_values, shard
-from fsdp_wrap import FullyShardedDataParallel as FSDP
+from beside import assert_close_grads, large_batch_backward
+from fronts import assert_same_values, twins
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 BATCHES = [1, 4, 0, 2]
 
 
-def pair(front: str) -> tuple[nn.Module, FSDP]:
-    torch.manual_seed(0)
-    plain = Transformer(blocks=2).double()
-    model: Any = shard(front, copy.deepcopy(plain), WRAPPINGS["block"]())
-    return plain, model
+def pair(front: str) -> tuple[nn.Module, Any]:
+    return twins(front, partial(Transformer, blocks=2), torch.float64, auto_wrap_policy=WRAPPINGS["block"]())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -92,11 +89,8 @@ def test_without_effect(rank, world_size):
     plain, model = pair("orig")
     with Join([model], enable=False):
         loss_of(model, tokens(rank, 0)).backward()
-    for each in range(2):
-        (loss_of(plain, tokens(each, 0)) / 2).backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, expected.grad, **CLOSE)
+    large_batch_backward(plain, [0])
+    assert_close_grads(model, plain, **CLOSE)
 
 
 @ranks(2)

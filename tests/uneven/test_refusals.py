@@ -82,11 +82,7 @@ BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
     "state dict": (save_inside, RuntimeError, r"state_dict\(\) must not run inside uneven"),
     "negative weight": (weigh(-1.0), ValueError, "finite and not negative, but is -1.0"),
     "weight that is no number": (weigh(float("nan")), ValueError, "finite and not negative, but is nan"),
-    "weights of zero": (
-        weigh(0.0),
-        ValueError,
-        "the weights of all 2 backwards of .* are zero",
-    ),
+    "weights of zero": (weigh(0.0), ValueError, "the weights of all 2 backwards of .* are zero"),
     "zero_grad": (zero_inside, RuntimeError, r"gradients of unit 'blocks.0' were written to or dropped"),
     "scaled gradients": (scale_inside, RuntimeError, r"were written to or dropped .* on rank \d"),
     "checkpoint": (checkpoint_inside, RuntimeError, r"checkpoint.save\(\) must not run inside uneven"),

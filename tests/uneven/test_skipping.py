@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,18 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
-from beside import mean_backward
-from fronts import (
-    FRONTS,
-    assert_same_grads,
-    assert_same_values,
-    chosen,
-    each_front,
-    full_grads,
-    inner,
-    no_sync,
-    shard,
-)
+from beside import assert_close_grads, mean_backward
+from fronts import FRONTS, assert_same_values, chosen, each_front, full_grads, inner, no_sync, shard, twins
 from fsdp_wrap import (
     CPUOffload,
     EventKind,
@@ -41,6 +32,7 @@ from fsdp_wrap.wrap import NameWrapPolicy
 
 WIDTH = 6
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
+POLICY = NameWrapPolicy(["Layer", "Expert", "Half"])
 
 
 class Expert(nn.Module):
@@ -132,7 +124,7 @@ def sharded(plain: nn.Module, draw: Draw, world_size: int) -> nn.Module:
         options["forward_prefetch"] = draw.forward_prefetch
     if draw.offload and draw.strategy != "NO_SHARD":
         options["cpu_offload"] = CPUOffload(offload_params=True)
-    model = shard(draw.front, copy.deepcopy(plain), NameWrapPolicy(["Layer", "Expert", "Half"]), **options)
+    model = shard(draw.front, copy.deepcopy(plain), POLICY, **options)
     for name, module in [*model.named_modules()]:
         if name.rpartition(".")[0].endswith("experts"):
             allow_skipping(module)
@@ -173,18 +165,14 @@ def test_gradients_are_those_of_all_ranks(rank, world_size, first, last):
             members = world_size - (draw.context and step == 1)
             for member in range(members):
                 (plain(*batch_of(member, step), draw.twice) / members).backward()
-        for param in plain.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         try:
-            assert_same_grads(model, plain, **CLOSE)
+            assert_close_grads(model, plain, **CLOSE)
         except AssertionError as error:
             raise AssertionError(f"draw {number}: {draw}") from error
 
 
-def mixture(front: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Mixture, nn.Module]:
-    torch.manual_seed(0)
-    plain = Mixture().to(dtype)
-    model = shard(front, copy.deepcopy(plain), NameWrapPolicy(["Layer", "Expert", "Half"]), **options)
+def mixture(front: str) -> tuple[nn.Module, nn.Module]:
+    plain, model = twins(front, Mixture, torch.float64, auto_wrap_policy=POLICY)
     for layer in inner(model).layers:
         allow_skipping(inner(layer).experts)  # no unit itself
     return plain, model
@@ -220,11 +208,8 @@ def test_a_penalty_on_gradients_has_skipped_parts_after_an_inference(rank, world
         return loss + slope.square().sum()
 
     penalised(model, rank).backward()
-    for each in range(world_size):
-        (penalised(plain, each) / world_size).backward()
-    for param in plain.parameters():
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-    assert_same_grads(model, plain, **CLOSE)
+    mean_backward(partial(penalised, plain))
+    assert_close_grads(model, plain, **CLOSE)
 
 
 @each_front

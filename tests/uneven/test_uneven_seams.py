@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,8 @@ import moe_nets
 import tp_nets
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
-from fronts import (
-    assert_same_grads,
-    assert_same_values,
-    each_front,
-    full_grads,
-    shard,
-    squares,
-)
+from beside import assert_close_grads, large_batch_backward
+from fronts import assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
 from fsdp_wrap import MixedPrecision, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import StepWatcher, watching_steps
 from fsdp_wrap.comm_hooks import compress
@@ -33,9 +28,8 @@ CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 
 
 def pair(front: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = Transformer(blocks=2).to(dtype)
-    return plain, shard(front, copy.deepcopy(plain), WRAPPINGS["block"](), **options)
+    policy = WRAPPINGS["block"]()
+    return twins(front, partial(Transformer, blocks=2), dtype, auto_wrap_policy=policy, **options)
 
 
 def run(model: nn.Module, rank: int, count: int) -> Any:
@@ -114,8 +108,7 @@ def test_units_that_are_updated_in_the_backward(rank, world_size, front):
         optimizer.zero_grad()
     assert_same_values(model, plain, **CLOSE)
     run(model, rank, 1)  # evenly again: the mean over all ranks
-    for other in range(world_size):
-        (loss_of(plain, tokens(other, 0)) / world_size).backward()
+    large_batch_backward(plain, [0])
     optimizer.step()
     assert_same_values(model, plain, **CLOSE)
 
@@ -225,10 +218,7 @@ def test_parameters_that_are_replaced_or_frozen_between(rank, world_size, front)
                 param.data = param.data * 2  # a rank without a batch must gather these
     run(model, rank, 2 * rank)
     run_pooled(plain, [0, 2])
-    found = full_grads(model)
-    for name, param in plain.named_parameters():
-        if param.grad is not None:
-            torch.testing.assert_close(found[name], param.grad, **CLOSE)
+    assert_close_grads(model, plain, **CLOSE)
 
 
 @ranks(2)

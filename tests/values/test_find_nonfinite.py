@@ -15,13 +15,7 @@ from torch import nn
 
 from bed import ranks
 from fronts import chosen, each_front, inner, no_sync, shard, shard_columns
-from fsdp_wrap import (
-    CPUOffload,
-    MixedPrecision,
-    NonFiniteError,
-    ShardingStrategy,
-    find_nonfinite,
-)
+from fsdp_wrap import CPUOffload, MixedPrecision, NonFiniteError, ShardingStrategy, find_nonfinite
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -69,9 +63,7 @@ def made(front: str = "orig", net: type[nn.Module] = SpoiledNet, **options: Any)
     return shard(front, net(), ModuleWrapPolicy({SpoiledBlock}), **options)
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, spoils: Callable[[], Any] = lambda: None
-) -> None:
+def step(model: nn.Module, optimizer: Any, spoils: Callable[[], Any] = lambda: None) -> None:
     if dist.get_rank() == CULPRIT:
         spoils()
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -210,13 +202,9 @@ def test_what_comes_between_computations_is_named(rank, world_size, front):
             find_nonfinite(model),
         ):
             step(model, optimizer)
-        first = caught.value.first
-        assert (first.rank, first.phase, first.unit) == (CULPRIT, seam.value, "blocks.1")
-        assert (
-            first.module
-            == f"blocks.1.{'down' if seam is ValueSeam.REDUCED and front != 'composable' else 'up'}"
-        )
-        assert first.made is (seam is not ValueSeam.PARAMETERS)
+        layer = "down" if seam is ValueSeam.REDUCED and front != "composable" else "up"
+        assert place(caught.value) == (CULPRIT, seam.value, "blocks.1", f"blocks.1.{layer}")
+        assert caught.value.first.made is (seam is not ValueSeam.PARAMETERS)
 
 
 @ranks(2)

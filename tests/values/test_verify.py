@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "zero_grad before the step": (
         {"mistake": "zero before step"},
         "step without gradients",
-        "it trains nothing",
+        "trains nothing",
     ),
     "the step before the backward": ({"mistake": "early step"}, "step before the backward", "in the first"),
     "batch norm": ({"mistake": "batch norm"}, "statistics of the rank's batch", "'blocks.0.norm' normalises"),
@@ -165,13 +165,7 @@ def test_each_front_end_and_precision_is_told_the_same(front, bf16):
         pytest.skip("the front's options have no precision in common")
     kinds = {options["mistake"]: kind for options, kind, _ in WRONG.values()}
     for mistake in ALL_FRONTS:
-        options = {
-            "front": front,
-            "mistake": mistake,
-            "micro": 2 if mistake == "no_sync" else 1,
-            "bf16": bf16,
-        }
-        report = verified(**options)
+        report = verified(front=front, mistake=mistake, bf16=bf16, micro=2 if mistake == "no_sync" else 1)
         assert report.verdict == kinds[mistake], (mistake, str(report))
 
 
@@ -224,10 +218,6 @@ def alone(setup: Any, sharded: bool = True, count: int = 1, timeout: float = 60.
     Launch(timeout).run(Errand(setup, sharded, 1), count)
 
 
-def returning(made: Any) -> Any:
-    return lambda sharded: made
-
-
 def failing(sharded: bool, on: int) -> Any:
     if torch.distributed.get_rank() == on:
         raise ZeroDivisionError("a mistake of mine")
@@ -255,7 +245,7 @@ def wrong_programs(rank: int, world_size: int) -> None:
     ]
     for made, told in programs:
         with pytest.raises(TypeError, match=told):
-            alone(returning(made))
+            alone(lambda sharded, made=made: made)
     with pytest.raises(ValueError, match="returned a model that is not sharded: wrap it"):
         alone(lambda sharded: setup(False))
 
