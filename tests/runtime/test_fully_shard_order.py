@@ -260,6 +260,19 @@ def test_a_step_outdates_what_was_unsharded_before_it(rank, world_size):
 
 
 @ranks(2)
+def test_a_write_outdates_what_was_unsharded_before_it(rank, world_size):
+    torch.manual_seed(0)
+    plain = Transformer(1)
+    model = shard_blocks(copy.deepcopy(plain))
+    params = [*model.parameters(), *plain.parameters()]
+    model.blocks[0].unshard()
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+    assert torch.equal(loss_of(model, tokens(rank, 0)), loss_of(plain, tokens(rank, 0)))
+
+
+@ranks(2)
 def test_expert_setters(rank, world_size):
     torch.manual_seed(0)
     plain = Transformer(1)

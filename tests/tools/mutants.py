@@ -10,6 +10,7 @@
 2. Each mutant meets the test that noticed it last time, and a few tests that reach it.
 3. What lived through that is put into one clone all together, in which the whole tier runs. Each of these
    mutants then meets, alone, the tests that failed there and reach it.
+4. The tests that noticed mutants run once without: what fails then has noticed nothing.
 
 `mutants.json` has the outcome of each mutant: the tier and the test that noticed it, or null.
 Those that no test can tell from the original are set aside there by hand, with the reason.
@@ -44,19 +45,21 @@ AT_A_TIME = 2
 FIRST, MOST, SECONDS = 6, 40, 20.0
 """How many tests a mutant meets alone at first, and in all if it lives; and the seconds of these."""
 STOPS, STARTS_NOT = "(the tests do not end)", "(no test can start)"
-LONGEST = 150.0
-"""Seconds after which a mutant that runs has stopped the tests, and so shows."""
+LONGEST, LONGER = 150.0, 600.0
+"""Seconds after which tests seem stopped, and when run again, are: then the mutant shows."""
 
 COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "+"}
 REACHED = """
 import os
+import re
 
 _FILE, _seen = os.environ.get("MUTANTS_REACHED"), set()
 
 
 def reached(number):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    # Ranks have it without the phase.
+    test = re.sub(r" \\((setup|call|teardown)\\)$", "", os.environ.get("PYTEST_CURRENT_TEST", ""))
     if _FILE and test and (number, test) not in _seen:
         _seen.add((number, test))
         with open(_FILE, "a") as file:
@@ -322,7 +325,8 @@ def failures(log: Path) -> list[str]:
     """The tests that pytest's summary names as failed."""
     lines = log.read_text(errors="replace").splitlines()
     told = (line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
-    return [line.split(" - ")[0] for line in told]
+    # Lines of a captured log can begin with ERROR, too.
+    return [line.split(" - ")[0] for line in told if line.startswith("tests/")]
 
 
 @dataclass
@@ -433,6 +437,18 @@ class Run:
         last = {n: reach.few(n, self._mutants[n], failed - {*chosen[n]}) for n in left}
         for number in self._meet(last):
             self._record.note(self._mutants[number], self._tier, None)
+        self._confirm(there)
+
+    def _confirm(self, there: set[str]) -> None:
+        """Takes back what tests noticed that fail without a mutant, too: on a busy machine, say."""
+        noticed = {n: test for n in self._judged if (test := self._record.test_of(self._mutants[n])) in there}
+        clone, chosen, log = self._clones.get(), self._scratch / "noticed", self._scratch / "confirmed"
+        chosen.write_text("\n".join(dict.fromkeys(noticed.values())))
+        clone.pytest("-m", "slow or not slow", f"@{chosen}", log=log)
+        self._clones.put(clone)
+        failed = {*failures(log)}
+        for number in (n for n, test in noticed.items() if test in failed):
+            self._record.note(self._mutants[number], self._tier, None)
 
     def _collected(self) -> set[str]:
         """The names of all tests that can be run by name."""
@@ -476,7 +492,10 @@ class Run:
         chosen, log = self._scratch / f"tests{number}", self._scratch / f"log{number}"
         chosen.write_text("\n".join(dict.fromkeys(tests)))
         clone.mutate([mutant])
-        status = clone.pytest("-x", "-m", "slow or not slow", f"@{chosen}", log=log, limit=LONGEST)
+        for limit in (LONGEST, LONGER):
+            status = clone.pytest("-x", "-m", "slow or not slow", f"@{chosen}", log=log, limit=limit)
+            if status is not None:
+                break
         clone.restore()
         self._clones.put(clone)
         if status in (0, 5):

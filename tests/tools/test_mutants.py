@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from bed.scripts import script
 
 mutants = script("mutants", "tests/tools")
@@ -20,3 +24,28 @@ def test_mutants_are_spread_over_folders_and_operators_and_each_is_another_progr
         compile(changed, mutant.path, "exec")
         assert changed != text and text[mutant.begin : mutant.end] == mutant.old
         compile(mutants.marked(text, {number: mutant}), mutant.path, "exec")
+
+
+TEST = "tests/test_it.py::test_it[a (b)]"
+
+
+@pytest.mark.parametrize(
+    "told", [f"{TEST} (call)", f"{TEST} (setup)", TEST], ids=["call", "setup", "in a rank"]
+)
+def test_a_mark_notes_the_test_that_reaches_it_once(told, tmp_path, monkeypatch):
+    noted = tmp_path / "reached"
+    monkeypatch.setenv("MUTANTS_REACHED", str(noted))
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", told)
+    mark: dict[str, Any] = {}
+    exec(mutants.REACHED, mark)
+    for _ in range(2):
+        mark["reached"](3)
+    assert noted.read_text() == f"3 {TEST}\n"
+
+
+def test_failed_tests_are_told_from_lines_of_logs(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        f"ERROR    a.module:module.py:1 of the package\nFAILED {TEST} - AssertionError\nERROR {TEST}\n"
+    )
+    assert mutants.failures(log) == [TEST, TEST]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bed.accelerator import Simulation, run_simulated
 from bed.accelerator.group import Meeting
+from bed.patience import NEVER
 from fsdp_wrap import uneven
 from fsdp_wrap._core import Span
 from fsdp_wrap._uneven import context, members
@@ -60,7 +61,7 @@ class ThreadPeers:
         """Sends nothing later."""
 
     def receive(self, length: int, sender: int) -> list[int]:
-        order: list[int] = self._boxes[sender, self._rank].get(timeout=60)
+        order: list[int] = self._boxes[sender, self._rank].get(timeout=NEVER)
         assert len(order) == length
         return [*map(int, order)]
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -75,7 +76,7 @@ class Server(ThreadingHTTPServer):
     def on_workers(self, do: Any, *what: Any) -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
             for each in [pool.submit(do, each, *what) for each in range(WORKERS)]:
-                each.result(20)
+                each.result(NEVER)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -155,7 +156,16 @@ def test_training_goes_on_when_the_server_refuses(rank, world_size):
     before = copy.deepcopy(full_state(model))
     with serving() as there:
         server = VLLMServer(f"http://localhost:{there.server_port}", NEVER) if rank == 0 else None
-        join = partial(GlooGroup, timeout=2.0)
+
+        class Unheard(GlooGroup):
+            """Gives up once the server has answered."""
+
+            def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+                transfer._aside.submit(int).result()  # comes after what is asked
+                self._group._set_default_timeout(timedelta(milliseconds=100))
+                super().broadcast(tensor, src)
+
+        join = partial(Unheard, timeout=NEVER)
         transfer = VLLMTransfer(weight_source(model), server, ("localhost", free_port()), join, buffer=100)
         there.refuses = "/update_weights"
         if rank == 0:

@@ -170,7 +170,7 @@ def test_what_the_first_rank_cannot_write_is_told_to_all(rank, world_size):
 
 def test_old_versions_go_when_a_whole_one_is_there(tmp_path):
     model, folder = nn.Linear(2, 2), WeightFolder(tmp_path, keep_last=2)
-    reader = stored(tmp_path, timeout=5.0)
+    reader = stored(tmp_path, timeout=NEVER)
     folder.send(weight_source(model))
     late = next(reader)
     for _ in range(2):

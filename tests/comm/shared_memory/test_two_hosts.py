@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bed import run_isolated
 from bed.hosts import sent_bytes, two_hosts
+from bed.patience import NEVER
 from collectives import check_gathers_and_sums
 from fronts import FULL, HYBRID, shard
 from fsdp_wrap._comm.groups import Ranks
@@ -51,7 +52,7 @@ def on_host(rank, world_size, hosts, store, body, args):
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=NEVER),
     )
     try:
         result = body(rank, *args)
