@@ -63,6 +63,7 @@ class DTensorLayout(Layout):
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
+        self._offsets = [cut.offset for cut in cuts]
         self._shapes = [cut.held_shape(self._rank) for cut in cuts]
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]
         self._filled = [index for index, shape in enumerate(self._shapes) if shape.numel()]
@@ -136,8 +137,7 @@ class DTensorLayout(Layout):
         ]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        first = shard.storage_offset()
-        starts = [first + cut.offset for cut in self.extents]
+        starts = map(operator.add, repeat(shard.storage_offset()), self._offsets)
         return [*map(torch.Tensor.as_strided, repeat(shard), self._shapes, self._strides, starts)]
 
     # buffers

@@ -59,7 +59,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
-from fsdp_wrap._runtime.unit import ForwardCall, StepState, Unit, refuse_shown, units_in
+from fsdp_wrap._runtime.unit import SHOWN_TO_USERS, ForwardCall, StepState, Unit, refuse_shown, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -146,10 +146,11 @@ class Schedule(StepState):
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
         """Begins a forward call: unshards, and shows the modules the leaves; `exit_forward` must follow."""
         recompute = graph_task() != -1  # a forward inside a backward
-        if self.depth == 0 and not recompute:
-            refuse_shown(unit)  # before any state changes: other ranks may go on
-            self._begin_iteration()
         handle, options = unit.handle, unit.options
+        if self.depth == 0 and not recompute:
+            if handle is not None and handle.state in SHOWN_TO_USERS:
+                refuse_shown(unit)  # before any state changes: other ranks may go on
+            self._begin_iteration()
         if handle is not None:
             if self._order_check.counts and not recompute:
                 self._order_check.enter(unit)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
+
+SHOWN_TO_USERS = (HandleState.SUMMONED, HandleState.REPLACED)
+"""States in which no forward or backward may run."""
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Environment variable of torch: 1 turns off mixed precision in eval mode."""
@@ -356,7 +359,7 @@ class Unit:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
         handle = self.handle
         assert handle is not None and self.schedule is not None
-        if handle.state is HandleState.SUMMONED or handle.state is HandleState.REPLACED:
+        if handle.state in SHOWN_TO_USERS:
             refuse_shown(self)
         self.positions.enter(self.schedule.iteration, phase.index)
         if handle.state is HandleState.SHARDED:
@@ -708,19 +711,17 @@ def _on_own_gradient(
     return None
 
 
-def refuse_shown(unit: Unit) -> None:
-    """Refuses to compute with a unit whose parameters are in the user's hands, or in a state dict's."""
-    state = HandleState.SHARDED if unit.handle is None else unit.handle.state
-    if state is HandleState.REPLACED:
+def refuse_shown(unit: Unit) -> NoReturn:
+    """Refuses to compute with a unit whose handle's state is in `SHOWN_TO_USERS`."""
+    if unit.handle is not None and unit.handle.state is HandleState.REPLACED:
         raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"
         )
-    if state is HandleState.SUMMONED:
-        raise RuntimeError(
-            f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
-            "before running forward or backward"
-        )
+    raise RuntimeError(
+        f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
+        "before running forward or backward"
+    )
 
 
 def _will_run(nodes: Iterable[Node]) -> int:

@@ -148,8 +148,7 @@ class Twice:
         if call is None or unit is not call.unit:
             return
         call.backwards += 1
-        assert unit.schedule is not None
-        used_elsewhere = unit.schedule.root is unit or unit.kept_module is not None
+        used_elsewhere = unit.schedule is None or unit.schedule.root is unit or unit.kept_module is not None
         if alone or used_elsewhere or not unit.options.reshard_after_forward:
             return
         for segment in unit.segments:
