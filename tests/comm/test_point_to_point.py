@@ -318,14 +318,18 @@ def test_a_failed_exchange_stays_failed():
 
 
 class Stuck:
+    def __init__(self):
+        self.freed = threading.Event()
+
     def wait(self):
-        threading.Event().wait(10)
+        self.freed.wait()
         raise RuntimeError("timed out")
 
 
 def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
     lives = {1: True}
-    messages = Messages([(1, Stuck())], lives.__getitem__)
+    stuck = Stuck()
+    messages = Messages([(1, stuck)], lives.__getitem__)
     moment = timedelta(milliseconds=10)
     for alive in (True, False, True, False):  # a single look may come between a message and its arrival
         lives[1] = alive
@@ -337,6 +341,7 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
     assert messages.is_completed()
     with pytest.raises(RuntimeError, match="a rank died"):
         messages.wait()
+    stuck.freed.set()
 
 
 class Branches(nn.ModuleList):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns
@@ -24,12 +25,15 @@ from torch.utils.checkpoint import checkpoint
 import stream_programs as programs
 from bed import ranks
 from bed.accelerator import run_simulated
+from bed.patience import until
 from fronts import either_front, shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline, uneven
 from fsdp_wrap._comm import messages
 from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.tools.timeline import Timeline, load, merge
+from fsdp_wrap.tools.timeline import recorder as recorder_module
+from fsdp_wrap.tools.timeline import recording as recording_module
 from fsdp_wrap.tools.timeline.assemble import Assembler
 from fsdp_wrap.tools.timeline.clocks import align
 from fsdp_wrap.tools.timeline.recorder import TimelineRecorder
@@ -128,61 +132,107 @@ def test_a_trace_holds_what_events_tell(rank, world_size, tmp_path, front, memor
         assert len(record.passes) == STEPS and record.clock_error == record.offset == 0
 
 
+class _Clock:
+    """A rank's clock, on which only what a test says takes time.
+
+    If it `meets`, it goes on to that of the last rank where its rank has waited.
+    """
+
+    def __init__(self, path, rank, world_size, meets):
+        shared = torch.from_file(str(path), shared=True, size=2 * world_size, dtype=torch.int64)
+        self._times, self._waits = shared.view(2, -1)
+        self._rank, self._thread, self._meets = rank, threading.get_ident(), meets
+
+    def __call__(self):
+        if threading.get_ident() != self._thread:  # a work is completed
+            self._meet()
+        return self.sleep(1e-6)
+
+    def sleep(self, seconds):
+        self._times[self._rank] += round(seconds * 1e9)
+        return int(self._times[self._rank])
+
+    def sleep_when_awaited(self, seconds):
+        """Sleeps once another rank waits for the next collective of this one."""
+        until(lambda: bool(self._waits.max() > self._waits[self._rank]))
+        self.sleep(seconds)
+
+    def _meet(self):
+        if self._meets:
+            self._times[self._rank] = self._times.max()
+
+    def patched(self):
+        """Lets timelines go by this clock."""
+        begin, end, patches = TimelineRecorder.begin, TimelineRecorder.end, ExitStack()
+
+        def begun(recorder, span):
+            begin(recorder, span)
+            self._waits[self._rank] += span.kind.name.startswith("AWAIT")
+
+        def ended(recorder, span):
+            if span.kind.name.startswith("AWAIT"):
+                self._meet()
+            end(recorder, span)
+
+        patches.enter_context(mock.patch.multiple(TimelineRecorder, begin=begun, end=ended))
+        for module in (recorder_module, recording_module):
+            patches.enter_context(mock.patch.object(module, "perf_counter_ns", self))
+        return patches
+
+
 @pytest.mark.parametrize("memory", ["0", "1"])
 @ranks(2)
-def test_a_slow_rank_is_named(rank, world_size, memory):
+def test_a_slow_rank_is_named(rank, world_size, tmp_path, memory):
+    clock = _Clock(tmp_path / "clocks", rank, world_size, meets=True)
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY=memory):
         model, step = _trained("composable", travel_together_bytes=0)
         step()
         if rank == 1:
-            model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.06))
-        with timeline(model) as recorded:
+            model.blocks[1].register_forward_pre_hook(lambda *_: clock.sleep_when_awaited(0.06))
+        with clock.patched(), timeline(model) as recorded:
             for _ in range(STEPS):
                 step()
     report = recorded.report()
     named = next(line for line in report.splitlines() if line.startswith("Rank "))
-    assert named.startswith("Rank 1 holds up the others") and "in `blocks.1`" in named
-    waited = float(named.split("each by ")[1].split(" ms")[0])
-    assert waited > 40
+    assert named.startswith("Rank 1 holds up the others, each by 60.") and "in `blocks.1`" in named
     longest = next(line for line in report.splitlines() if line.startswith(("`", "The root")))
     assert "for rank 1, which comes last" in longest
 
 
 class _SlowMessages:
-    """Works that take a while longer on all ranks, as over a slow link."""
+    """Works that take 30 ms longer on all ranks, as over a slow link."""
 
-    def __init__(self, work):
-        self._work, self._until, self._notes = work, time.monotonic() + 0.03, []
+    def __init__(self, work, clock):
+        self._work, self._clock, self._notes = work, clock, []
 
     def wait(self, *limit):
-        time.sleep(max(0.0, self._until - time.monotonic()))
         self._work.wait(*limit)
+        self._clock.sleep(0.03)
 
     def is_completed(self):
         return self._work.is_completed()
 
 
 @ranks(2)
-def test_a_slow_link_is_no_slow_rank(rank, world_size):
-    slow = mock.patch.object(
-        messages.ExchangeCommunicator,
-        "_gather_one",
-        lambda self, full, group: _SlowMessages(messages.gather_at_once(group, self.rank, self.size, full)),
-    )
+def test_a_slow_link_is_no_slow_rank(rank, world_size, tmp_path):
+    clock = _Clock(tmp_path / "clocks", rank, world_size, meets=False)
+
+    def gather(self, full, group):
+        return _SlowMessages(messages.gather_at_once(group, self.rank, self.size, full), clock)
+
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"):
         model, step = _trained("composable", travel_together_bytes=0)
         step()
-        with slow, timeline(model) as recorded:
+        slow = mock.patch.object(messages.ExchangeCommunicator, "_gather_one", gather)
+        with slow, clock.patched(), timeline(model) as recorded:
             for _ in range(STEPS):
                 dist.barrier()
                 step()
     report = recorded.report()
     gathers = [line for line in report.splitlines() if "for its gather" in line]
     assert gathers and not any("comes last" in line for line in gathers)
-    assert any("`blocks.0` waits" in line and "prefetch it" in line for line in gathers)
-    head = report.splitlines()[1]
-    transfers = float(head.split("late ranks, ")[1].split(" ms")[0])
-    assert transfers > 60
+    assert any("`blocks.0` waits 30.0 ms" in line and "prefetch it" in line for line in gathers)
+    assert "(100%): 0.00 ms for late ranks, 150.0 ms" in report.splitlines()[1]
 
 
 @ranks(2)

@@ -236,7 +236,8 @@ def _pass_ns(record: RankRecord) -> float:
     """Returns the average nanoseconds of a pass; of the whole record where there is none."""
     if not record.passes:
         return float(record.end - record.begin)
-    return (max(record.end, record.passes[-1]) - record.passes[0]) / len(record.passes)
+    begin = min([record.passes[0], *(wait.begin for each in record.transfers for wait in each.waits)])
+    return (max(record.end, record.passes[-1]) - begin) / len(record.passes)
 
 
 def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:

@@ -37,9 +37,8 @@ def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
     waited = sum(wait.total for wait in waits) / passes
     late = sum(wait.late for wait in waits) / passes
     hosts = len({record.host for record in ranks})
-    on = "on one host" if hosts == 1 else f"on {hosts} hosts"
-    counted = _plural(found.passes, "pass", "passes")
-    yield f"{_plural(len(ranks), 'rank')} {on}, {counted} of {_ms(found.pass_ns)} ms"
+    on = f"{_plural(len(ranks), 'rank')} on {'one host' if hosts == 1 else f'{hosts} hosts'}"
+    yield f"{on}, {_plural(found.passes, 'pass', 'passes')} of {_ms(found.pass_ns)} ms"
     share = waited / found.pass_ns if found.pass_ns else 0.0
     yield (
         f"The computation waits {_ms(waited)} ms of a pass ({share:.0%}): {_ms(late)} ms for late ranks, "
