@@ -121,7 +121,7 @@ def _factor(large: Departure) -> float | None:
     ours, theirs = (_sketch_of(each, large.ranks) for each in large.before)
     factor = ratio(ours, theirs)
     least = min((theirs - ours).norm(), theirs.norm())
-    return factor if factor and (theirs - factor * ours).norm() <= _CLOSE * least else None
+    return factor if (theirs - factor * ours).norm() <= _CLOSE * least else None
 
 
 def _explain_factor(factor: float, ranks: int) -> tuple[str, str]:

@@ -238,6 +238,8 @@ def test_the_command_draws_departure_against_depth(tmp_path, capsys):
     assert "first departure: step 0, gradient of output of unit (root), by 3.3e-01" in told
     assert "scale: The second has 1.5 times the first" in told
     assert "'blocks.1'  3.3e-01 |#" in told and "'blocks.1'  0.0e+00 | " in told
+    record_plain(tmp_path / "zero", factor=0.0, every=2)
+    assert "has 0 times the first" in compared(tmp_path / "a", tmp_path / "zero").told
     same, run = compared(tmp_path / "a", tmp_path / "a"), Run(files.read(tmp_path / "a"))
     assert same.kind == "equal" and report(same, [run, run])[-1].startswith("equal: ")
 
