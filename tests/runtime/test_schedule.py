@@ -375,3 +375,25 @@ def test_the_root_keeps_its_parameters_unless_asked_otherwise_and_gives_its_unit
     seen = len(events), len(of_backward)
     _run(model, rank)
     assert (len(events), len(of_backward)) == seen and core_events.observers == [], "nobody listens"
+
+
+@ranks(2)
+def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
+    """Once the parameters were asked for, which ends the failed backward."""
+    plain, model = transformers()
+    loss_of(model, tokens(rank, 0)).backward()
+    model.zero_grad()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("in the backward")
+
+    hook = model.module.blocks[1].register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+    failing = loss_of(model, tokens(rank, 0))
+    hook.remove()
+    losses = [loss_of(each, tokens(rank, 1)) for each in (model, plain)]
+    with pytest.raises(KeyError, match="in the backward"):
+        failing.backward()
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    assert_same_grads(model, plain.module)
