@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class FSDPModule(nn.Module):
         """Runs forward, and all hooks, with full parameters."""
         return run_forward(self.__dict__[UNIT_ATTR], super().__call__, args, kwargs, self)
 
-    def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return run_forward(_unit_of(self), call, args, kwargs, self)
 
     def register_forward_method(self, method_name: str) -> None:
@@ -57,7 +57,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: If there is no such method, or it cannot run as a forward.
         """
-        register_forward_method(self, self, method_name, self._run_as_forward)
+        register_forward_method(self, self, method_name, self.__run_as_forward)
 
     # parameters
 
@@ -101,7 +101,7 @@ class FSDPModule(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, and is {reshard_after_forward!r}")
-        for unit in self._units(recurse):
+        for unit in self.__units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -109,14 +109,14 @@ class FSDPModule(nn.Module):
 
         If not, the next forward uses them, unless an optimizer has changed the sharded parameters since.
         """
-        self._set(recurse, reshards_after_backward=reshard_after_backward)
+        self.__set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether the memory of full parameters stays allocated while they are sharded.
 
         The first unshard allocates it. Each later one gathers into the same memory.
         """
-        for handle in self._handles(recurse):
+        for handle in self.__handles(recurse):
             handle.keep_storage(keep)
 
     def set_keep_unsharded_bytes(self, nbytes: int, *, recurse: bool = True) -> None:
@@ -140,14 +140,14 @@ class FSDPModule(nn.Module):
             TypeError: If `nbytes` is no int.
             ValueError: If `nbytes` is negative.
         """
-        set_kept_bytes(self._units(recurse), nbytes)
+        set_kept_bytes(self.__units(recurse), nbytes)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
 
         A backward that needs parameters which were not gathered may crash the process.
         """
-        self._set(False, unshards_in_backward=unshard_in_backward)
+        self.__set(False, unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Makes this unit's forward issue the all-gathers of other units.
@@ -155,7 +155,7 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: If a module is no `FSDPModule`.
         """
-        self._set(False, forward_targets=_units_of(modules))
+        self.__set(False, forward_targets=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Makes this unit's backward issue the all-gathers of these units instead of the expected next one.
@@ -163,17 +163,17 @@ class FSDPModule(nn.Module):
         Raises:
             ValueError: If a module is no `FSDPModule`.
         """
-        self._set(False, backward_targets=_units_of(modules))
+        self.__set(False, backward_targets=_units_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next iteration wait for an event, such as an optimizer's step on another stream."""
-        self._schedule.wait_for(event)
+        self.__schedule.wait_for(event)
 
     # gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether a backward waits for its last reduction, or leaves the wait to the next backward."""
-        self._schedule.ending.set_last(is_last_backward)
+        self.__schedule.ending.set_last(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether `finalize_backward`, instead of each backward, waits for the last reduction.
@@ -184,7 +184,16 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
         """
         require_root(_unit_of(self), "set_manual_backward_finalization()")
-        self._schedule.ending.set_manual(enabled)
+        self.__schedule.ending.set_manual(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the backwards since the last call: issues remaining reductions, reshards, and waits.
@@ -202,7 +211,7 @@ class FSDPModule(nn.Module):
                 part of the ranks only.
         """
         require_root(_unit_of(self), "finalize_backward()")
-        schedule = self._schedule
+        schedule = self.__schedule
         schedule.finalize()
         if async_op:
             return _IssuedReduction(schedule)
@@ -215,7 +224,7 @@ class FSDPModule(nn.Module):
         While gradients accumulate, parameters without a `.grad` get zeros as their gradient. `zero_grad`
         drops the accumulated gradients.
         """
-        self._set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
+        self.__set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether reduced gradients are summed over the replicas, or kept for a later backward.
@@ -232,15 +241,15 @@ class FSDPModule(nn.Module):
         if unit.schedule is not None:
             schedule_of(unit).require_between_backwards("set_requires_all_reduce()")
         if not requires_all_reduce:
-            refuse_steps_between_sums(self._units(recurse))
-        self._set(recurse, sums_over_replicas=requires_all_reduce)
+            refuse_steps_between_sums(self.__units(recurse))
+        self.__set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the divisor of this unit's summed gradients, by default the number of ranks.
 
         It holds for all parameters of the unit, on every mesh.
         """
-        for handle in self._handles(False):
+        for handle in self.__handles(False):
             handle.divide_gradients_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -280,7 +289,7 @@ class FSDPModule(nn.Module):
             TypeError: If `comm` does not have this interface.
             RuntimeError: If `compress` has set codecs for this unit.
         """
-        self._use_comms(all_gather=comm)
+        self.__use_comms(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Makes this unit reduce its gradients by a user's object.
@@ -294,10 +303,10 @@ class FSDPModule(nn.Module):
             TypeError: If `comm` does not have this interface.
             RuntimeError: If `compress` has set codecs for this unit.
         """
-        self._use_comms(reduce_scatter=comm)
+        self.__use_comms(reduce_scatter=comm)
 
-    def _use_comms(self, **comms: Any) -> None:
-        self._schedule.require_idle("setting a custom collective")
+    def __use_comms(self, **comms: Any) -> None:
+        self.__schedule.require_idle("setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
             if unit.handle is not None:
                 use_comms(unit.handle, unit.name, **comms)
@@ -311,7 +320,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or `set_symm_mem_for_comm` allocates the buffers, inside a
                 forward or backward, or while gradients wait for a reduction.
         """
-        self._schedule.require_idle("choosing the memory for communication")
+        self.__schedule.require_idle("choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_by_group(unit, enable)
 
@@ -325,7 +334,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or the process group's allocator allocates the buffers,
                 inside a forward or backward, or while gradients wait for a reduction.
         """
-        self._schedule.require_idle("choosing the memory for communication")
+        self.__schedule.require_idle("choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_symmetric(unit, backend)
 
@@ -335,8 +344,8 @@ class FSDPModule(nn.Module):
         With NCCL, reductions then no longer queue behind gathers. All ranks must pass the same value. On the
         CPU this has no effect, since collectives do not queue there.
         """
-        self._schedule.require_idle("choosing the process group of reductions")
-        for unit in self._units(recurse):
+        self.__schedule.require_idle("choosing the process group of reductions")
+        for unit in self.__units(recurse):
             if unit.handle is not None:
                 unit.handle.communicator.reduce_apart(enable)
                 unit.set(reduces_apart=enable)
@@ -354,7 +363,7 @@ class FSDPModule(nn.Module):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
-        self._set(recurse, most_reducing=max_input_buffers)
+        self.__set(recurse, most_reducing=max_input_buffers)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted without effect: gradients are always reduced by sums, and divided afterwards."""
@@ -366,7 +375,7 @@ class FSDPModule(nn.Module):
 
         In both cases different ranks may use different parameters.
         """
-        self._set(recurse, counts_unused=reduce_scatter_unused_params)
+        self.__set(recurse, counts_unused=reduce_scatter_unused_params)
 
     def reset_iter_state(self) -> None:
         """Drops the state of a failed forward or backward, and gradients that wait for a reduction.
@@ -377,7 +386,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one.
         """
         require_root(_unit_of(self), "reset_iter_state()")
-        self._schedule.reset()
+        self.__schedule.reset()
 
     # conversions, copies, state dicts
 
@@ -388,7 +397,7 @@ class FSDPModule(nn.Module):
             converted(each, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for handle in self._handles(False):
+        for handle in self.__handles(False):
             if handle.state is HandleState.SHARDED:
                 if not unit.parts or _shows_one_kind(handle):  # parts are converted one by one
                     handle.follow_replaced()
@@ -400,7 +409,7 @@ class FSDPModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the text of the module's class, with where state and shards lie, and the kept bytes."""
-        handles = self._handles(False)
+        handles = self.__handles(False)
         staying = sum(handle.kept_nbytes for handle in handles)
         stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles for segment in handle.segments]
@@ -433,20 +442,20 @@ class FSDPModule(nn.Module):
         self.reshard()
         super()._load_from_state_dict(*args, **kwargs)
 
-    # common helpers
+    # common helpers; names that a user's module, whose class this joins, cannot have as well
 
     @property
-    def _schedule(self) -> Schedule:
+    def __schedule(self) -> Schedule:
         return schedule_of(_unit_of(self))
 
-    def _units(self, recurse: bool) -> Iterable[Unit]:
+    def __units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
-    def _handles(self, recurse: bool) -> list[ParamHandle]:
-        return [unit.handle for unit in self._units(recurse) if unit.handle is not None]
+    def __handles(self, recurse: bool) -> list[ParamHandle]:
+        return [unit.handle for unit in self.__units(recurse) if unit.handle is not None]
 
-    def _set(self, recurse: bool, **options: Any) -> None:
-        for unit in self._units(recurse):
+    def __set(self, recurse: bool, **options: Any) -> None:
+        for unit in self.__units(recurse):
             unit.set(**options)
 
 

@@ -259,3 +259,30 @@ def test_parameters_of_compiled_modules_are_refused_and_run_where_they_are_left_
     net[0] = shard(front, first)  # the compiled one computes with the former parameters still
     with pytest.raises(TypeError, match=r"'2\.linear\.weight'.*torch\.jit\.script"):
         shard(front, net)
+
+
+class Named(nn.Linear):
+    """A user's module with attributes of names that the library might have chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self._schedule, self._units, self._handles, self._set = "cosine", 2, list[int](), set[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(self._schedule) * self._units
+
+
+@ranks(2)
+def test_private_attributes_of_a_users_module_stay_its_own(rank, world_size):
+    torch.manual_seed(0)
+    plain = Named()
+    model = fully_shard(copy.deepcopy(plain))
+    model.set_requires_gradient_sync(True)
+    model.set_gradient_divide_factor(world_size)
+    model.set_is_last_backward(True)
+    x = torch.ones(2, 3)
+    assert torch.equal(model(x), plain(x)) and "FSDPNamed" in repr(model)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+    assert (model._schedule, model._units, model._handles, model._set) == ("cosine", 2, [], set())
