@@ -41,8 +41,7 @@ def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    loads: bool = info.handle_model
-    return set_model_state_dict(model, state_dict, options=info) if loads else IncompatibleKeys([], [])
+    return set_model_state_dict(model, state_dict, options=info)
 
 
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
@@ -60,6 +59,7 @@ def adapt_torch_helpers() -> None:
         ("_load_optim_state_dict", _load_optim_state),
     ):
         setattr(theirs, name, _asking_first(own, getattr(theirs, name)))
+    theirs._load_model_state_dict = _as_the_first_rank(theirs._load_model_state_dict)
     distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
     theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
     theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
@@ -70,10 +70,22 @@ def adapt_torch_helpers() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if own is _load_model_state and units_in(model):
-            # Torch takes an empty dict for "the optimizer only", also where the first rank sends its own.
-            args[1].handle_model = is_to_load(args[1].handle_model, args[1])
         return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
+
+    return call
+
+
+def _as_the_first_rank(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the first rank, where it sends its model, decide for all that there is one to load.
+
+    Torch takes the empty dict of another rank for "the optimizer only": it goes on, and the first one hangs.
+    """
+
+    @wraps(load)
+    def call(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        if units_in(model):
+            info.handle_model = is_to_load(info.handle_model, info)
+        return load(model, state_dict, info) if info.handle_model else IncompatibleKeys([], [])
 
     return call
 
@@ -93,9 +105,7 @@ def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(torchs)
     def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return torchs(
-            {key: cut(value, local.get(key)) for key, value in full.items()}, local, *args, **kwargs
-        )
+        return torchs({key: cut(each, local.get(key)) for key, each in full.items()}, local, *args, **kwargs)
 
     return distribute
 

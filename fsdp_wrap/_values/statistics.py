@@ -144,7 +144,7 @@ class Statistics:
         self.sketch = self.sketch + other.sketch
 
     def as_list(self) -> list[Any]:
-        """Returns the numbers, for a file."""
+        """Returns the numbers, for a file: in the order of the fields, which files rely on."""
         return [*vars(self).values()][:-2] + [f"{self.checksum:016x}", self.sketch.tolist()]
 
     @classmethod

@@ -34,10 +34,10 @@ CODE_LINES = {
     "optim": 2142,
     "tools": 4467,
     "tools/tuning": 748,
-    "top level": 2314,
+    "top level": 2312,
     "weights": 795,
-    "core": 16486,
-    "all": 34914,
+    "core": 16484,
+    "all": 34912,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import composable
@@ -29,6 +29,7 @@ from fsdp_wrap import (
     FSDPModule,
     MixedPrecisionPolicy,
     ReplicateModule,
+    checkpoint,
     fully_shard,
     register_fsdp_forward_method,
     replicate,
@@ -243,6 +244,26 @@ def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
     for each in (one, other):
         backward(each.model, batches(9, world_size)[rank])
     assert_same(one.model, other.model)
+
+
+@ranks(2)
+def test_state_dicts_and_safetensors_hold_what_a_plain_model_has(rank, world_size, tmp_path):
+    pytest.importorskip("safetensors")
+    model, plain = made("replicated", 1), net(0)
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor) and value.placements == (Replicate(),), name
+    model.load_state_dict(
+        {
+            name: distribute_tensor(value, param.device_mesh, [Replicate()])
+            for (name, value), param in zip(plain.state_dict().items(), model.parameters())
+        }
+    )
+    assert_same(model, plain)
+    for number, other in enumerate((made("inside", 1), made("replicated", 1))):
+        checkpoint.export_safetensors(model, tmp_path / str(number))
+        checkpoint.import_safetensors(other, tmp_path / str(number))
+        assert_same(other, plain)
+        model = other
 
 
 @ranks(2)

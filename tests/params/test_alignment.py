@@ -101,6 +101,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Linear(5, 4, bias=False)).double()
 
 
+TIGHT = {"rtol": 0.0, "atol": 2e-13}
+
+
 def batch(rank: int) -> torch.Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
@@ -118,7 +121,11 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
         alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
         model = shard(front, copy.deepcopy(plain), shard_alignment=alignment)
         optimizers = tuple(torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
-        together: dict[str, Any] = {"optimizers": optimizers, "clip": partial(clip, max_norm=0.1)}
+        together: dict[str, Any] = {
+            "optimizers": optimizers,
+            "clip": partial(clip, max_norm=0.1),
+            "near": TIGHT,
+        }
         train_beside(model, plain, loss_of, lambda _: [*map(batch, range(world_size))], rank, **together)
         if front == "composable":
             continue

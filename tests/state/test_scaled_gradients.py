@@ -20,7 +20,7 @@ from bed import ranks
 from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
 from fronts import assert_same_grads, assert_same_values, no_sync, shard
-from fsdp_wrap import CPUOffload, ShardingStrategy, set_gradients_in_place
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, set_gradients_in_place
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -256,6 +256,24 @@ def test_a_second_gradient_in_one_backward_is_noticed(rank, world_size, front):
     wrapped(x).square().sum().backward()
     (sum(plain(torch.full_like(x, r + 1.0).requires_grad_()).square().sum() for r in range(2)) / 2).backward()
     assert_same_grads(wrapped, plain, rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_size):
+    def make() -> nn.Module:
+        model = Transformer()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for mixed in (MixedPrecision(), policy):
+        _, wrapped = fronts.twins("orig", make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        _, usual = fronts.twins("orig", make, auto_wrap_policy=WRAPPINGS["block"](), mixed_precision=mixed)
+        set_gradients_in_place(wrapped)
+        for model in (wrapped, usual):
+            loss_of(model, tokens(rank, 0)).backward()
+        found, expected = fronts.full_grads(wrapped), fronts.full_grads(usual)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class _Halves(nn.Module):

@@ -9,12 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from bed import ranks
 from bed.memory import live_bytes
 from fronts import ONE, SIDE, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard, weight_source
+from fsdp_wrap import ShardingStrategy, fully_shard, weight_source
 from fsdp_wrap._state.full_values import FullValue
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -60,11 +62,11 @@ QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 STACK = {"w1": "experts.*"}
 
 
-def trained(front: str) -> tuple[nn.Module, nn.Module]:
+def trained(front: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A sharded model after a step, and a plain one with its values."""
     torch.manual_seed(0)
     plain = Net().double()
-    model = shard(front, copy.deepcopy(plain), POLICY)
+    model = shard(front, copy.deepcopy(plain), POLICY, **options)
     step(model)
     full = {name: value.clone() for name, value in full_state(model).items()}
     plain.load_state_dict(full)
@@ -142,6 +144,23 @@ def test_what_is_joined_may_be_stacked(rank, world_size):
     pairs = [torch.cat([each.gate.weight, each.up.weight]) for each in plain]
     assert [*found] == ["experts.w13.weight", "experts.w13.bias"]
     assert torch.equal(found["experts.w13.weight"], torch.stack(pairs))
+
+
+@ranks(4)
+def test_replicas_and_tensor_parallelism(rank, world_size):
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD):
+        mesh = init_device_mesh("cpu", (2, 2)) if strategy is ShardingStrategy.HYBRID_SHARD else None
+        model, plain = trained("orig", sharding_strategy=strategy, device_mesh=mesh)
+        same(dict(weight_source(model, buffers=False)), dict(plain.named_parameters()))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        parallelize_module(block.attn.q_proj, mesh["tp"], ColwiseParallel())
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    found = dict(weight_source(model, fuse=QKV))
+    parts = [plain.blocks[1].attn.q_proj, plain.blocks[1].attn.k_proj, plain.blocks[1].attn.v_proj]
+    assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
 
 
 @either_front

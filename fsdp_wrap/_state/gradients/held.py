@@ -141,8 +141,9 @@ class HeldGradients:
         """Returns this rank's non-empty parts by the ranks that hold the rest, also none, save `without`."""
         handles = [handle for handle in self._handles if handle not in without]
         found: dict[Over, list[torch.Tensor]] = {(None, None): [], **gradients_by_ranks(handles)}
-        for param in self.replicated:
-            grad, held = _strided(param), found.setdefault(over_of(param), [])  # also where a rank has none
+        # Also where this rank has no part, or no gradient: others may have.
+        for param in (each for each in self.replicated if each.requires_grad or each.grad is not None):
+            grad, held = _strided(param), found.setdefault(over_of(param), [])
             if grad is not None and grad.numel():
                 held.append(grad)
         return found
