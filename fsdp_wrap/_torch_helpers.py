@@ -93,9 +93,7 @@ def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(torchs)
     def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return torchs(
-            {key: cut(value, local.get(key)) for key, value in full.items()}, local, *args, **kwargs
-        )
+        return torchs({key: cut(each, local.get(key)) for key, each in full.items()}, local, *args, **kwargs)
 
     return distribute
 

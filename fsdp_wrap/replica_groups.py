@@ -96,16 +96,9 @@ class _ReplicaState:
     def state_dict(self) -> dict[str, Any]:
         """Returns all state without copies, in the memory of model and optimizer."""
         optim = self._optimizer.state_dict()
-        sharded = [
-            (number, key)
-            for number, entry in optim["state"].items()
-            for key, value in entry.items()
-            if isinstance(value, DTensor)
-        ]
-        state = {
-            number: {key: _own(value) for key, value in entry.items()}
-            for number, entry in optim["state"].items()
-        }
+        entries = optim["state"]
+        sharded = [(n, key) for n in entries for key, own in entries[n].items() if isinstance(own, DTensor)]
+        state = {n: {key: _own(value) for key, value in entry.items()} for n, entry in entries.items()}
         model = {name: _own(tensor) for name, tensor in self._tensors.items()}
         return {"model": model, "optim": {**optim, "state": state}, "sharded": sharded}
 

@@ -100,9 +100,7 @@ def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
     """Answers True if any of `policies` does."""
-    return any(
-        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
-    )
+    return any(each(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for each in policies)
 
 
 # --- policies that are objects, which see the whole tree ----------------------------------------------
@@ -228,9 +226,7 @@ def _class_matches(cls: type, name: str) -> bool:
 
 
 def _suggest(names: list[str], classes: Counter[type]) -> str:
-    counts: Counter[str] = Counter()
-    for cls, count in classes.items():
-        counts[cls.__name__] += count
+    counts = Counter(cls.__name__ for cls in classes.elements())
     close = [found for name in names for found in difflib.get_close_matches(name.split(".")[-1], counts, n=1)]
     hint = f" (did you mean {', '.join(map(repr, dict.fromkeys(close)))}?)" if close else ""
     listing = ", ".join(f"{name} ({counts[name]})" for name in sorted(counts))
