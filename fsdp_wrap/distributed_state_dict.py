@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as torch_get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import (
@@ -73,7 +76,7 @@ def get_model_state_dict(
     """
     if not is_wrapped(model):
         with deaths_told():
-            return torchs.get_model_state_dict(model, submodules=submodules, options=options)
+            return torch_get_model_state_dict(model, submodules=submodules, options=options)
     return model_state(model, _prefixes(model, submodules), options)
 
 
@@ -98,7 +101,7 @@ def get_optimizer_state_dict(
     optimizers = _checked_optimizers(model, optimizers)
     if not is_wrapped(model):
         with deaths_told():
-            return torchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+            return torch_get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     return optim_state(model, optimizers, _prefixes(model, submodules), options)
 
 
@@ -193,7 +196,7 @@ def set_model_state_dict(
     """
     if not is_wrapped(model):
         with deaths_told():
-            return torchs.set_model_state_dict(model, model_state_dict, options=options)
+            return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
     model_state_dict = _as_named_here(model, model_state_dict or {})
     if options.broadcast_from_rank0:
@@ -227,7 +230,7 @@ def set_optimizer_state_dict(
     optimizers = _checked_optimizers(model, optimizers)
     if not is_wrapped(model):
         with deaths_told():
-            torchs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+            torch_set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:

@@ -167,7 +167,8 @@ def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front,
     def made(compiling: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         def by(place: str, module: nn.Module) -> nn.Module:
             fitting = compiling and place == compiled
-            return torch.compile(module, backend="eager") if fitting else module
+            result: Any = torch.compile(module, backend="eager") if fitting else module
+            return result
 
         torch.manual_seed(0)
         block = by("a block", nn.Linear(WIDTH, WIDTH).double())
