@@ -222,7 +222,7 @@ def set_optimizer_state_dict(
         optimizers: One or several optimizers of the model's parameters.
         optim_state_dict: State by names of parameters.
         options: With `broadcast_from_rank0`, or with `full_state_dict` and `cpu_offload`, only the first
-            rank's dict is read.
+            rank's dict is read. With `strict=False`, parameters that the model does not have are left out.
 
     Raises:
         ValueError: If a parameter is in two optimizers, or the state does not fit.
@@ -235,7 +235,7 @@ def set_optimizer_state_dict(
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:
         optim_state_dict = _unflattened(model, optim_state_dict)
-    optim_state_dict = _optim_as_named_here(model, optim_state_dict or {})
+    optim_state_dict = _optim_as_named_here(model, optim_state_dict or {}, options.strict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
     for optimizer in optimizers:
         fitting = load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
@@ -327,15 +327,15 @@ def _as_named_here(model: nn.Module, state_dict: Mapping[Any, Any]) -> dict[str,
     return {here.get(name[:end], name[:end]) + name[end:]: by_name[name] for end, name in cut}
 
 
-def _optim_as_named_here(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state dict by the model's own names; the given one goes by torch's."""
-    own = {_plain(name): name for name in Originals(model).by_name}
-    state = {own.get(name, name): entry for name, entry in given.get("state", {}).items()}
+def _optim_as_named_here(model: nn.Module, given: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Returns an optimizer's state dict by the model's own names; without those of others if not `strict`."""
+    own = {key: name for name in Originals(model).by_name for key in (name, _plain(name))}
     groups = [dict(group) for group in given.get("param_groups", ())]
+    others = set() if strict else {name for group in groups for name in group["params"]} - own.keys()
+    state = {own.get(name, name): each for name, each in given.get("state", {}).items() if name not in others}
     for group in groups:
-        group["params"] = [own.get(name, name) for name in group["params"]]
-    renamed = {**given, "state": state, "param_groups": groups}
-    return {key: renamed[key] for key in given}
+        group["params"] = [own.get(name, name) for name in group["params"] if name not in others]
+    return {key: {**given, "state": state, "param_groups": groups}[key] for key in given}
 
 
 def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:

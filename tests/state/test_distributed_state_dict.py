@@ -221,6 +221,28 @@ def test_states_of_modules_are_taken_by_module(rank, world_size):
 
 
 @ranks(2)
+def test_state_of_parameters_that_only_another_model_has_is_left_out_unless_strict(rank, world_size):
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    model, full = FSDP(copy.deepcopy(plain)), StateDictOptions(full_state_dict=True)
+    other, plain_other = adamw(model), adamw(plain)
+    train_side_by_side(2, model, other, plain, plain_other)
+    saved = ours.get_optimizer_state_dict(model, other, options=full)
+    first = FSDP(copy.deepcopy(plain[:1]))
+    for functions in (ours, theirs):
+        optimizer = adamw(first)
+        with pytest.raises(ValueError, match=r"parameters that the model does not have: 2.weight, 2.bias"):
+            functions.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved))
+        lenient = StateDictOptions(strict=False)
+        functions.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved), options=lenient)
+        found = ours.get_optimizer_state_dict(first, optimizer, options=full)
+        expected: Any = theirs.get_optimizer_state_dict(plain, plain_other)
+        names = [name for name in expected["state"] if name.startswith("0.")]
+        groups = [{**group, "params": names} for group in expected["param_groups"]]
+        states = {name: expected["state"][name] for name in names}
+        assert_same(found, {"state": states, "param_groups": groups})
+
+
+@ranks(2)
 def test_what_does_not_fit(rank, world_size):
     model, _ = wrapped_and_plain(Net, per_block, True)
     optimizer = grouped(model, lambda name: "head" in name)
