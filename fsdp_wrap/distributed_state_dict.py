@@ -30,6 +30,7 @@ from fsdp_wrap._core import (
     joined,
     named,
     params,
+    walk,
 )
 from fsdp_wrap._core.torch_private import IncompatibleKeys, own_method
 from fsdp_wrap._runtime import units_in
@@ -138,9 +139,8 @@ def model_state(
         return {}
     if options.cpu_offload:  # also tensors of no unit
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
-    if options.ignore_frozen_params:
-        for name in _frozen_names(model):
-            state.pop(name, None)
+    frozen = _frozen_names(model) if options.ignore_frozen_params else ()
+    state = {_plain(name): value for name, value in state.items() if name not in frozen}
     return state if prefixes is None else _selected(state, prefixes, options)
 
 
@@ -156,13 +156,12 @@ def optim_state(
         parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
     if not any(parts):
         return {}
-    state = {name: entry for part in parts for name, entry in part["state"].items()}
+    within = ("",) if prefixes is None else tuple(prefixes)
+    entries = ((_plain(name), entry) for part in parts for name, entry in part["state"].items())
+    state = {name: entry for name, entry in entries if name.startswith(within)}
     groups = [group for part in parts for group in part["param_groups"]]
-    if prefixes is not None:
-        within = tuple(prefixes)
-        state = {name: entry for name, entry in state.items() if name.startswith(within)}
-        for group in groups:
-            group["params"] = [name for name in group["params"] if name.startswith(within)]
+    for group in groups:
+        group["params"] = [name for name in map(_plain, group["params"]) if name.startswith(within)]
     whole = {"state": state, "param_groups": groups}
     return _flattened(whole) if options.flatten_optimizer_state_dict else whole
 
@@ -175,10 +174,8 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the results of `get_model_state_dict` and `get_optimizer_state_dict`."""
-    return (
-        get_model_state_dict(model, submodules=submodules, options=options),
-        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
-    )
+    how: dict[str, Any] = {"submodules": submodules, "options": options}
+    return get_model_state_dict(model, **how), get_optimizer_state_dict(model, optimizers, **how)
 
 
 def set_model_state_dict(
@@ -188,7 +185,7 @@ def set_model_state_dict(
 
     Args:
         model: A wrapped module, or a model with wrapped modules in it.
-        model_state_dict: Values by names of the unwrapped module.
+        model_state_dict: Values by names of the unwrapped module, or by modules: `{module: its state dict}`.
         options: With `broadcast_from_rank0` only the first rank's dict is read, and sent tensor by tensor.
 
     Returns:
@@ -201,6 +198,7 @@ def set_model_state_dict(
         with deaths_told():
             return torch_set_model_state_dict(model, model_state_dict, options=options)
     options = _checked(options)
+    model_state_dict = _as_named_here(model, model_state_dict or {})
     if options.broadcast_from_rank0:
         model_state_dict = _from_first_rank(model, model_state_dict)
     elif not model_state_dict:
@@ -224,7 +222,7 @@ def set_optimizer_state_dict(
         optimizers: One or several optimizers of the model's parameters.
         optim_state_dict: State by names of parameters.
         options: With `broadcast_from_rank0`, or with `full_state_dict` and `cpu_offload`, only the first
-            rank's dict is read.
+            rank's dict is read. With `strict=False`, parameters that the model does not have are left out.
 
     Raises:
         ValueError: If a parameter is in two optimizers, or the state does not fit.
@@ -237,6 +235,7 @@ def set_optimizer_state_dict(
     options = _checked(options)
     if optim_state_dict and "state" not in optim_state_dict and "param_groups" not in optim_state_dict:
         optim_state_dict = _unflattened(model, optim_state_dict)
+    optim_state_dict = _optim_as_named_here(model, optim_state_dict or {}, options.strict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
     for optimizer in optimizers:
         fitting = load_optim_state_dict(model, optimizer, optim_state_dict, from_first_rank=first)
@@ -309,7 +308,34 @@ def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None) -> list[
     if submodules is None:
         return None
     wanted = set(submodules)
-    return [f"{clean_fqn(name)}." for name, module in model.named_modules() if module in wanted]
+    return [_plain(f"{clean_fqn(name)}.") for name, module in model.named_modules() if module in wanted]
+
+
+def _plain(name: str) -> str:
+    """Returns a name as it is without `torch.compile`, as in torch's state dicts."""
+    return name.replace("_orig_mod.", "")
+
+
+def _as_named_here(model: nn.Module, state_dict: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns a state dict by the model's own names; the given one goes by torch's, or by modules."""
+    own = [(clean_fqn(f"{name}.").lstrip("."), module) for name, module in walk(model, all_names=True)]
+    here = {_plain(prefix): prefix for prefix, _ in own}
+    by_name = {key: value for key, value in state_dict.items() if not isinstance(key, nn.Module)}
+    for prefix, module in own:
+        by_name |= {_plain(prefix) + name: value for name, value in state_dict.get(module, {}).items()}
+    cut = ((name.rfind(".") + 1, name) for name in by_name)
+    return {here.get(name[:end], name[:end]) + name[end:]: by_name[name] for end, name in cut}
+
+
+def _optim_as_named_here(model: nn.Module, given: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Returns an optimizer's state dict by the model's own names; without those of others if not `strict`."""
+    own = {key: name for name in Originals(model).by_name for key in (name, _plain(name))}
+    groups = [dict(group) for group in given.get("param_groups", ())]
+    others = set() if strict else {name for group in groups for name in group["params"]} - own.keys()
+    state = {own.get(name, name): each for name, each in given.get("state", {}).items() if name not in others}
+    for group in groups:
+        group["params"] = [own.get(name, name) for name in group["params"] if name not in others]
+    return {key: {**given, "state": state, "param_groups": groups}[key] for key in given}
 
 
 def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
@@ -334,20 +360,16 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     return result
 
 
-def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {
-        f"state.{name}.{key}": value
-        for name, entry in state_dict["state"].items()
-        for key, value in entry.items()
-    }
-    for group in state_dict["param_groups"]:
+def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{n}.{key}": each for n, entry in given["state"].items() for key, each in entry.items()}
+    for group in given["param_groups"]:
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{key}": group[key] for key in group if key != "params"})
     return flat
 
 
 def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
-    names = Originals(model).by_name
+    names = {*map(_plain, Originals(model).by_name)}
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         part, _, rest = path.partition(".")

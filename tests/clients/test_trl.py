@@ -7,6 +7,7 @@ head's forward, adapters are off in the forward of the reference, two models run
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -18,24 +19,13 @@ from tiny_models import QUIET, llama, text, tokenizer
 pytestmark = needs("trl", "transformers", "accelerate", "peft", "datasets")
 
 STEPS = 2
-CASES = [  # each trainer by each version, each variant by each version
-    (1, "SFT", "peft"),
-    (1, "DPO", "peft"),
-    (1, "KTO", "checkpointing"),
-    (1, "Reward", "peft and checkpointing"),
-    (1, "GRPO", "plain"),
-    (2, "SFT", "plain"),
-    (2, "SFT", "checkpointing"),
-    (2, "DPO", "plain"),
-    (2, "DPO", "peft"),
-    (2, "DPO", "peft and checkpointing"),
-    (1, "DPO", "precomputed"),
-    (2, "DPO", "precomputed"),
-    (2, "KTO", "peft"),
-    (1, "KTO", "precomputed"),
-    (2, "KTO", "precomputed"),
-    (2, "Reward", "plain"),
-    (2, "GRPO", "peft and checkpointing"),
+CASES = [
+    *itertools.product(
+        (1, 2),
+        ("SFT", "DPO", "KTO", "Reward", "GRPO"),
+        ("plain", "peft", "checkpointing", "peft and checkpointing"),
+    ),
+    *itertools.product((1, 2), ("DPO", "KTO"), ("precomputed",)),
 ]
 
 

@@ -160,6 +160,88 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size):
     assert set(state) == {f"blocks.1.{name}" for name in net.blocks[1].state_dict()}
 
 
+@pytest.mark.parametrize("front", ["orig", "flat"])
+@pytest.mark.parametrize("compiled", ["all", "a block", "a unit"])
+@ranks(2)
+def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front, compiled):
+    def made(compiling: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        def by(place: str, module: nn.Module) -> nn.Module:
+            fitting = compiling and place == compiled
+            result: Any = torch.compile(module, backend="eager") if fitting else module
+            return result
+
+        torch.manual_seed(0)
+        block = by("a block", nn.Linear(WIDTH, WIDTH).double())
+        unit = by("a unit", shard(front, nn.Sequential(block, nn.BatchNorm1d(WIDTH).double())))
+        model = by("all", shard(front, nn.Sequential(unit, nn.Linear(WIDTH, WIDTH).double())))
+        return model, adamw(model)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    batches = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    for functions, flatten in itertools.product((ours, theirs), (False, True)):
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flatten)
+        states = []
+        for first, then in ((True, False), (False, True)):  # which of them are compiled
+            model, optimizer = made(first)
+            for batch in batches[:2]:
+                step(model, optimizer, batch)
+            state, optim = functions.get_state_dict(model, optimizer, options=options)
+            states.append(copy.deepcopy((state, optim)))
+            other, fresh = made(then)
+            functions.set_state_dict(
+                other, fresh, model_state_dict=state, optim_state_dict=optim, options=options
+            )
+            step(model, optimizer, batches[2])
+            step(other, fresh, batches[2])
+            assert_equal(*(functions.get_model_state_dict(each, options=options) for each in (model, other)))
+        (state, optim), expected = states
+        assert list(state)[0] == "0.0.weight"
+        assert_equal(state, expected[0])
+        (assert_equal if flatten else assert_same)(optim, expected[1])
+
+
+@ranks(2)
+def test_states_of_modules_are_taken_by_module(rank, world_size):
+    plain = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh()), nn.Linear(3, 2)).double()
+    options = StateDictOptions(full_state_dict=True)
+    for functions in (ours, theirs):
+        model = FSDP(copy.deepcopy(plain))
+        first, expected = model.module[0], ours.get_model_state_dict(model, options=options)
+        given = changed(plain[0].state_dict())
+        keys = functions.set_model_state_dict(
+            model, {first: given}, options=StateDictOptions(strict=False, full_state_dict=True)
+        )
+        assert keys.missing_keys == ["1.weight", "1.bias"]
+        found = ours.get_model_state_dict(model, options=options)
+        assert_equal(found, expected | {f"0.{name}": value for name, value in given.items()})
+
+
+@ranks(2)
+def test_state_of_parameters_that_only_another_model_has_is_left_out_unless_strict(rank, world_size):
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    model, full = FSDP(copy.deepcopy(plain)), StateDictOptions(full_state_dict=True)
+    other, plain_other = adamw(model), adamw(plain)
+    train_side_by_side(2, model, other, plain, plain_other)
+    saved = ours.get_optimizer_state_dict(model, other, options=full)
+    first = FSDP(copy.deepcopy(plain[:1]))
+    for functions in (ours, theirs):
+        optimizer = adamw(first)
+        with pytest.raises(ValueError, match=r"parameters that the model does not have: 2.weight, 2.bias"):
+            functions.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved))
+        lenient = StateDictOptions(strict=False)
+        functions.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved), options=lenient)
+        found = ours.get_optimizer_state_dict(first, optimizer, options=full)
+        expected: Any = theirs.get_optimizer_state_dict(plain, plain_other)
+        names = [name for name in expected["state"] if name.startswith("0.")]
+        groups = [{**group, "params": names} for group in expected["param_groups"]]
+        states = {name: expected["state"][name] for name in names}
+        assert_same(found, {"state": states, "param_groups": groups})
+
+
 @ranks(2)
 def test_what_does_not_fit(rank, world_size):
     model, _ = wrapped_and_plain(Net, per_block, True)
