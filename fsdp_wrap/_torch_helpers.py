@@ -17,17 +17,19 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
 from fsdp_wrap._runtime import units_in
+from fsdp_wrap._state import refuse_shared
 from fsdp_wrap.distributed_state_dict import (
     is_to_load,
     is_wrapped,
+    load_model_state,
+    load_optim_state,
     model_state,
     optim_state,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 
@@ -40,13 +42,9 @@ def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]
     return optim_state(model, optimizers, prefixes, info) if info.handle_optim else {}
 
 
-def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    return set_model_state_dict(model, state_dict, options=info)
-
-
 def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
     if info.handle_optim:
-        set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+        load_optim_state(model, optimizers, state_dict, info)
 
 
 @cache
@@ -55,14 +53,14 @@ def adapt_torch_helpers() -> None:
     for name, own in (
         ("_get_model_state_dict", _model_state),
         ("_get_optim_state_dict", _optim_state),
-        ("_load_model_state_dict", _load_model_state),
+        ("_load_model_state_dict", load_model_state),
         ("_load_optim_state_dict", _load_optim_state),
     ):
         setattr(theirs, name, _asking_first(own, getattr(theirs, name)))
     theirs._load_model_state_dict = _as_the_first_rank(theirs._load_model_state_dict)
     distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
     theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
-    theirs._verify_options = _with_clean_prefixes(theirs._verify_options)
+    theirs._verify_options = _checking_ours(theirs._verify_options)
     if not PASSES_FOR_DTENSOR:
         torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)
 
@@ -70,7 +68,8 @@ def adapt_torch_helpers() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
+        with deaths_told():
+            return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
 
     return call
 
@@ -110,10 +109,12 @@ def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
     return distribute
 
 
-def _with_clean_prefixes(torchs: Callable[..., Any]) -> Callable[..., Any]:
+def _checking_ours(torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
-    def verify_options(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        info = torchs(model, *args, **kwargs)
+    def verify_options(model: nn.Module, optims: Any, *args: Any, **kwargs: Any) -> Any:
+        if units_in(model):
+            refuse_shared(model, optims)
+        info = torchs(model, optims, *args, **kwargs)
         if info.submodule_prefixes:
             info.submodule_prefixes = {clean_fqn(prefix) for prefix in info.submodule_prefixes}
         return info

@@ -20,7 +20,6 @@ import tp_nets
 from fronts import HYBRID, full, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import api, fully_shard
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WIDTH, VOCABULARY, LENGTH = tp_nets.WIDTH, 13, 4
@@ -124,19 +123,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 
 
 class Side:
-    """A model with its optimizer, and the functions, ours or torch's, that save and load them."""
+    """A model with its optimizer, which torch's functions save and load."""
 
-    def __init__(self, model: nn.Module, functions: Any = our_functions, **options: Any) -> None:
-        self.model, self.functions, self._options = model, functions, options
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model, self._options = model, options
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def state(self, **options: Any) -> dict[str, Any]:
         told = torch_functions.StateDictOptions(**{**self._options, **options})
-        model, optim = self.functions.get_state_dict(self.model, self.optimizer, options=told)
+        model, optim = torch_functions.get_state_dict(self.model, self.optimizer, options=told)
         return {"model": model, "optim": optim}
 
     def take(self, state: dict[str, Any], **options: Any) -> None:
-        self.functions.set_state_dict(
+        torch_functions.set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state["model"],

@@ -58,6 +58,7 @@ from fsdp_wrap._comm.positions import (
     Tree,
     UnitCollective,
     UnitPositions,
+    describe_here,
     positions_of,
 )
 from fsdp_wrap._comm.process_group import Communicator, destroyed

@@ -272,6 +272,18 @@ def positions_of(group: dist.ProcessGroup) -> GroupPositions:
     return job.positions_of(group, world)
 
 
+def describe_here() -> str:
+    """Describes the unit that this process is in, and its latest collectives in each group, newest first."""
+    lines = list[str]()
+    for group in (group for job in [*_jobs.values()] for group in job.groups):
+        entered = group._sheet.read(group._rank, _ENTERED)
+        if entered.number:
+            lines.insert(0, f"in or after {entered}")
+        ranks = list_ranks(group._members)
+        lines += [f"  number {number} of {ranks}: {text}" for number, _, text in reversed(group.history())]
+    return "\n".join(lines) or "in no unit yet"
+
+
 class GroupPositions:
     """The log of collectives of one group's ranks on this host.
 

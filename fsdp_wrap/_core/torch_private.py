@@ -20,6 +20,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_included as include_dispatch
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
+from torch._C._distributed_c10d import _register_handler as answer_debug_page
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import profiler as torch_profiler
@@ -121,6 +122,8 @@ PURPOSES = {
     "torch._C._distributed_c10d.HashStore": "shows counting modes the collectives in shared memory",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal": "makes one",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a group's collectives may take",
+    "torch._C._distributed_c10d._register_handler": "answers torch's debug page",
+    "torch.distributed.debug._frontend": "a page of torch's debug server",
     "torch._C._distributed_c10d._dump_fr_trace_json": "the records of torch's flight recorder",
     "torch._C._distributed_c10d._dump_nccl_trace_json": "the records of NCCL's, where torch has NCCL",
     "torch.distributed._symmetric_memory": "NCCL's symmetric memory, for buffers that travel",
@@ -314,6 +317,13 @@ def replaced_saved_tensor_hooks(push: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._push_saved_tensors_default_hooks = before
+
+
+def debug_page() -> Any:
+    """Returns what pages of torch's debug server are made of. Late, since it needs packages of its own."""
+    from torch.distributed.debug import _frontend
+
+    return _frontend
 
 
 def pipeline_stage() -> Any:

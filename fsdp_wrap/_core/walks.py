@@ -18,11 +18,10 @@ _PREFIXES = (WRAPPED_ATTR + ".", "_checkpoint_wrapped_module.")
 
 def clean_fqn(name: str) -> str:
     """Removes the prefixes that wrappers add to a parameter's or module's name."""
+    name += "."  # it may end with one of them
     for prefix in _PREFIXES:
         name = name.replace(prefix, "")
-        if name == prefix[:-1] or name.endswith("." + prefix[:-1]):
-            name = name[: -len(prefix)]
-    return name
+    return name[:-1]
 
 
 Place = tuple[nn.Module, str]  # and the name under which it shows a parameter

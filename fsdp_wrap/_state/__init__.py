@@ -54,6 +54,7 @@ from fsdp_wrap._state.originals import (
     Originals,
     handles_of,
     owned_places,
+    uncompiled_fqn,
     uncut,
 )
 from fsdp_wrap._state.state_dict import (

@@ -22,7 +22,7 @@ from fsdp_wrap._core.torch_private import ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
-from fsdp_wrap._state.originals import Originals, handles_of, owned_places
+from fsdp_wrap._state.originals import Originals, handles_of, owned_places, uncompiled_fqn
 
 Named = tuple[str, torch.Tensor]
 T = TypeVar("T")
@@ -126,11 +126,9 @@ _Issued = tuple[list[FullValue], list[Callable[[], torch.Tensor]], Pending]
 
 def check_budget(budget: int | None) -> None:
     """Raises unless it is a positive int or None."""
-    if budget is None:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int):
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
         raise TypeError(f"budget must be a number of bytes or None, not {budget!r}")
-    if budget <= 0:
+    if budget is not None and budget <= 0:
         raise ValueError(f"budget must be a positive number of bytes, not {budget}")
 
 
@@ -305,10 +303,9 @@ def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     owned = owned_places(units_in(module).values())
     names: dict[object, list[str]] = {}
     for fqn, place, tensor in named(module, saved_tensors, all_names=True):
-        if place in owned:
-            names.setdefault(owned[place].key, []).append(fqn)
-        elif tensor is not None and not isinstance(tensor, FlatParameter):
-            names.setdefault(id(tensor), []).append(fqn)
+        if place in owned or not isinstance(tensor, FlatParameter | None):
+            key = owned[place].key if place in owned else id(tensor)
+            names.setdefault(key, []).append(uncompiled_fqn(fqn))
     return {first: tuple(others) for first, *others in names.values() if others}
 
 
@@ -391,7 +388,7 @@ def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
 def persistent_buffers(module: nn.Module, units: Iterable[Unit]) -> list[tuple[str, torch.Tensor]]:
     """Returns the buffers of a state dict by name, in their own dtype."""
     with original_buffers(units):
-        return [(fqn, buffer) for fqn, _, buffer in named(module, persistent)]
+        return [(uncompiled_fqn(fqn), buffer) for fqn, _, buffer in named(module, persistent)]
 
 
 # of torch's own kinds

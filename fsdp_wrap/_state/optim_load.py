@@ -24,7 +24,7 @@ from fsdp_wrap._state.optim_params import (
     same_values,
 )
 from fsdp_wrap._state.optim_pieces import State
-from fsdp_wrap._state.originals import Original, Originals
+from fsdp_wrap._state.originals import Original, Originals, uncompiled_fqn
 from fsdp_wrap._state.small_states import SmallStates, bounds_in, is_scale, small_states_of
 
 _NEVER_ELEMENTWISE = frozenset({"step"})
@@ -142,13 +142,16 @@ def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[
             f"an optimizer state dict has the entries 'state' and 'param_groups', and this has {found}: pass "
             "what optim_state_dict() or the optimizer's state_dict() returned"
         )
-    states: dict[str, Any] = state_dict["state"]
+    given: dict[str, Any] = state_dict["state"]
     groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
-    if any(isinstance(name, int) for name in (*_declared(groups), *states)):
+    if any(isinstance(name, int) for name in (*_declared(groups), *given)):
         raise ValueError(
             "the optimizer state dict goes by parameter ids, which do not tell which parameters they mean: "
             "rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...) names them"
         )
+    states = {uncompiled_fqn(name): entry for name, entry in given.items()}
+    if groups is not None:
+        groups = [{**each, "params": [*map(uncompiled_fqn, each["params"])]} for each in groups]
     unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -142,9 +143,7 @@ def iter_full_optim_state(
     settle(units_in(model).values(), "iter_full_optim_state()")
     state = _FullState(model, optim, None, "iter_full_optim_state()")
     wanted = not rank0_only or is_first_rank(model)
-    return state.values(
-        budget=2 * state.unit_nbytes if budget is None else budget, wanted=wanted, to_host=offload_to_cpu
-    )
+    return state.values(budget=budget or 2 * state.unit_nbytes, wanted=wanted, to_host=offload_to_cpu)
 
 
 class _FullState:
@@ -335,9 +334,7 @@ def rekey_optim_state_dict(
     given = optim.param_groups if optim is not None else optim_input
     grouped = given_groups(model, Originals(model), given)
     ordered = [name for group in grouped for name in group.names]
-    renamed: dict[Any, Any] = dict(enumerate(ordered))
-    if not by_name:
-        renamed = {name: position for position, name in renamed.items()}
+    renamed: dict[Any, Any] = dict(zip(count(), ordered) if by_name else zip(ordered, count()))
     missing = [str(key) for key in declared if key not in renamed]
     if missing:
         raise ValueError(

@@ -180,8 +180,10 @@ class Originals:
 
     def __init__(self, module: nn.Module, as_dtensors: bool = False) -> None:
         self._module = module
-        found = _as_shown(module) if as_dtensors else _walk(module)
-        self.by_name = {original.fqn: original for original in found}
+        shown = (uncut(clean_fqn(name), param) for name, param in module.named_parameters())
+        found = shown if as_dtensors else _walk(module)
+        named_plainly = (replace(each, fqn=uncompiled_fqn(each.fqn)) for each in found)
+        self.by_name = {original.fqn: original for original in named_plainly}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
             self._by_source.setdefault(id(original.source), []).append(original)
@@ -230,9 +232,9 @@ class Originals:
         return f"parameter '{fqns[0]}'{others}" if fqns else f"a parameter of shape {tuple(param.shape)}"
 
 
-def _as_shown(module: nn.Module) -> Iterator[Original]:
-    for name, param in module.named_parameters():
-        yield uncut(clean_fqn(name).replace("_orig_mod.", ""), param)
+def uncompiled_fqn(name: str) -> str:
+    """Returns a name as it is without `torch.compile`, as torch's functions for state dicts have it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _walk(module: nn.Module) -> Iterator[Original]:

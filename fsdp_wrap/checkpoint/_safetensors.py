@@ -32,6 +32,7 @@ from fsdp_wrap._state import (
     settled_units,
 )
 from fsdp_wrap.checkpoint._manifest import durable, sync
+from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -239,6 +240,7 @@ def import_safetensors(
     for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}
+    given = by_own_names(module, given)
     sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
     targets.refuse(_other_kinds(targets.tensors, given))
     if (sure or not strict) and targets.load(given, strict=False):

@@ -32,13 +32,7 @@ from fsdp_wrap._state import (
 )
 from fsdp_wrap.checkpoint._storage import packed
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.distributed_state_dict import (
-    StateDictOptions,
-    has_tensors,
-    is_wrapped,
-    pieces_of_model,
-    set_model_state_dict,
-)
+from fsdp_wrap.distributed_state_dict import is_wrapped, load_pieces, pieces_of_model
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -89,19 +83,13 @@ class Subject:
                 optimizer.load_state_dict(state)
                 restore()
 
-        def load_model() -> None:
-            if has_tensors(self.model):
-                set_model_state_dict(self.model, model, options=StateDictOptions(strict=strict))
-            else:
-                self.model.load_state_dict(model, strict=strict)
-
         with ExitStack() as undo:
             for optimizer in optimizers:
                 undo.callback(_kept(optimizer))
             team.together(load_optimizers)
             if any(team.gather(may_refuse(self.model))):  # what modules only copy cannot fail any more
                 undo.callback(_kept_tensors(self.model_state()))
-            team.together(load_model)
+            team.together(lambda: load_pieces(self.model, model, strict))
             undo.pop_all()
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_wrap
-from fsdp_wrap import distributed_state_dict, sharded_grad_scaler, wrap
+from fsdp_wrap import sharded_grad_scaler, wrap
 from fsdp_wrap._comm import HYBRID_STRATEGIES
 from fsdp_wrap._core.torch_private import torch_fully_shard
 from fsdp_wrap.compat._checking import report, warn_of_held
@@ -48,13 +48,6 @@ def _wrapper_names() -> dict[str, Any]:
 
 
 _WRAPPER_NAMES = _wrapper_names()
-
-_STATE_DICT_FUNCTIONS = [
-    (getattr(torch_state_dict, name), getattr(distributed_state_dict, name))
-    for name in distributed_state_dict.__all__
-    if name.endswith("_state_dict")
-]
-"""(torch's, ours) of the functions of `torch.distributed.checkpoint.state_dict`."""
 
 
 def replacements() -> dict[str, tuple[Any, Any]]:
@@ -94,7 +87,7 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
         A context manager that takes the changes of this call back, if used in a `with` statement.
     """
     installation = Installation()
-    pairs = [*replacements().values(), *_STATE_DICT_FUNCTIONS]
+    pairs = [*replacements().values()]
     installation.replace(pairs, kept=_KEPT)
     installation.replace(HELPERS, kept=("fsdp_wrap.",))
     # torch 2.11 does not look for hybrid strategies there.

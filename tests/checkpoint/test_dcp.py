@@ -25,7 +25,6 @@ from composable import shard_blocks
 from fronts import chosen, each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from mesh_nets import Side
 from optim_states import assert_same, by_name
@@ -138,8 +137,8 @@ def train_side(side: Side, rank: int, steps: range) -> None:
 @ranks(3)
 def test_training_goes_on_elsewhere(rank, world_size, giver, way, peer, use_orig_params, tmp_path):
     sides = {
-        "ours": OverFiles(per_block_of(net(), use_orig_params=use_orig_params), our_functions),
-        "theirs": OverFiles(PEERS[peer](), torch_functions),
+        "ours": OverFiles(per_block_of(net(), use_orig_params=use_orig_params)),
+        "theirs": OverFiles(PEERS[peer]()),
     }
     source = sides.pop(giver)
     (target,) = sides.values()
@@ -175,7 +174,7 @@ def test_saving_takes_no_memory_and_sends_no_tensors(rank, world_size, tmp_path)
         optimizer.step()
         rest, look = live_bytes(), Looking()
         with count_collectives(objects=False) as tensors, count_collectives() as all_of_them:
-            state, optim = our_functions.get_state_dict(model, optimizer)
+            state, optim = torch_functions.get_state_dict(model, optimizer)
             writer = dcp.FileSystemWriter(tmp_path, sync_files=False)
             dcp.save({"model": state, "optim": optim}, storage_writer=writer, planner=look)
         assert look.peak - rest < 0.05 * rest

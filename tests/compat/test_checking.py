@@ -36,7 +36,7 @@ OF_FSDP = "torch.distributed.fsdp."
 VERDICTS = {  # by every form of import
     "torch.distributed._composable_state._module_state_mapping": "served",
     "torch.distributed.checkpoint.state_dict.StateDictOptions": "torch's own",
-    "torch.distributed.checkpoint.state_dict.get_state_dict": "served",
+    "torch.distributed.checkpoint.state_dict.get_state_dict": "torch's own",
     f"{OF_FSDP}FullyShardedDataParallel": "served",
     f"{OF_FSDP}FullyShardedDataParallel._wait_unshard_streams_on_current_stream": "not served",
     f"{OF_FSDP}ShardingStrategy": "served",

@@ -199,13 +199,13 @@ def test_half_moments_of_sharded_parameters(rank, world_size, front):
     optimizer = step_in_backward(model, partial(HostAdamW, moments=torch.bfloat16))
     for step in range(2):
         model(batch(rank, step)).square().sum().backward()
-    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     assert {entry["exp_avg"].dtype for entry in state["state"].values()} == {torch.bfloat16}
     plain = torch.optim.AdamW(other.parameters())
     set_optimizer_state_dict(other, plain, copy.deepcopy(state), options=FULL)
-    again = get_optimizer_state_dict(other, plain, options=FULL)
+    again: Any = get_optimizer_state_dict(other, plain, options=FULL)
     set_optimizer_state_dict(model, optimizer, copy.deepcopy(again), options=FULL)
-    last = get_optimizer_state_dict(model, optimizer, options=FULL)
+    last: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
     for name, entry in state["state"].items():
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(last["state"][name][key], entry[key]), (name, key)

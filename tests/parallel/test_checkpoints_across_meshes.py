@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -17,7 +16,6 @@ import mesh_nets
 from bed import run_ranks
 from bed.paths import ROOT
 from fronts import full
-from fsdp_wrap import distributed_state_dict as our_functions
 from mesh_nets import FRONTS, KINDS, PLAIN, Side
 
 Form = tuple[str, str]
@@ -43,8 +41,7 @@ def there(form: Form) -> bool:
 
 
 def side(form: Form, seed: int) -> Side:
-    functions = our_functions if is_ours(form) else torch_functions
-    made = Side(mesh_nets.on_mesh(*form, seed), functions, flatten_optimizer_state_dict=True)
+    made = Side(mesh_nets.on_mesh(*form, seed), flatten_optimizer_state_dict=True)
     mesh_nets.train(made.model, made.optimizer, seed)
     return made
 

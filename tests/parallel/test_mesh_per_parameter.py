@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,7 +32,6 @@ from fsdp_wrap import (
     record_events,
     set_gradients_in_place,
 )
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import assert_same_sides
 from scenario import Scenario, pairwise
@@ -109,9 +107,7 @@ def test_training_equals_a_plain_model(rank, world_size, part):
     check_each(check, pairwise(SPACE, seed=22)[part::4])
 
 
-def side(
-    seed: int, way: Any = fully_shard, classes: Any = api, columns: Any = None, functions: Any = our_functions
-) -> mesh_nets.Side:
+def side(seed: int, way: Any = fully_shard, classes: Any = api, columns: Any = None) -> mesh_nets.Side:
     """A mixture of experts with its optimizer, sharded or plain."""
     model = moe_nets.net(seed)
     if way is not None:
@@ -119,7 +115,7 @@ def side(
         place = moe_nets.placing(moe_nets.info_of(edp, classes), columns, classes)
         moe_nets.distribute(model, ep)
         moe_nets.shard(model, way, mesh=data, shard_placement_fn=place)
-    return mesh_nets.Side(model, functions)
+    return mesh_nets.Side(model)
 
 
 def train(each: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
@@ -144,15 +140,14 @@ def test_clipped_steps_around_a_checkpoint_equal_those_of_a_plain_model(rank, wo
     train(model, plain, range(3))
 
     def check(way: str) -> None:
-        functions = model.functions = torch_functions if way == "torch-dcp" else our_functions
-        taker, beside = side(1, functions=functions), copy.deepcopy(plain, {id(our_functions): our_functions})
+        taker, beside = side(1), copy.deepcopy(plain)
         model.give(taker, way, tmp_path / way)
         assert_same_sides(taker, model)
         train(taker, beside, range(3, 5))
         assert_same_sides(taker, beside, 1e-11)
 
-    check_each(check, ("dcp", "torch-dcp", "folder", "full"))
-    other = side(1, None, functions=torch_functions)
+    check_each(check, ("dcp", "folder", "full"))
+    other = side(1, None)
     other.load("dcp", tmp_path / "dcp")
     assert_same_sides(other, model)
 

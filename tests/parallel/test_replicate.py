@@ -35,7 +35,6 @@ from fsdp_wrap import (
     replicate,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import Side, assert_same_sides
 from nets import Net
@@ -154,7 +153,7 @@ def test_parameters_get_values_after_replicating_and_are_those_that_modules_comp
     shard_blocks(model, replicate)
     assert all(param.is_meta and param.placements == (Replicate(),) for param in model.parameters())
     model.to_empty(device="cpu")
-    our_functions.set_model_state_dict(
+    torch_functions.set_model_state_dict(
         model, plain.state_dict(), options=torch_functions.StateDictOptions(full_state_dict=True)
     )
     twin, linear = DDP(plain), model.blocks[0].up
@@ -226,15 +225,14 @@ def test_units_of_both_kinds_in_one_model(rank, world_size, way):
         ("replicated", "replicated", "full"),
         ("replicated", "sharded", "folder"),
         ("replicated", "root", "dcp"),
-        ("replicated", "theirs", "torch-dcp"),
+        ("replicated", "theirs", "dcp"),
         ("sharded", "replicated", "dcp"),
         ("inside", "replicated", "folder"),
         ("theirs", "replicated", "full"),
     ],
 )
 def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
-    functions = torch_functions if way == "torch-dcp" else our_functions
-    one, other = Side(made(saved, 0), functions), Side(made(loaded, 1), functions)
+    one, other = Side(made(saved, 0)), Side(made(loaded, 1))
     for side in (one, other, one):
         backward(side.model, batches(0, world_size)[rank])
         side.optimizer.step()

@@ -40,7 +40,6 @@ from fsdp_wrap import (
     set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
@@ -317,7 +316,7 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
     )
     for found, expected in (
         (ours.state_dict(), theirs.state_dict()),
-        (our_functions.get_model_state_dict(ours), torch_functions.get_model_state_dict(theirs)),
+        (torch_functions.get_model_state_dict(ours), torch_functions.get_model_state_dict(theirs)),
     ):
         assert list(found) == list(expected)
         for name, value in expected.items():
@@ -332,7 +331,7 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
         tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
     assert_same_gradients(ours, others)
     options = torch_functions.StateDictOptions(full_state_dict=True)
-    whole = our_functions.get_model_state_dict(ours, options=options)
+    whole: Any = torch_functions.get_model_state_dict(ours, options=options)
     for name, value in tp_nets.net(seed=1, hidden=12).state_dict().items():
         assert torch.equal(whole[name], value), name
 

@@ -339,7 +339,7 @@ class Program:
         options = StateDictOptions(full_state_dict=kind == "full")
         state = get_model_state_dict(sharded.model, options=options)
         self.assert_tree(whole(state), plain.model.state_dict(), f"{kind} model state")
-        optim = get_optimizer_state_dict(sharded.model, sharded.optimizer, options=options)
+        optim: Any = get_optimizer_state_dict(sharded.model, sharded.optimizer, options=options)
         expected = by_name(plain.optimizer, plain.model)
         self.assert_tree(whole(optim["state"]), expected["state"], f"{kind} optimizer state")
         self.assert_tree(groups_of(optim), groups_of(expected), f"{kind} optimizer groups")

@@ -117,14 +117,14 @@ class Weights(Way):
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
         found, buffers = self.brought(program, first), dict(first.model.named_buffers())
-        for name, value in get_model_state_dict(first.model, options=FULL).items():
+        full: Any = get_model_state_dict(first.model, options=FULL)
+        for name, value in full.items():
             if name in found:
                 program.assert_close(found[name], value, f"{self.name} '{name}'")
             elif name in buffers:
                 found[name] = value
-        set_model_state_dict(
-            second.model, found, options=StateDictOptions(full_state_dict=True, strict=False)
-        )
+        lenient = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(second.model, dict(found), options=lenient)
         move_full(first, second, model=False)
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ from copies import adamw, in_copies, step, transformer
 from fronts import FRONTS, each_front, full, full_state
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
-from fsdp_wrap import distributed_state_dict as our_functions
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from mesh_nets import Side
 from models import loss_of, tokens
@@ -46,7 +45,7 @@ def side(front: str, kind: str, seed: int) -> Side:
             use_orig_params=front == "orig",
             **over,
         )
-    made = Side(model, our_functions)
+    made = Side(model)
     mesh_nets.train(made.model, made.optimizer, seed)
     return made
 
@@ -102,7 +101,7 @@ def test_what_is_loaded_or_edited_is_computed_with(rank, world_size, front):
         expected = loss_of(plain, tokens(rank, 1))
         torch.testing.assert_close(loss_of(one, tokens(rank, 1)), expected)
 
-    our_functions.set_model_state_dict(
+    torch_functions.set_model_state_dict(
         model, dict(state), options=torch_functions.StateDictOptions(full_state_dict=True)
     )
     assert_computes_with(model, state)
@@ -156,7 +155,7 @@ def test_beside_tensor_parallelism(rank, world_size, front):
         for number in range(2):
             mesh_nets.train(model, optimizer, number)
         models.append(model)
-    whole, one = (Side(model, our_functions, flatten_optimizer_state_dict=True) for model in models)
+    whole, one = (Side(model, flatten_optimizer_state_dict=True) for model in models)
     values = [side.state(full_state_dict=True)["model"] for side in (whole, one)]
     for name, value in values[0].items():
         torch.testing.assert_close(full(values[1][name]), full(value), rtol=0, atol=0, msg=name)
