@@ -62,6 +62,7 @@ from fsdp_wrap._runtime.same_model import SameModel, communicators_of
 from fsdp_wrap._runtime.unit import SHOWN_TO_USERS, ForwardCall, StepState, Unit, refuse_shown, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_NONE_RUNS: Callable[[], object] = weakref.ref(set())  # dead, as the callback of a backward that is over
 
 out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
 """Adds the units' memory to an out-of-memory error."""
@@ -101,7 +102,7 @@ class Schedule(StepState):
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
         self._awaited: dict[Unit, None] = {}
-        self._backward_open = self._gradients_came = False
+        self._backward_open, self._gradients_came, self._end = False, False, _NONE_RUNS
         self._deferred: set[Unit] = set()
         self._trains = False
         self._keeps_graph = False
@@ -367,12 +368,10 @@ class Schedule(StepState):
         self._order_check.begin_forward(checks_order, self.iteration)
         if self._backward_open:
             self._abandon_backward()
-        self._await_event()
+        self._follow_user(self._units)
         if self.kept.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
             budgets = [(unit, unit.options.keep_unsharded_bytes) for unit in self._units]
             self.kept.choose([(each, budget) for unit, budget in budgets for each in unit.segments])
-        if self._offloading is not None:
-            self._offloading.outdate(self._units)
         for unit in self._units:
             handle = unit.handle
             if handle is None:
@@ -402,11 +401,13 @@ class Schedule(StepState):
         if self._trains and added_names:
             refuse_added(self._units)
 
-    def _await_event(self) -> None:
-        """Makes the compute stream wait for the event of `wait_for`, if any."""
+    def _follow_user(self, units: Iterable[Unit]) -> None:
+        """Lets the compute stream wait for the event of `wait_for`, and discards device copies of shards."""
         event, self._event = self._event, None
         if event is not None:
             event.wait()
+        if self._offloading is not None:
+            self._offloading.outdate(units)
 
     def _hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
@@ -434,7 +435,7 @@ class Schedule(StepState):
 
     def _pre_backward(self, call: ForwardCall, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
         """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed."""
-        if not self._backward_open:
+        if self._end() is None:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
         assert handle is not None
@@ -498,7 +499,7 @@ class Schedule(StepState):
 
     def _pre_derivative(self, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
         """Unshards when a double backward reaches a unit; returns a view to watch the gradient, if needed."""
-        if not self._backward_open:
+        if self._end() is None:
             self._open_backward()
         call.unit.arrivals.enter_derivative()
         for each in (tied for tied in call.unit.tied if tied.handle):  # their inputs are not watched
@@ -516,7 +517,7 @@ class Schedule(StepState):
         assert isinstance(self, Schedule)
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
-        if not self._backward_open:
+        if self._end() is None:
             self._open_backward()
             if not leaf.requires_grad:  # frozen since its forward
                 leaf.grad = None
@@ -586,10 +587,14 @@ class Schedule(StepState):
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
+        if self._backward_open:
+            self._abandon_backward()
         if self.joining is not None:
             self.joining.begin_backward(self)
         self.begin_backward()
-        execution_engine.queue_callback(self._end_backward)
+        end = self._end_backward
+        execution_engine.queue_callback(end)
+        self._end = weakref.ref(end)  # autograd alone holds it, as long as this backward runs
 
     def begin_backward(self) -> None:
         """Prepares the units for gradients: of a backward, or of that of other ranks."""
@@ -651,7 +656,7 @@ class Schedule(StepState):
         if waits:
             self._updates.finish(self._units)
         self._awaited = {}
-        self._backward_open = False
+        self._backward_open, self._end = False, _NONE_RUNS
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
@@ -668,8 +673,6 @@ class Schedule(StepState):
         """Shows the sharded parameters again after a backward that raised."""
         if self._backward_open and graph_task() == -1:
             self._abandon_backward()
-            for unit in self._units:
-                unit.reshard(Phase.IDLE)
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
@@ -677,7 +680,7 @@ class Schedule(StepState):
         self._prefetching_later = None
         self.batches.forget()
         self._awaited = {}
-        self._backward_open = False
+        self._backward_open, self._end = False, _NONE_RUNS
         self._updates.abandon(self._units)
         if self._offloading is not None:
             self._offloading.abandon()
@@ -686,6 +689,7 @@ class Schedule(StepState):
             if unit.handle is not None:
                 unit.handle.abandon_backward()
                 unit.handle.free_kept_segments()  # ranks may have reached different units
+                unit.reshard(Phase.IDLE)
 
     # for other ranks
 
@@ -701,9 +705,7 @@ class Schedule(StepState):
         """
         if order is not None:
             self._order.restore(order)
-        self._await_event()
-        if self._offloading is not None:
-            self._offloading.outdate(self._units)
+        self._follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
             if unit.handle is not None and unit.handle.become_sharded() and unit.options.full_in_eval:
@@ -733,9 +735,7 @@ class Schedule(StepState):
                 refuse_unseen(unit, handle)
                 handle.follow_replaced()
                 unit.follow_mode()
-        self._await_event()
-        if self._offloading is not None:
-            self._offloading.outdate([unit])
+        self._follow_user([unit])
         unit.gather(Phase.IDLE)
         unit.hold()
 

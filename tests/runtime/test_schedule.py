@@ -379,21 +379,25 @@ def test_the_root_keeps_its_parameters_unless_asked_otherwise_and_gives_its_unit
 
 @ranks(2)
 def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
-    """Once the parameters were asked for, which ends the failed backward."""
+    """The model learns of the first one's end when it is asked for parameters, or in the next backward."""
     plain, model = transformers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, tokens(rank, 0)).backward()
     model.zero_grad()
 
     def fail(grad: torch.Tensor) -> None:
         raise KeyError("in the backward")
 
-    hook = model.module.blocks[1].register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
-    failing = loss_of(model, tokens(rank, 0))
-    hook.remove()
-    losses = [loss_of(each, tokens(rank, 1)) for each in (model, plain)]
-    with pytest.raises(KeyError, match="in the backward"):
-        failing.backward()
-    model.zero_grad()
-    for loss in losses:
-        loss.backward()
-    assert_same_grads(model, plain.module)
+    for clears in (model, optimizer):
+        block = model.module.blocks[1]
+        hook = block.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+        failing = loss_of(model, tokens(rank, 0))
+        hook.remove()
+        losses = [loss_of(each, tokens(rank, 1)) for each in (model, plain)]
+        with pytest.raises(KeyError, match="in the backward"):
+            failing.backward()
+        clears.zero_grad()
+        plain.zero_grad()
+        for loss in losses:
+            loss.backward()
+        assert_same_grads(model, plain.module)
