@@ -143,9 +143,9 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
 
     `known` is the one to take unless it was destroyed. Raises a RuntimeError if there is none.
     """
-    for group in all_groups():
-        if group is known or (known is None and dist.get_process_group_ranks(group) == list(ranks)):
-            return group  # type: ignore[no-any-return]
+    found = known or _found(ranks)
+    if found is not None and found in all_groups():
+        return found
     raise RuntimeError(
         f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
         "them (any more): pass the group whose ranks have all of it, as full_tensor(group)"
@@ -154,10 +154,12 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
 
 def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """Returns a process group of these global ranks; collective among them where it must be made."""
-    for group in all_groups():
-        if dist.get_process_group_ranks(group) == list(ranks):
-            return group  # type: ignore[no-any-return]
-    return _new_group(ranks, time_limit(dist.group.WORLD, device))
+    return _found(ranks) or _new_group(ranks, time_limit(dist.group.WORLD, device))
+
+
+def _found(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Returns a process group of these global ranks in this order, if there is one."""
+    return next((each for each in all_groups() if dist.get_process_group_ranks(each) == list(ranks)), None)
 
 
 def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -180,11 +182,6 @@ def _new_group(
 ) -> dist.ProcessGroup:
     made: Any = dist.new_group([*ranks], limit, backend, use_local_synchronization=True, group_desc=purpose)
     return made  # type: ignore[no-any-return]
-
-
-def is_destroyed(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group, as a weak reference returns it, is not to be used any more, though it may live on."""
-    return group is None or group not in all_groups()
 
 
 def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:

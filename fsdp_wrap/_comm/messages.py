@@ -270,20 +270,20 @@ class ExchangeCommunicator(GroupCommunicator):
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
-        return [self._gather_one(each, group) for each in full]
-
-    def _gather_one(self, full: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        if full.nbytes < self._least:
-            return gather_at_once(group, self.rank, self.size, full)
-        return exchange_gather(group, self.rank, self._by_rank(as_transport(full)), self._lives)
+        return [
+            gather_at_once(group, self.rank, self.size, each)
+            if each.nbytes < self._least
+            else exchange_gather(group, self.rank, self._by_rank(as_transport(each)), self._lives)
+            for each in full
+        ]
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-        return [self._reduce_one(shard, each, group) for shard, each in zip(shards, full)]
-
-    def _reduce_one(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        if full.nbytes < self._least:
-            return reduce_at_once(group, self.rank, self.size, shard, full)
-        return exchange_reduce(group, self.rank, shard, self._by_rank(full), self._lives)
+        return [
+            reduce_at_once(group, self.rank, self.size, shard, each)
+            if each.nbytes < self._least
+            else exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives)
+            for shard, each in zip(shards, full)
+        ]
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         most = min(self._least, _MOST_GATHERED)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.group_memory import GroupMemory, PooledBuffer
-from fsdp_wrap._comm.groups import Ranks, is_destroyed, twin_of
+from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
 from fsdp_wrap._comm.objects import (
     GATHER,
@@ -31,6 +31,7 @@ from fsdp_wrap._comm.objects import (
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import InFlight, Watch, Works, WorksWithoutLimit
 from fsdp_wrap._core import step_watchers
+from fsdp_wrap._core.torch_private import all_groups
 
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
@@ -250,7 +251,7 @@ class GroupCommunicator(Communicator):
             self._reducing = weakref.ref(twin_of(self.group)) if apart else self._reference
 
     def require_group(self) -> None:
-        if is_destroyed(self._reference()):
+        if self._reference() not in all_groups():  # it may live on, destroyed
             raise destroyed()
 
     @property

@@ -217,13 +217,15 @@ class _SlowMessages:
 def test_a_slow_link_is_no_slow_rank(rank, world_size, tmp_path):
     clock = _Clock(tmp_path / "clocks", rank, world_size, meets=False)
 
-    def gather(self, full, group):
-        return _SlowMessages(messages.gather_at_once(group, self.rank, self.size, full), clock)
+    def gather(*of_tensor):
+        return _SlowMessages(gather_at_once(*of_tensor), clock)
+
+    gather_at_once = messages.gather_at_once
 
     with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"):
         model, step = _trained("composable", travel_together_bytes=0)
         step()
-        slow = mock.patch.object(messages.ExchangeCommunicator, "_gather_one", gather)
+        slow = mock.patch.object(messages, "gather_at_once", gather)
         with slow, clock.patched(), timeline(model) as recorded:
             for _ in range(STEPS):
                 dist.barrier()
