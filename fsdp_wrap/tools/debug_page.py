@@ -21,7 +21,12 @@ _page = debug_page()
 class PositionsHandler(_page.DebugHandler):  # type: ignore[name-defined,misc]
     """The page "FSDP units": for each rank its last unit and latest collectives, the newest first.
 
-    Pass it to `torch.distributed.debug.start_debug_server(handlers=[...])`, alone or beside torch's own.
+    On all ranks, with `jinja2`, `tabulate`, and `aiohttp` or `requests` installed:
+
+        from torch.distributed.debug import start_debug_server
+        from torch.distributed.debug._debug_handlers import default_handlers
+
+        start_debug_server(handlers=[*default_handlers(), PositionsHandler()])
     """
 
     def routes(self) -> list[Any]:

@@ -205,7 +205,8 @@ def public_modules() -> list[ModuleType]:
     found = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
     doors = [each.name for each in found if each.ispkg or each.name.count(".") == 1]
     paths = [path for path in doors if "._" not in path]
-    modules = [importlib.import_module(path) for path in ["fsdp_wrap", *paths]]
+    paths += ["fsdp_wrap", "fsdp_wrap.tools.debug_page"]  # of which the latter needs packages of its own
+    modules = [importlib.import_module(path) for path in paths]
     return [module for module in modules if hasattr(module, "__all__")]
 
 
