@@ -68,6 +68,8 @@ def adapt_torch_helpers() -> None:
 def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not units_in(model):
+            return torchs(model, *args, **kwargs)
         with deaths_told():
             return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
 

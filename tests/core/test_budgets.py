@@ -34,10 +34,10 @@ CODE_LINES = {
     "optim": 2142,
     "tools": 4499,
     "tools/tuning": 748,
-    "top level": 2262,
+    "top level": 2264,
     "weights": 795,
-    "core": 16448,
-    "all": 34894,
+    "core": 16450,
+    "all": 34896,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
