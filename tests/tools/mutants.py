@@ -1,7 +1,7 @@
 """What the tests notice: a seeded set of small faults in the core, and the test that names each.
 
     python tests/tools/mutants.py list
-    python tests/tools/mutants.py run [--tier slow] [--only PART_OF_A_NAME]
+    python tests/tools/mutants.py run [--tier slow] [--left] [--only PART_OF_A_NAME]
 
 `run` judges the commit that is checked out, in clones of it:
 
@@ -251,7 +251,8 @@ def mutants() -> list[Mutant]:
         if place not in chosen and counts[mutant.operator] < -(-NUMBER // len(operators)):
             chosen[place] = mutant
             counts[mutant.operator] += 1
-    return [*chosen.values()]
+    # Marks have numbers that later runs read: the order does not tell what is on record by then.
+    return sorted(chosen.values(), key=lambda one: one.name)
 
 
 def mutated(text: str, several: Iterable[Mutant]) -> str:
@@ -406,22 +407,23 @@ class Record:
 class Run:
     """Mutants against a tier."""
 
-    def __init__(self, tier: str, only: str, scratch: Path) -> None:
+    def __init__(self, tier: str, left: bool, only: str, scratch: Path) -> None:
         self._tier, self._scratch, self._record = tier, scratch, Record()
         self._mutants = mutants()
         self._record.keep_only(self._mutants)
         self._judged = [
             number
             for number, mutant in enumerate(self._mutants)
-            if only in mutant.name and self._is_judged(mutant)
+            if only in mutant.name and self._is_judged(mutant, left)
         ]
         self._clones: SimpleQueue[Clone] = SimpleQueue()
         for number in range(AT_A_TIME):
             self._clones.put(Clone(scratch / f"clone{number}"))
 
-    def _is_judged(self, mutant: Mutant) -> bool:
+    def _is_judged(self, mutant: Mutant, left: bool) -> bool:
         """The slow tier judges what the fast one does not notice."""
-        noticed = self._tier == "slow" and self._record.tier_of(mutant) == "fast"
+        tier = self._record.tier_of(mutant)
+        noticed = tier is not None if left else (self._tier, tier) == ("slow", "fast")
         return not noticed and not self._record.is_set_aside(mutant)
 
     def everything(self) -> None:
@@ -507,6 +509,7 @@ def main() -> None:
     commands.add_parser("list", help="print the mutants")
     run = commands.add_parser("run", help="let them meet the tests")
     run.add_argument("--tier", choices=["fast", "slow"], default="fast")
+    run.add_argument("--left", action="store_true", help="only those that no test noticed so far")
     run.add_argument("--only", default="", help="part of a mutant's name")
     options = parser.parse_args()
     if options.command == "list":
@@ -517,7 +520,7 @@ def main() -> None:
     if subprocess.check_output([*changed, f":!{RECORD}"], cwd=ROOT):
         raise SystemExit("a commit is judged, and something is not committed: commit it first")
     with tempfile.TemporaryDirectory() as scratch:
-        Run(options.tier, options.only, Path(scratch)).everything()
+        Run(options.tier, options.left, options.only, Path(scratch)).everything()
 
 
 if __name__ == "__main__":
