@@ -412,6 +412,7 @@ def test_chunks_that_do_not_tile_a_tensor_are_refused(tmp_path, capsys):
         [((0, 0), (4, 2)), ((0, 1), (4, 2))],
         [((0,), (16,))],
         [((-1, 0), (4, 4))],
+        [((0, 0), (2, 4)), ((3, 0), (2, 4))],
     ):
         broken = copy.deepcopy(genuine)
         broken.state_dict_metadata["model.0.weight"].chunks = [

@@ -350,6 +350,17 @@ def test_files_go_with_their_process(rank, world_size, tmp_path):
     assert os.listdir(folder) == []
 
 
+def test_a_sheet_has_all_its_memory_at_once(tmp_path):
+    """Lack of it must raise where it is taken: a page that comes with a write ends the process."""
+    with mock.patch.object(os, "posix_fallocate", wraps=os.posix_fallocate) as taken:
+        sheet = _positions._Sheet.open(tmp_path / "sheet", 1, 3)
+    spans = [(call.args[1], call.args[1] + call.args[2]) for call in taken.call_args_list]
+    own = sheet.entries(1, 3), sheet.entries(2, 3)
+    assert sheet.words.nbytes == sheet.entries(0, 3)
+    for first, last in ((0, sheet.words.nbytes), own, (sheet.nbytes(3) - 1, sheet.nbytes(3))):
+        assert any(begin <= first and last <= end for begin, end in spans), (first, last, spans)
+
+
 def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
     with mock.patch.object(_positions, "_directory", lambda: folder):
         step(wrapped())

@@ -29,6 +29,7 @@ from fronts import FRONTS, full, full_state
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as ours
+from fsdp_wrap._core.optimizers import probe
 from fsdp_wrap.optim import Muon, on_shards, steps_on_shards, stochastic_rounding
 from fsdp_wrap.optim._stochastic_rounding import draws_of, rounded
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -768,3 +769,14 @@ def test_what_cannot_round_is_refused():
     for optimizer, error, rule in cases:
         with pytest.raises(error, match=rule):
             stochastic_rounding(optimizer, model)
+
+
+def test_a_trial_has_the_gradients_of_its_loss():
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((3, 2), (4,))]
+    slopes, offsets = ([torch.randn_like(param) for param in params] for _ in range(2))
+    loss = probe._loss(params, slopes, offsets)
+    expected = sum((s * p * p / 2 + o * p).sum() for p, s, o in zip(params, slopes, offsets))
+    torch.testing.assert_close(loss, expected.detach(), check_dtype=False)
+    for param, grad in zip(params, torch.autograd.grad(expected, params)):
+        torch.testing.assert_close(param.grad, grad)

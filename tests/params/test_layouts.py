@@ -208,6 +208,13 @@ def test_intervals_tell_what_ranks_hold_in_their_order(kind, size):
     )
 
 
+@pytest.mark.parametrize("kind", ["flat", "slices"])
+def test_one_element_takes_no_more_than_itself(kind):
+    ranks = Ranks(kind, 2, torch.float32, {"one": (1,)})
+    assert [layout.shard_numel for layout in ranks.layouts] == [1, 1]
+    assert [layout.intervals()[0].data.numel() for layout in ranks.layouts] == [1, 0]
+
+
 def test_columns_are_no_intervals():
     layout = Ranks("dtensor", 2, dims=(1, 1, 1, 2, 0, 0)).layouts[0]
     for ask in (layout.intervals, layout.held_by_rank):

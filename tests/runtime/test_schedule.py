@@ -21,6 +21,7 @@ from fronts import FULL, KEPT, assert_same_grads, either_front
 from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import events as core_events
+from fsdp_wrap._runtime.arrivals import Arrivals
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
 from models import WIDTH, WRAPPINGS, Block, Transformer, loss_of, tokens
 
@@ -401,3 +402,24 @@ def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
         for loss in losses:
             loss.backward()
         assert_same_grads(model, plain.module)
+
+
+def test_a_schedule_acts_after_the_first_gradient_a_quarter_and_the_last():
+    leaves = [nn.Parameter(torch.zeros(10)) for _ in range(8)]
+    arrivals, acted = Arrivals(), []
+    hooks = [arrivals.hook(leaf, lambda leaf: acted.append(arrivals.go_on(every=False))) for leaf in leaves]
+    arrivals.expect(leaves)
+    for _ in range(2):
+        arrivals.begin()
+        assert not arrivals.some_came()
+        came = []
+        for hook, leaf in zip(hooks, leaves):
+            hook(leaf)
+            came.append((len(acted), arrivals.quarter_came))
+        assert acted == [False, False, True] and arrivals.some_came()
+        assert came == [(1, False), *[(2, True)] * 6, (3, True)]
+        acted.clear()
+    arrivals.expect_all_but(leaves[0])  # a backward that another graph's gradient opened
+    for hook, leaf in zip(hooks[1:], leaves[1:]):
+        hook(leaf)
+    assert acted[-1] and not arrivals.missing

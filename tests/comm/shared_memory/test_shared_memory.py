@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,8 +37,9 @@ from fsdp_wrap._comm.shared_memory import automatic as _automatic
 from fsdp_wrap._comm.shared_memory import channel as _channel
 from fsdp_wrap._comm.shared_memory import memory as _shared_memory
 from fsdp_wrap._comm.shared_memory.automatic import AutomaticCommunicator
+from fsdp_wrap._comm.shared_memory.channel import Board
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
-from fsdp_wrap._comm.shared_memory.lending import Lent
+from fsdp_wrap._comm.shared_memory.lending import Lending, Lent
 from fsdp_wrap._comm.shared_memory.memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
 from fsdp_wrap._core.events import EventKind, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -455,6 +458,24 @@ def test_pieces_of_memory_are_reused_and_given_back(monkeypatch):
     assert memory.take(5000) == min(pieces)
     with pytest.raises(RuntimeError, match="are left of the memory"):
         memory.take(1 << 60)
+
+
+def test_a_board_tells_which_ranks_have_left():
+    memory = SharedMemory()
+    board = Board(memory, memory.take(Board.nbytes(3)), 3)
+    board.clear()
+    board.leave(1)
+    assert [board.has_left(rank) for rank in range(3)] == [False, True, False]
+    board.leave(2)
+    assert [board.has_left(rank) for rank in range(3)] == [False, True, True]
+    assert board.is_over(0) and not board.is_over(1)
+
+
+def test_memory_is_lent_to_as_many_ranks_as_a_header_has_words():
+    most = HEADER // 8
+    for size, lends, possible in ((most, True, True), (most + 1, True, False), (2, False, False)):
+        channel: Any = SimpleNamespace(lends=lends, size=size, rank=0, memory=None)
+        assert Lending(channel).possible == possible
 
 
 def traces() -> int:
