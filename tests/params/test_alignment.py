@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from bed import ranks
@@ -89,6 +90,15 @@ def test_dtensors_stay_whole_or_are_refused():
             )
 
 
+def test_what_stays_whole_on_a_mesh_of_copies_and_shards_is_whole_everywhere():
+    with fake_ranks(1, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model: Any = fully_shard(nn.Linear(64, 32), mesh=mesh, shard_alignment=1024)
+        assert model.weight.placements == (Replicate(), Shard(0))
+        assert model.bias.placements == (Replicate(),) and model.bias.device_mesh.size() == 4
+        assert model.bias.to_local().shape == model.bias.shape
+
+
 @pytest.mark.parametrize("make", [FSDP, fully_shard])
 def test_other_values_are_refused(make):
     for value, error in (("row", ValueError), (0, ValueError), (True, TypeError), (2.0, TypeError)):
@@ -145,7 +155,7 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
 
 
 class RowScaled(torch.optim.Optimizer):
-    """Keeps a number for each row of what it gets: the largest gradient so far."""
+    """Keeps two numbers for each row of what it gets: the largest gradient so far, and its opposite."""
 
     def __init__(self, params: Any, row: int) -> None:
         super().__init__(params, {"row": row})
@@ -156,8 +166,9 @@ class RowScaled(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     rows = param.grad.view(-1, group["row"])
-                    most = self.state[param].setdefault("most", torch.zeros_like(rows[:, 0]))
-                    torch.maximum(most, rows.abs().amax(1), out=most)
+                    ends = self.state[param].setdefault("ends", torch.zeros_like(rows[:, :2]))
+                    most = torch.maximum(ends[:, 0], rows.abs().amax(1))
+                    ends.copy_(torch.stack([most, -most], dim=1))
                     param.sub_((rows / most.unsqueeze(1)).view_as(param), alpha=0.1)
 
 
@@ -174,15 +185,15 @@ def test_state_by_rows_is_saved_and_cut_where_rows_are_whole(rank, world_size):
         each(batch(rank)).square().mean().backward()
         optimizer.step()
     state = FSDP.optim_state_dict(model, optimizers[1])["state"]["weight"]
-    expected = optimizers[0].state[next(plain.parameters())]["most"]
-    torch.testing.assert_close(state["most"], expected, rtol=0, atol=1e-14)
+    expected = optimizers[0].state[next(plain.parameters())]["ends"]
+    torch.testing.assert_close(state["ends"], expected, rtol=0, atol=1e-14)
     saved = FSDP.sharded_optim_state_dict(model, optimizers[1])
     resumed = RowScaled(model.parameters(), 6)
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
     for param in model.parameters():
         if param.numel():
-            assert torch.equal(resumed.state[param]["most"], optimizers[1].state[param]["most"])
+            assert torch.equal(resumed.state[param]["ends"], optimizers[1].state[param]["ends"])
     cut = model_of()
     torn = RowScaled(cut.parameters(), 1)
-    with pytest.raises(ValueError, match=r"'most' of parameter 'weight' .*shard_alignment='rows'"):
+    with pytest.raises(ValueError, match=r"'ends' of parameter 'weight' .*shard_alignment='rows'"):
         torn.load_state_dict(FSDP.optim_state_dict_to_load(cut, torn, {"state": {"weight": state}}))

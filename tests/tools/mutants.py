@@ -517,7 +517,7 @@ def main() -> None:
             print(f"{mutant.name}  ->  {' '.join(mutant.new.split())[:80]}")
         return
     changed = "git status --porcelain --untracked-files=no -- fsdp_wrap tests".split()
-    if subprocess.check_output([*changed, f":!{RECORD}"], cwd=ROOT):
+    if subprocess.check_output([*changed, f":!{RECORD.relative_to(ROOT)}"], cwd=ROOT):
         raise SystemExit("a commit is judged, and something is not committed: commit it first")
     with tempfile.TemporaryDirectory() as scratch:
         Run(options.tier, options.left, options.only, Path(scratch)).everything()
