@@ -218,6 +218,8 @@ def test_threads_of_one_process_are_told_apart(tmp_path, monkeypatch):
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
     kept = checkpoint.save(tmp_path, layers())
+    model = layers()
+    shared = {"model": model, "optim": [torch.optim.SGD(model.parameters()) for _ in range(2)]}
     given: Any
     save: Any
     for given, error, message in [
@@ -229,6 +231,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path):
         ({"extra": {1: 2}}, TypeError, r"extra must map names to values, and is \{1: 2\}"),
         ({"optim": [3]}, TypeError, "optim must be one or several optimizers, not int"),
         ({"model": 3}, TypeError, "model must be a module, not int"),
+        (shared, ValueError, r"in two optimizers \(SGD and SGD\).*\(rank 0\)"),
     ]:
         for save in (checkpoint.save, checkpoint.async_save):
             with pytest.raises(error, match=message):

@@ -24,12 +24,13 @@ from bed.references import count_collectives
 from forks import run_forks
 from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, record_events
+from fsdp_wrap import Phase, ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
+from params.fake_ranks import fake_ranks
 
 DIFFERS = "^Forward order differs across ranks"
 CHANGED = "Forward order differs from that of the first iteration"
@@ -348,6 +349,24 @@ def test_files_go_with_their_process(rank, world_size, tmp_path):
     links["living"].send("end")
     children["living"].join()
     assert os.listdir(folder) == []
+
+
+def test_a_peer_has_come_if_it_had_before_the_comparison():
+    """What it issues later may be something else, which nobody has compared."""
+    with fake_ranks(0, 2):
+        group = _positions.positions_of(dist.group.WORLD)
+        group._words[1] = 1  # as if it were on this host
+        group._search()
+        group.issue(_positions.Note("gathers a unit"), Phase.FORWARD, 1)
+        own = _positions._row(1) * 2
+        assert not group.reached(1)
+
+        def comes_late(number: int) -> None:
+            group._words[own + 1] = group._words[own]
+
+        with mock.patch.object(group, "compare", comes_late):
+            assert not group.reached(1)
+        assert group.reached(1)
 
 
 def test_a_sheet_has_all_its_memory_at_once(tmp_path):

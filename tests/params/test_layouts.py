@@ -417,6 +417,15 @@ def test_zeroing_is_told_from_nothing(kind):
     assert layout.zeroed_partial()
 
 
+def test_gradients_take_another_dtype_with_their_values():
+    layout = Ranks("dtensor", 2).layouts[0]
+    first, second, *_ = layout.sources
+    first.grad = torch.full_like(first, 3.0)
+    layout.take_gradients_in(torch.float32)
+    assert second.grad is None and {param.grad_dtype for param in layout.sources} == {torch.float32}
+    assert first.grad.dtype == torch.float32 and (to_local(first.grad) == 3).all()
+
+
 def test_data_that_do_not_fit_are_refused():
     flat, (layout, _) = (Ranks(kind, 2).layouts for kind in ("flat", "slices"))
     flat[0].flat_param.data = torch.zeros(3)
