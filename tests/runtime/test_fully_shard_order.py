@@ -546,14 +546,19 @@ def test_unsharded_memory_stays_where_it_is(rank, world_size):
         for layer in (model.first[0], model.second[0], model.head):
             layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))  # noqa: B023
         blockers = []
-        for step in range(4):
+        dtype = torch.float64
+        for step in range(6):
+            if step == 4:  # into memory of another dtype, which stays as well
+                dtype = torch.float32
+                for each, _ in both:
+                    each.to(dtype)
             seen.append([])
             for each, optimizer in both:
                 optimizer.zero_grad()
-                loss(each, inputs(rank, step)).backward()
+                loss(each, inputs(rank, step).to(dtype)).backward()
                 optimizer.step()
-            blockers += [torch.empty(48, dtype=torch.float64) for _ in range(50)]  # takes what is freed
+            blockers += [torch.empty(48, dtype=dtype) for _ in range(50)]  # takes what is freed
             assert all(isinstance(param, DTensor) for param in model.parameters())
-        assert seen[0] == seen[1] == seen[2] == seen[3], precision
+        assert seen[0] == seen[1] == seen[2] == seen[3] and seen[4] == seen[5], precision
         for one, two in zip(model.parameters(), plain.parameters()):
             assert torch.equal(one.full_tensor(), two.full_tensor())

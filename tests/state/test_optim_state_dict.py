@@ -2,11 +2,14 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bed import ranks
 from bed.memory import Peak, settled_bytes
@@ -20,8 +23,9 @@ from fsdp_wrap import (
     ShardingStrategy,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._state import sharded_optim_state_dict
+from fsdp_wrap._state import sharded_optim_state_dict, small_states
 from optim_states import assert_same, by_name, grouped, resume
+from params.fake_ranks import fake_ranks
 from state_nets import (
     FULL,
     SHARDED,
@@ -39,6 +43,24 @@ from state_nets import (
 
 WAYS = [(whole, False), (per_block, True), (by_hand, False)]
 """Of wrapping, with a form of the wrapper."""
+
+
+def test_where_the_blocks_of_a_distributed_tensor_lie():
+    """As one interval of its elements, or not: blocks of low-bit optimizers cannot follow several cuts."""
+    with fake_ranks(3, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        copied, cut, columns = Replicate(), Shard(0), Shard(1)
+        for placements, shape, expected in (
+            ((copied, copied), (7, 5), (0, 35)),
+            ((copied, cut), (3, 5), (20, 35)),
+            ((cut, copied), (3, 5), (20, 35)),
+            ((cut, cut), (1, 5), None),
+            ((columns, copied), (7, 2), None),
+        ):
+            strided = {"shape": torch.Size((7, 5)), "stride": (5, 1)}
+            param = DTensor.from_local(torch.zeros(shape), mesh, placements, run_check=False, **strided)
+            original: Any = SimpleNamespace(source=nn.Parameter(param))
+            assert small_states._bounds(original) == expected, placements
 
 
 def _of(kind: Any, module: nn.Module, **options: Any) -> torch.optim.Optimizer:
