@@ -404,6 +404,25 @@ def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
         assert_same_grads(model, plain.module)
 
 
+class _Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        return self.one(x) + self.other(x) if uses_all else self.one(x)
+
+
+@ranks(1)
+def test_the_end_of_a_backward_without_all_gradients_is_told_once(rank, world_size):
+    model = FSDP(_Towers())
+    for uses_all in (False, True):
+        with record_events() as events:
+            model(torch.ones(2, 4), uses_all).sum().backward()
+        ends = [event.phase for event in events if event.kind is EventKind.POST_BACKWARD]
+        assert ends == [Phase.BACKWARD if uses_all else Phase.FINAL_CALLBACK]
+
+
 def test_a_schedule_acts_after_the_first_gradient_a_quarter_and_the_last():
     leaves = [nn.Parameter(torch.zeros(10)) for _ in range(8)]
     arrivals, acted = Arrivals(), []
