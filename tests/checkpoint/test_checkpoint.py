@@ -27,7 +27,7 @@ from fronts import either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint
 from fsdp_wrap._params import to_local
-from fsdp_wrap.checkpoint import DamagedCheckpoint, _team
+from fsdp_wrap.checkpoint import DamagedCheckpoint, _loading, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
 from fsdp_wrap.checkpoint._state import may_refuse
 from nets import WIDTH
@@ -327,6 +327,25 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
     assert optimizer.param_groups[0]["lr"] == 0.25  # there was none to load
     found, saved = alike.state_dict(), model.state_dict()
     assert_equal(found, {name: saved.get(name, before[name]) for name in found})
+
+
+def test_what_a_model_lacks_is_not_read(tmp_path):
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    optimizer = adamw(whole)
+    whole(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, whole, optimizer)
+    part = nn.Sequential(nn.Linear(4, 4)).double()
+    again = adamw(part)
+    with mock.patch.object(_loading, "read", wraps=_loading.read) as reads:
+        checkpoint.load(tmp_path, part, again, strict=False)
+    asked = [*reads.call_args.args[1]]
+    assert {"model.0.weight", "optim.state.0.weight.exp_avg"} <= {*asked}
+    assert not [key for key in asked if key.startswith(("model.2.", "optim.state.2."))]
+    for name, param in part[0].named_parameters():
+        assert torch.equal(param, whole[0].get_parameter(name))
+        for key, value in optimizer.state[whole[0].get_parameter(name)].items():
+            assert torch.equal(again.state[param][key], value)
 
 
 def test_steps_and_dtypes_that_are_not_there_are_named(tmp_path):

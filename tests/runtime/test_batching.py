@@ -32,6 +32,7 @@ from fsdp_wrap import (
     BackwardPrefetch,
     EventKind,
     MixedPrecision,
+    Phase,
     ShardingStrategy,
     fully_shard,
     record_events,
@@ -158,6 +159,8 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
         assert calls(traffic) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}
         assert shared(events, EventKind.UNSHARD) == [("", *LAYERS), LAYERS[::-1]]
         assert [sorted(units) for units in shared(events, EventKind.REDUCE)] == [["", *LAYERS]]
+        sent = [event.phase for event in events if event.kind is EventKind.REDUCE]
+        assert {*sent} == {Phase.BACKWARD}  # as soon as all have come
         assert_idle(model)
     if front == "orig":
         assert "gathered with '', 'layers.1', 'layers.2' and 3 more" in repr(model.layers[0])
