@@ -404,6 +404,17 @@ def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
         assert_same_grads(model, plain.module)
 
 
+@ranks(2)
+def test_whole_copies_are_summed_by_one_collective(rank, world_size):
+    plain, model = twins(_Towers, sharding_strategy=ShardingStrategy.NO_SHARD, shared_memory=False)
+    ddp, x = DDP(plain), torch.full((2, 4), rank + 1.0)
+    ddp(x, True).sum().backward()
+    with count_collectives() as traffic:
+        model(x, True).sum().backward()
+    assert _calls(traffic) == {"all_reduce": 1}
+    assert_same_grads(model, ddp)
+
+
 class _Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -532,5 +532,9 @@ def test_a_part_that_one_rank_has_none_of_outside_of_units(rank, world_size):
         model[1].weight.grad = grad
         found = fsdp_wrap.clip_grad_norm_(model, 1e9)
         torch.testing.assert_close(found.square(), norm.square() + grad.full_tensor().square().sum())
+        largest = fsdp_wrap.clip_grad_norm_(model, 1e9, norm_type=torch.inf)
+        assert largest == max(
+            grad.full_tensor().max(), *(p.grad.full_tensor().max() for p in model[0].parameters())
+        )
     model[1].weight.grad = torch.ones_like(model[1].weight) if rank == 0 else None
     torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e9).square(), norm.square() + 4)

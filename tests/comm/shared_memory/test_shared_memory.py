@@ -41,6 +41,7 @@ from fsdp_wrap._comm.shared_memory.channel import Board
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.lending import Lending, Lent
 from fsdp_wrap._comm.shared_memory.memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
+from fsdp_wrap._comm.shared_memory.signals import wait_until
 from fsdp_wrap._core.events import EventKind, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -469,6 +470,30 @@ def test_a_board_tells_which_ranks_have_left():
     board.leave(2)
     assert [board.has_left(rank) for rank in range(3)] == [False, True, True]
     assert board.is_over(0) and not board.is_over(1)
+
+
+class PostsWhenAsked:
+    """A process that posts while another one looks whether it has ended."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    @property
+    def ended(self) -> bool:
+        self._words[0] += 1
+        return False
+
+
+def test_a_wait_sees_what_came_before_its_end_and_while_it_slept():
+    memory = SharedMemory()
+    place = memory.take(4096)
+    words = memory.words(place, 1)
+    words[0] = 0
+    life: Any = PostsWhenAsked(words)
+    begun = time.perf_counter() - 1.0  # and has looked for a post since
+    assert not wait_until(words, memory.address(place), 1, life, begun, 0.5)
+    assert wait_until(words, memory.address(place), 1, life, begun, 600.0) and words[0] == 1
+    assert wait_until(words, memory.address(place), 1, life, begun, 0.5)
 
 
 def test_memory_is_lent_to_as_many_ranks_as_a_header_has_words():
