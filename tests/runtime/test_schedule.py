@@ -415,6 +415,19 @@ def test_whole_copies_are_summed_by_one_collective(rank, world_size):
     assert_same_grads(model, ddp)
 
 
+@either_front
+@ranks(1)
+def test_a_gradient_that_opens_the_backward_counts_as_come(rank, world_size, front):
+    """Of a leaf that was read after its module's forward, whose output is in no graph."""
+    linear = nn.Linear(4, 4, bias=False)
+    model: Any = fronts.shard(front, linear, sharding_strategy=KEPT)
+    x = model(torch.ones(2, 4)).detach()
+    with record_events() as events:
+        (x @ linear.weight).sum().backward()
+    kinds = EventKind.POST_BACKWARD, EventKind.REDUCE
+    assert [event.phase for event in events if event.kind in kinds] == [Phase.BACKWARD] * 2
+
+
 class _Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
