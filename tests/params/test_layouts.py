@@ -9,6 +9,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_wrap import fully_shard
 from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
 from fsdp_wrap._params import (
@@ -26,6 +28,7 @@ from fsdp_wrap._params import (
     FlatParameterLayout,
     Layout,
     SliceLayout,
+    segment,
     to_local,
 )
 from params.fake_ranks import fake_ranks
@@ -457,3 +460,23 @@ def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
     assert torch.equal(layout.intervals()[0].data, ranks.originals[0].detach()[:4].reshape(-1) * 2)
     module._parameters["matrix"] = None
     assert not layout.follow_replaced(), "what was removed is refused elsewhere"
+
+
+def test_full_memory_is_free_before_that_of_gradients_is_made():
+    buffers: list[Any] = []
+    held: list[int] = []
+    make, gradients = segment.Segment._make_buffers, segment.Gradients
+
+    def noted(self: Any) -> Any:
+        buffers[:] = make(self)
+        return buffers
+
+    def looking(*args: Any) -> Any:
+        held.append(sum(each.tensor.untyped_storage().nbytes() for each in buffers))
+        return gradients(*args)
+
+    with fake_ranks(0, 2), mock.patch.object(segment.Segment, "_make_buffers", noted):
+        with mock.patch.object(segment, "Gradients", looking):
+            for size in (8, 9):  # cut evenly, and not: then what travels has memory of its own
+                fully_shard(nn.Linear(3, size))
+    assert held == [0, 0] and buffers[0] is not buffers[1]
