@@ -776,7 +776,7 @@ def test_a_trial_has_the_gradients_of_its_loss():
     params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((3, 2), (4,))]
     slopes, offsets = ([torch.randn_like(param) for param in params] for _ in range(2))
     loss = probe._loss(params, slopes, offsets)
-    expected = sum((s * p * p / 2 + o * p).sum() for p, s, o in zip(params, slopes, offsets))
+    expected: Any = sum((s * p * p / 2 + o * p).sum() for p, s, o in zip(params, slopes, offsets))
     torch.testing.assert_close(loss, expected.detach(), check_dtype=False)
     for param, grad in zip(params, torch.autograd.grad(expected, params)):
         torch.testing.assert_close(param.grad, grad)

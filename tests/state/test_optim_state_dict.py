@@ -57,7 +57,7 @@ def test_where_the_blocks_of_a_distributed_tensor_lie():
             ((cut, cut), (1, 5), None),
             ((columns, copied), (7, 2), None),
         ):
-            strided = {"shape": torch.Size((7, 5)), "stride": (5, 1)}
+            strided: Any = {"shape": torch.Size((7, 5)), "stride": (5, 1)}
             param = DTensor.from_local(torch.zeros(shape), mesh, placements, run_check=False, **strided)
             original: Any = SimpleNamespace(source=nn.Parameter(param))
             assert small_states._bounds(original) == expected, placements
