@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
+
+from fsdp_wrap._core import listening
 
 resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
 """Called when memory of a buffer has come or gone."""
@@ -17,14 +19,9 @@ def tell_resized(storage: torch.UntypedStorage) -> None:
         watcher(storage)
 
 
-@contextmanager
-def watching_buffers(watcher: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def watching_buffers(watcher: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
     """Calls `watcher` with every storage whose memory comes or goes while the context is open."""
-    resize_watchers.append(watcher)
-    try:
-        yield
-    finally:
-        resize_watchers.remove(watcher)
+    return listening(resize_watchers, watcher)
 
 
 class Buffer:

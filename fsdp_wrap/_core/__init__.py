@@ -56,6 +56,7 @@ from fsdp_wrap._core.events import (
     Phase,
     ValueSeam,
     ValueWatcher,
+    listening,
     observe_events,
     observers,
     record_events,
@@ -126,7 +127,7 @@ from fsdp_wrap._core.precision import (
     is_castable,
     segment_dtypes,
 )
-from fsdp_wrap._core.pytree import iter_tensors, map_tensors
+from fsdp_wrap._core.pytree import Replaced, iter_tensors, map_tensors, put_back
 from fsdp_wrap._core.spans import (
     NO_SPAN,
     Computing,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class EventKind(Enum):
@@ -76,13 +78,18 @@ observers: list[Callable[[Event], None]] = []
 
 
 @contextmanager
-def observe_events(observer: Callable[[Event], None]) -> Iterator[None]:
-    """Calls `observer` with every event while the context is open."""
-    observers.append(observer)
+def listening(listeners: list[T], listener: T) -> Iterator[None]:
+    """Keeps a listener in a list of active ones while the context is open."""
+    listeners.append(listener)
     try:
         yield
     finally:
-        observers.remove(observer)
+        listeners.remove(listener)
+
+
+def observe_events(observer: Callable[[Event], None]) -> AbstractContextManager[None]:
+    """Calls `observer` with every event while the context is open."""
+    return listening(observers, observer)
 
 
 @contextmanager

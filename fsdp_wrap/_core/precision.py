@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_wrap._core.api import MixedPrecision, MixedPrecisionPolicy
 from fsdp_wrap._core.formatting import format_dtype
-from fsdp_wrap._core.pytree import iter_tensors, map_tensors
+from fsdp_wrap._core.pytree import Replaced, iter_tensors, map_tensors
 
 _REDUCED_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 """Whether torch's own `fully_shard`, from 2.15 on, follows `grad_dtype` where no reduce dtype is given."""
@@ -24,9 +24,9 @@ def is_castable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype, replaced: Replaced | None = None) -> Any:
     """Returns `value` with every floating-point tensor in it cast to `dtype`, differentiably."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, value)
+    return map_tensors(lambda each: each.to(dtype) if is_castable(each.dtype) else each, value, replaced)
 
 
 def floating_dtype(value: Any) -> torch.dtype | None:

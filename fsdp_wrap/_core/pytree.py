@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,11 +25,17 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from iter_tensors(child)
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+Replaced = list[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of a tensor that was written into a container and the one that was there before."""
+
+
+def map_tensors(
+    fn: Callable[[torch.Tensor], torch.Tensor], value: Any, replaced: Replaced | None = None
+) -> Any:
     """Returns `value` with every tensor replaced by `fn(tensor)`.
 
     A container in which nothing changed is returned as it is, so that the identity of user objects
-    survives wherever it can.
+    survives wherever it can. With `replaced`, lists, mappings and dataclasses are written to.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -37,10 +44,21 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     plain = type(value) is tuple
     old, new = value if plain else _children(value), []
     for child in old:  # not in a comprehension, which takes a frame of its own
-        new.append(fn(child) if isinstance(child, torch.Tensor) else map_tensors(fn, child))
+        new.append(fn(child) if isinstance(child, torch.Tensor) else map_tensors(fn, child, replaced))
     if all(map(operator.is_, old, new)):
         return value
-    return tuple(new) if plain else _rebuild(value, new)
+    result = tuple(new) if plain else _rebuild(value, new, in_place=replaced is not None)
+    if replaced is not None and result is value:
+        replaced.extend(zip(iter_tensors(new), iter_tensors(old)))
+    return result
+
+
+def put_back(replaced: Replaced, value: Any) -> None:
+    """Puts the tensors of before back into the containers of `value`; what else has come into them stays."""
+    originals: dict[int, torch.Tensor] = {}
+    for new, old in replaced:
+        originals[id(new)] = originals.get(id(old), old)
+    map_tensors(lambda tensor: originals.get(id(tensor), tensor), value, [])
 
 
 def _children(value: Any) -> list[Any]:
@@ -55,25 +73,22 @@ def _children(value: Any) -> list[Any]:
     return []
 
 
-def _rebuild(value: Any, children: list[Any]) -> Any:
+def _rebuild(value: Any, children: list[Any], in_place: bool) -> Any:
+    write: Callable[[Any, Any, Any], None] = operator.setitem
+    keys: Any = range(len(children))
     if isinstance(value, tuple):
         make: Any = getattr(type(value), "_make", type(value))  # named tuples take no iterable
         return make(children)
-    if isinstance(value, list):
-        return type(value)(children)
     if isinstance(value, Mapping):
-        return _rebuild_mapping(value, children)
-    if dataclasses.is_dataclass(value):
-        duplicate = copy.copy(value)
-        for field, child in zip(dataclasses.fields(value), children):
-            object.__setattr__(duplicate, field.name, child)  # also for frozen dataclasses
-        return duplicate
-    node = pytree.SUPPORTED_NODES[type(value)]
-    return node.unflatten_fn(children, node.flatten_fn(value)[1])
-
-
-def _rebuild_mapping(value: Mapping[Any, Any], children: list[Any]) -> Any:
-    duplicate: Any = copy.copy(value)  # keeps subclasses and their attributes, such as a default factory
-    for key, child in zip(value, children):
-        duplicate[key] = child
-    return duplicate
+        keys = [*value]
+    elif dataclasses.is_dataclass(value):
+        keys = [field.name for field in dataclasses.fields(value)]
+        write = object.__setattr__  # also for frozen dataclasses
+    elif not isinstance(value, (list, deque)):
+        node = pytree.SUPPORTED_NODES[type(value)]
+        return node.unflatten_fn(children, node.flatten_fn(value)[1])
+    # A copy keeps subclasses and their attributes, such as a default factory.
+    target = value if in_place else copy.copy(value)
+    for key, child in zip(keys, children):
+        write(target, key, child)
+    return target

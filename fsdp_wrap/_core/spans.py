@@ -6,8 +6,8 @@ span is `NO_SPAN`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from threading import get_ident
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_wrap._core.events import Phase
+from fsdp_wrap._core.events import Phase, listening
 from fsdp_wrap._core.torch_private import torch_profiler
 
 
@@ -149,14 +149,9 @@ def span(
     return Span(kind, unit, phase, owners, nbytes, together, beside) if step_watchers else NO_SPAN
 
 
-@contextmanager
-def watching_steps(watcher: StepWatcher) -> Iterator[None]:
+def watching_steps(watcher: StepWatcher) -> AbstractContextManager[None]:
     """Reports every step of this process to `watcher` while the context is open."""
-    step_watchers.append(watcher)
-    try:
-        yield
-    finally:
-        step_watchers.remove(watcher)
+    return listening(step_watchers, watcher)
 
 
 class _Range(NamedTuple):

@@ -18,11 +18,13 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from fsdp_wrap._core import (
+    Replaced,
     ValueSeam,
     cast_floating,
     floating_dtype,
     iter_tensors,
     map_tensors,
+    put_back,
     tell_values,
     value_watchers,
 )
@@ -53,24 +55,25 @@ def run_forward(
             unit.buffers.release()
     own, returned = unit.schedule or schedule_of(unit), None
     assert isinstance(own, Schedule)
-    if unit.casts or own.device.type != "cpu":
-        returned, args, kwargs = _prepared(unit, own, args, kwargs)
-    if unit.tied_to is not None:
-        refuse_alone(unit)
-        output = compute(*args, **kwargs)
-        return output if returned is None else cast_floating(output, returned)
-    if current_transform() is not None:
-        output = _run_transformed([*unit.companions, unit], part, lambda: compute(*args, **kwargs))
-        return output if returned is None else cast_floating(output, returned)
+    replaced: Replaced = []
     calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
+        if unit.casts or own.device.type != "cpu":
+            returned, args, kwargs = _prepared(unit, own, args, kwargs, replaced)
+        if unit.tied_to is not None:
+            refuse_alone(unit)
+            output = compute(*args, **kwargs)
+            return output if returned is None else cast_floating(output, returned)
+        if current_transform() is not None:
+            output = _run_transformed([*unit.companions, unit], part, lambda: compute(*args, **kwargs))
+            return output if returned is None else cast_floating(output, returned)
         for each in (*unit.companions, unit):
             schedule = each.schedule or schedule_of(each)
             assert isinstance(schedule, Schedule)
             call = schedule.pre_forward(each, part)
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))
-            args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs)
+            args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs, replaced)
         if value_watchers:
             tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
             for watcher in tuple(value_watchers):
@@ -94,29 +97,30 @@ def run_forward(
     finally:
         for schedule, call, _ in calls:
             schedule.exit_forward(call)
+        if replaced:
+            put_back(replaced, (args, kwargs))
 
 
 def _prepared(
-    unit: Unit, schedule: Schedule, args: Any, kwargs: Any
+    unit: Unit, schedule: Schedule, args: Any, kwargs: Any, replaced: Replaced | None = None
 ) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
     """Returns the dtype to cast outputs to, or None, and the inputs, moved and cast."""
     device = schedule.device
     if schedule.depth == 0 and device.type != "cpu":  # inputs may be on another device
-        args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs))
+        args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs), replaced)
     casts = unit.options.casts
     if unit.options.full_in_eval and unit.leaves_mixed_precision:
         return None, args, kwargs
     returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
     computed = casts.root if unit is schedule.root else casts.nested
     if computed is not None:
-        args, kwargs = cast_floating(args, computed), cast_floating(kwargs, computed)
+        args, kwargs = cast_floating((args, kwargs), computed, replaced)
     return returned, args, kwargs
 
 
 def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the inputs, moved and cast as for a forward of the unit."""
-    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs)
-    return args, kwargs
+    return _prepared(unit, schedule_of(unit), args, kwargs)[1:]
 
 
 def _shown_in_full(unit: Unit) -> bool:

@@ -27,6 +27,7 @@ from fsdp_wrap._core import (
     Computing,
     NotIdleError,
     Phase,
+    Replaced,
     Seam,
     ValueSeam,
     added_names,
@@ -190,7 +191,9 @@ class Schedule(StepState):
             tell_values(unit, ValueSeam.PARAMETERS)
         return ForwardCall(unit, part)
 
-    def watch_inputs(self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def watch_inputs(
+        self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any, replaced: Replaced
+    ) -> tuple[Any, Any]:
         """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
 
         Args:
@@ -198,6 +201,7 @@ class Schedule(StepState):
             nodes: List to which the views' nodes are added.
             args: Positional inputs.
             kwargs: Keyword inputs.
+            replaced: List to which the replaced tensors in containers are added.
 
         Returns:
             The inputs to compute with.
@@ -216,7 +220,7 @@ class Schedule(StepState):
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
-        args, kwargs = map_tensors(watch, args), kwargs and map_tensors(watch, kwargs)
+        args, kwargs = map_tensors(watch, args, replaced), kwargs and map_tensors(watch, kwargs, replaced)
         call.watched = len(nodes)
         return args, kwargs
 

@@ -81,7 +81,7 @@ class PlainSeams:
             for seam in (files.SHARD, files.PARAMETER):
                 self._add_params(seam, unit)
         self._add(files.INPUT, unit, args)
-        watched: tuple[Any, ...] = map_tensors(partial(self._watched, unit), args)
+        watched: tuple[Any, ...] = map_tensors(partial(self._watched, unit), args, [])
         return watched
 
     def _watched(self, unit: str, tensor: torch.Tensor) -> torch.Tensor:

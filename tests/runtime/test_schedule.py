@@ -1,7 +1,7 @@
 """Which unit runs when: order of events, prefetch, checkpointing, counts of collectives, failures."""
 
 import dataclasses
-from collections import namedtuple
+from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -244,6 +244,61 @@ def test_structured_inputs_and_outputs(rank, world_size):
     found = _unpacked(cast(_packed(torch.ones(2, 8)), scale=0.25))
     assert found.dtype is torch.bfloat16
     found.sum().backward()
+
+
+class _Noting(nn.Module):
+    """Writes to containers of its inputs, as layers do that keep a state or add up losses; may raise then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.raises = nn.Linear(8, 8), False
+
+    def forward(self, x, state, pair, *, notes):
+        y = self.linear(x).tanh()
+        notes.append(y.mean())
+        state["sum"], state["n"] = state["sum"] * state.pop("factor") + y, state["n"] + 1
+        pair.hidden = [*pair.hidden, y]
+        if self.raises:
+            raise KeyError("after writing")
+        return y
+
+
+class _Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Noting() for _ in range(3))
+
+    def forward(self, x):
+        state, pair, notes, start = {"sum": x, "n": 0, "first": x}, _Pair([x], "text"), deque([x.sum()]), x
+        for layer in self.layers:
+            state["factor"] = torch.ones(8, dtype=x.dtype) / 2
+            x = layer(x, state, pair, notes=notes)
+        assert state["first"] is start and pair.hidden[0] is start and [*state] == ["sum", "n", "first"]
+        assert (state["n"], len(pair.hidden), len(notes)) == (3, 4, 4)
+        return x.sum() + (state["sum"] * sum(pair.hidden)).sum() + sum(notes)
+
+
+@either_front
+@ranks(2)
+def test_what_a_forward_writes_to_containers_of_its_inputs(rank, world_size, front):
+    """The caller has it, and else its own tensors, uncast; also after an error."""
+    policy = ModuleWrapPolicy({_Noting})
+    plain, model = fronts.twins(front, _Notes, torch.float64, auto_wrap_policy=policy)
+    replicated = DDP(plain)
+    for step in range(2):
+        x = torch.full((2, 8), 0.1 * (rank + step), dtype=torch.float64, requires_grad=True)
+        losses = [each(x) for each in (replicated, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert_close_grads(model, plain)
+    half = fronts.shard(front, _Noting(), mixed_precision=MixedPrecision(torch.bfloat16))
+    x, fronts.inner(half).raises = torch.ones(2, 8, requires_grad=True), True
+    state = {"sum": x, "n": 0, "factor": 1.0}
+    with pytest.raises(KeyError, match="after writing"):
+        half(x, state, pair := _Pair([x, (x, 3)], "text"), notes=(notes := []))
+    assert state["sum"].dtype is torch.bfloat16 and state["n"] == 1 and len(notes) == 1
+    assert pair.hidden[0] is x and pair.hidden[1][0] is x and len(pair.hidden) == 3
 
 
 def _trains_in_part():
