@@ -294,9 +294,9 @@ def test_what_a_forward_writes_to_containers_of_its_inputs(rank, world_size, fro
     assert_close_grads(model, plain)
     half = fronts.shard(front, _Noting(), mixed_precision=MixedPrecision(torch.bfloat16))
     x, fronts.inner(half).raises = torch.ones(2, 8, requires_grad=True), True
-    state = {"sum": x, "n": 0, "factor": 1.0}
+    state, notes = {"sum": x, "n": 0, "factor": 1.0}, list[torch.Tensor]()
     with pytest.raises(KeyError, match="after writing"):
-        half(x, state, pair := _Pair([x, (x, 3)], "text"), notes=(notes := []))
+        half(x, state, pair := _Pair([x, (x, 3)], "text"), notes=notes)
     assert state["sum"].dtype is torch.bfloat16 and state["n"] == 1 and len(notes) == 1
     assert pair.hidden[0] is x and pair.hidden[1][0] is x and len(pair.hidden) == 3
 
