@@ -244,6 +244,29 @@ def test_the_command_draws_departure_against_depth(tmp_path, capsys):
     assert same.kind == "equal" and report(same, [run, run])[-1].startswith("equal: ")
 
 
+class Adding(nn.Module):
+    """Layers that add to a list from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(2))
+        for layer in self.layers:
+            layer.forward = lambda x, added, of=layer: added.append(nn.functional.bilinear(x, x, of.weight))
+
+    def forward(self, x):
+        added = [x]
+        for layer in self.layers:
+            layer(added[-1], added)
+        return torch.stack(added)
+
+
+def test_a_plain_module_computes_while_recorded_as_it_does_else(tmp_path):
+    net, x = Adding(), torch.ones(2, WIDTH, requires_grad=True)
+    with record_values(net, tmp_path / "a", 1, units=["layers.0", "layers.1"]):
+        recorded = net(x)
+    assert torch.equal(recorded, net(x)) and len(recorded) == 3
+
+
 def test_wrong_uses_are_refused(tmp_path):
     net = Net()
     with pytest.raises(ValueError, match="every=0 must be a positive number"):
