@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -42,6 +41,7 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import (
     FirstRank,
     Originals,
+    full_optim_state_dict,
     is_first_rank,
     is_sharded,
     load_optim_state_dict,
@@ -120,8 +120,14 @@ def optim_state(
     options: StateDictOptions,
 ) -> dict[str, Any]:
     """Returns `get_optimizer_state_dict` of a wrapped model, for names with one of the prefixes."""
-    with _kind(model, options):
-        parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
+    if options.full_state_dict:
+        # Torch's functions also give an optimizer that was never stepped something to load into.
+        wanted = is_first_rank(model) or not (options.cpu_offload or options.broadcast_from_rank0)
+        how: dict[str, Any] = {"to_host": options.cpu_offload, "wanted": wanted, "initial": True}
+        parts = [full_optim_state_dict(model, optimizer, None, **how) for optimizer in optimizers]
+    else:
+        with _kind(model, options):
+            parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
     if not any(parts):
         return {}
     within = ("",) if prefixes is None else tuple(prefixes)
@@ -184,8 +190,7 @@ def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False)
         configs = ShardedStateDictConfig(offload), ShardedOptimStateDictConfig(offload)
         return StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
     of_model = FullStateDictConfig(offload, rank0_only=offload and not everywhere)
-    of_optim = FullOptimStateDictConfig(offload, rank0_only=offload or options.broadcast_from_rank0)
-    return StateDictMethods.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_model, of_optim)
+    return StateDictMethods.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_model)
 
 
 def _frozen_names(model: nn.Module) -> set[str]:

@@ -67,9 +67,8 @@ def sharded_optim_state_dict(
         `state` by name, with `IntervalTensor`s, and `param_groups`.
     """
     names = originals_of(model, optim, "optim_state_dict()", as_dtensors)
-    local = _local_state(names, optim, state_dict, initial=not as_dtensors)
-    if not all_names and local.error is not None:
-        raise local.error
+    read = _local_state if all_names else _read_local_state
+    local = read(names, optim, state_dict, not as_dtensors)
     if not all_names:
         return local.state_dict(local.pieces)
     pieces = with_empty_pieces(names, local.pieces, local.error)
@@ -86,6 +85,7 @@ def full_optim_state_dict(
     to_host: bool,
     wanted: bool = True,
     by_rows: bool = False,
+    initial: bool = False,
 ) -> dict[str, Any]:
     """Gathers the optimizer state, one value after the other; collective.
 
@@ -96,11 +96,12 @@ def full_optim_state_dict(
         to_host: Copy to host memory.
         wanted: Whether this rank gets the result; otherwise it gets an empty dict.
         by_rows: Whether each rank keeps its rows, as `DTensor`s, also of state that would begin.
+        initial: Whether an optimizer that was never stepped gets the state it would begin with.
 
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
     """
-    state = _FullState(model, optim, state_dict, "optim_state_dict()", initial=by_rows)
+    state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
     on_host = to_host and not by_rows
     for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=on_host):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
 from bed.scripts import python
-from fronts import each_front, full_state, shard
+from fronts import each_form, each_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard, iter_full_params
 from fsdp_wrap import distributed_state_dict as ours
@@ -69,6 +69,30 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(full_state(model), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_a_full_state_read_into_that_of_an_optimizer_that_was_never_stepped(
+    rank, world_size, use_orig_params
+):
+    """As DCP reads: into what it is given, and nothing else."""
+    model, plain = wrapped_and_plain(Buffered, per_block, use_orig_params)
+    optimizer, reference, fresh = adamw(model), adamw(plain), adamw(model)
+    model.eval(), plain.eval()
+    train_side_by_side(2, model, optimizer, plain, reference)
+    optimizer.zero_grad()
+    options = StateDictOptions(full_state_dict=True)
+    saved = theirs.get_optimizer_state_dict(model, optimizer, options=options)
+    begun = theirs.get_optimizer_state_dict(model, fresh, options=options)
+    assert fresh.state == {} and begun["state"].keys() == saved["state"].keys()
+    for name, entry in begun["state"].items():
+        assert entry["step"] == 0 and not entry["exp_avg"].any()
+        for key, value in entry.items():
+            value.copy_(saved["state"][name][key])
+    theirs.set_optimizer_state_dict(model, fresh, begun, options=options)
+    train_side_by_side(2, model, fresh, plain, reference)
+    assert_close(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize(
