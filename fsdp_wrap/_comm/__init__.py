@@ -7,7 +7,7 @@ Must never know: parameters, units, and why they communicate.
 """
 
 from fsdp_wrap._comm.agreement import Agreement
-from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer, resize_watchers, tell_resized, watching_buffers
+from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer, resize_watchers, tell_resized
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,

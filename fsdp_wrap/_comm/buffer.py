@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
-
-from fsdp_wrap._core import listening
 
 resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
 """Called when memory of a buffer has come or gone."""
@@ -17,11 +14,6 @@ def tell_resized(storage: torch.UntypedStorage) -> None:
     """Tells the watchers that memory has come or gone."""
     for watcher in tuple(resize_watchers):
         watcher(storage)
-
-
-def watching_buffers(watcher: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[None]:
-    """Calls `watcher` with every storage whose memory comes or goes while the context is open."""
-    return listening(resize_watchers, watcher)
 
 
 class Buffer:

@@ -56,7 +56,7 @@ from fsdp_wrap._core.events import (
     Phase,
     ValueSeam,
     ValueWatcher,
-    listening,
+    appended,
     observe_events,
     observers,
     record_events,
@@ -138,7 +138,6 @@ from fsdp_wrap._core.spans import (
     follow_profiler,
     span,
     step_watchers,
-    watching_steps,
 )
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
 from fsdp_wrap._core.walks import (

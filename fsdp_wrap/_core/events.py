@@ -78,18 +78,18 @@ observers: list[Callable[[Event], None]] = []
 
 
 @contextmanager
-def listening(listeners: list[T], listener: T) -> Iterator[None]:
-    """Keeps a listener in a list of active ones while the context is open."""
-    listeners.append(listener)
+def appended(items: list[T], item: T) -> Iterator[None]:
+    """Keeps an item in a list, as of active observers, while the context is open."""
+    items.append(item)
     try:
         yield
     finally:
-        listeners.remove(listener)
+        items.remove(item)
 
 
 def observe_events(observer: Callable[[Event], None]) -> AbstractContextManager[None]:
     """Calls `observer` with every event while the context is open."""
-    return listening(observers, observer)
+    return appended(observers, observer)
 
 
 @contextmanager

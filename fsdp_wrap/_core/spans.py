@@ -7,7 +7,6 @@ span is `NO_SPAN`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from threading import get_ident
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_wrap._core.events import Phase, listening
+from fsdp_wrap._core.events import Phase
 from fsdp_wrap._core.torch_private import torch_profiler
 
 
@@ -133,7 +132,7 @@ class StepWatcher:
 
 
 step_watchers: list[StepWatcher] = []
-"""Active watchers."""
+"""Active watchers, to which every step of this process is reported."""
 
 
 def span(
@@ -147,11 +146,6 @@ def span(
 ) -> Span | NoSpan:
     """Returns a `Span` as a context; `NO_SPAN` without watchers."""
     return Span(kind, unit, phase, owners, nbytes, together, beside) if step_watchers else NO_SPAN
-
-
-def watching_steps(watcher: StepWatcher) -> AbstractContextManager[None]:
-    """Reports every step of this process to `watcher` while the context is open."""
-    return listening(step_watchers, watcher)
 
 
 class _Range(NamedTuple):

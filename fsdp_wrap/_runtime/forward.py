@@ -73,7 +73,7 @@ def run_forward(
             call = schedule.pre_forward(each, part)
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))
-            args, kwargs = schedule.watch_inputs(call, nodes, args, kwargs, replaced)
+            args, kwargs = schedule.watch_inputs(call, nodes, (args, kwargs), replaced)
         if value_watchers:
             tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
             for watcher in tuple(value_watchers):
@@ -101,9 +101,7 @@ def run_forward(
             put_back(replaced, (args, kwargs))
 
 
-def _prepared(
-    unit: Unit, schedule: Schedule, args: Any, kwargs: Any, replaced: Replaced | None = None
-) -> tuple[torch.dtype | None, tuple[Any, ...], dict[str, Any]]:
+def _prepared(unit: Unit, schedule: Schedule, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
     """Returns the dtype to cast outputs to, or None, and the inputs, moved and cast."""
     device = schedule.device
     if schedule.depth == 0 and device.type != "cpu":  # inputs may be on another device
@@ -120,7 +118,8 @@ def _prepared(
 
 def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the inputs, moved and cast as for a forward of the unit."""
-    return _prepared(unit, schedule_of(unit), args, kwargs)[1:]
+    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs, None)
+    return args, kwargs
 
 
 def _shown_in_full(unit: Unit) -> bool:

@@ -191,23 +191,20 @@ class Schedule(StepState):
             tell_values(unit, ValueSeam.PARAMETERS)
         return ForwardCall(unit, part)
 
-    def watch_inputs(
-        self, call: ForwardCall, nodes: list[Node], args: Any, kwargs: Any, replaced: Replaced
-    ) -> tuple[Any, Any]:
+    def watch_inputs(self, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:
         """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
 
         Args:
             call: The forward call.
             nodes: List to which the views' nodes are added.
-            args: Positional inputs.
-            kwargs: Keyword inputs.
+            inputs: Positional and keyword inputs.
             replaced: List to which the replaced tensors in containers are added.
 
         Returns:
             The inputs to compute with.
         """
         if call.unit.handle is None or call.unit.tied_to is not None or not torch.is_grad_enabled():
-            return args, kwargs
+            return inputs
         seen: dict[int, torch.Tensor] = {}
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,9 +217,10 @@ class Schedule(StepState):
                 nodes.append(view.grad_fn)
             return seen[id(tensor)]
 
-        args, kwargs = map_tensors(watch, args, replaced), kwargs and map_tensors(watch, kwargs, replaced)
+        args, kwargs = inputs
+        inputs = map_tensors(watch, args, replaced), kwargs and map_tensors(watch, kwargs, replaced)
         call.watched = len(nodes)
-        return args, kwargs
+        return inputs
 
     def post_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards the unit if possible.
@@ -238,6 +236,7 @@ class Schedule(StepState):
         if value_watchers:
             tell_values(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
+        within = unit.options.reshards_within if with_grad else None
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
         for tensor in with_grad:
@@ -257,9 +256,7 @@ class Schedule(StepState):
             if unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(
-                    Phase.FORWARD, unit.options.reshards_within if with_grad else None, self.kept.chosen
-                )
+                unit.reshard(Phase.FORWARD, within, self.kept.chosen)
         else:
             self.lasting[unit] = call, inputs
 
@@ -300,6 +297,7 @@ class Schedule(StepState):
         for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
                 tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
+            within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()
             if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
@@ -307,9 +305,7 @@ class Schedule(StepState):
             elif unit in self._awaited:
                 self._set_aside(unit)
             else:
-                unit.reshard(
-                    Phase.FORWARD, unit.options.reshards_within if with_grad else None, self.kept.chosen
-                )
+                unit.reshard(Phase.FORWARD, within, self.kept.chosen)
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -596,9 +592,8 @@ class Schedule(StepState):
         if self.joining is not None:
             self.joining.begin_backward(self)
         self.begin_backward()
-        end = self._end_backward
-        execution_engine.queue_callback(end)
-        self._end = weakref.ref(end)  # autograd alone holds it, as long as this backward runs
+        self._end = weakref.ref(end := self._end_backward)
+        execution_engine.queue_callback(end)  # autograd alone holds it, as long as this backward runs
 
     def begin_backward(self) -> None:
         """Prepares the units for gradients: of a backward, or of that of other ranks."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import check_flag, watching_steps
+from fsdp_wrap._core import appended, check_flag, step_watchers
 from fsdp_wrap._runtime import (
     Schedule,
     refuse_unsharded,
@@ -111,7 +111,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     pool.begin()
     with ExitStack() as undo:
         undo.callback(options.restore)
-        undo.enter_context(watching_steps(rounds.leader))
+        undo.enter_context(appended(step_watchers, rounds.leader))
         refusal = _StepRefusal(pool.params.difference(sharded_params(updated)))
         undo.callback(register_optimizer_step_pre_hook(refusal).remove)
         options.gather_wholes()

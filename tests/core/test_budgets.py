@@ -16,13 +16,13 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2182,
+    "_comm": 2174,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1690,
+    "_core": 1695,
     "_params": 3887,
     "_reproducible": 578,
-    "_runtime": 3314,
+    "_runtime": 3316,
     "_state": 3113,
     "_state_over_replicas": 244,
     "_uneven": 899,
@@ -34,10 +34,10 @@ CODE_LINES = {
     "optim": 2142,
     "tools": 4499,
     "tools/tuning": 748,
-    "top level": 2264,
+    "top level": 2268,
     "weights": 795,
-    "core": 16450,
-    "all": 34896,
+    "core": 16453,
+    "all": 34899,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 

@@ -83,8 +83,8 @@ def test_a_full_state_read_into_that_of_an_optimizer_that_was_never_stepped(
     train_side_by_side(2, model, optimizer, plain, reference)
     optimizer.zero_grad()
     options = StateDictOptions(full_state_dict=True)
-    saved = theirs.get_optimizer_state_dict(model, optimizer, options=options)
-    begun = theirs.get_optimizer_state_dict(model, fresh, options=options)
+    saved: Any = theirs.get_optimizer_state_dict(model, optimizer, options=options)
+    begun: Any = theirs.get_optimizer_state_dict(model, fresh, options=options)
     assert fresh.state == {} and begun["state"].keys() == saved["state"].keys()
     for name, entry in begun["state"].items():
         assert entry["step"] == 0 and not entry["exp_avg"].any()

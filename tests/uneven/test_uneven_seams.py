@@ -18,7 +18,7 @@ from bed.memory import live_bytes, only_new_objects
 from beside import assert_close_grads, large_batch_backward
 from fronts import assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
 from fsdp_wrap import MixedPrecision, clip_grad_norm_, fully_shard, uneven
-from fsdp_wrap._core import StepWatcher, watching_steps
+from fsdp_wrap._core import StepWatcher, appended, step_watchers
 from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.optim import Muon, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -147,7 +147,7 @@ class Held(StepWatcher):
 def test_a_rank_without_a_batch_holds_two_units_at_most(rank, world_size, front):
     model = squares(front, units=6)
     held = Held()
-    with watching_steps(held), uneven(model) as work:
+    with appended(step_watchers, held), uneven(model) as work:
         for _ in range(2 * rank):
             model(torch.randn(2, 150)).sum().backward()
     assert work.passes_helped == 2 * (1 - rank)

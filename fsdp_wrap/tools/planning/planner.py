@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import PlannedRounds, planned_rounds, watching_buffers
-from fsdp_wrap._core import watching_steps
+from fsdp_wrap._comm import PlannedRounds, planned_rounds, resize_watchers
+from fsdp_wrap._core import appended, step_watchers
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit, units_in
@@ -159,8 +159,8 @@ class _Planner:
     def watching(self) -> Iterator[None]:
         """Runs tensors without values, and records the runtime."""
         with ExitStack() as stack:
-            stack.enter_context(watching_buffers(self._recorder.resized))
-            stack.enter_context(watching_steps(self._recorder))
+            stack.enter_context(appended(resize_watchers, self._recorder.resized))
+            stack.enter_context(appended(step_watchers, self._recorder))
             fake = FakeDevice(self._ledger, self._dispatch)
             stack.enter_context(fake.autocast.followed(self._device_type))
             stack.enter_context(fake.in_hooks())
