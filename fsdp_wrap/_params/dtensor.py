@@ -231,7 +231,8 @@ class DTensorLayout(Layout):
             grads = [*map(_GRAD_LOCAL, map(self.sources.__getitem__, self._filled))]
         except AttributeError:  # one has none
             return super().gradient_blocks()
-        block = memory_around(grads, self._starts, self._around) if grads else None
+        dense = sum(map(torch.Tensor.numel, grads)) == self._around  # else there is padding
+        block = memory_around(grads, self._starts, self._around) if grads and dense else None
         return grads if block is None else [block]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:

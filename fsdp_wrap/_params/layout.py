@@ -575,7 +575,7 @@ class Layout(ABC):
         return [None if param.grad is None else to_local(param.grad) for param in self.sources]
 
     def gradient_blocks(self) -> list[torch.Tensor]:
-        """Returns this rank's gradients in few tensors, none empty, perhaps with zero padding."""
+        """Returns this rank's gradients in few tensors, none empty, without padding."""
         grads = [to_local(each.grad) for each in self.sharded_params if each.grad is not None]
         return [grad for grad in grads if grad.numel()]
 

@@ -69,7 +69,8 @@ class SliceLayout(FlatLayout):
 
     def gradient_blocks(self) -> list[torch.Tensor]:
         present = self._present(self.gradients())
-        shard = self._shard_around(present) if len(present) == sum(self._filled) else None
+        numel = sum(grad.numel() for grad, _ in present)
+        shard = self._shard_around(present) if numel == self.shard_numel else None
         return [grad for grad, _ in present] if shard is None else [shard]
 
     def joint_gradient(self) -> torch.Tensor | None:

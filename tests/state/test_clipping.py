@@ -461,6 +461,19 @@ def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, where):
         torch.testing.assert_close(full_grads(model)["weight"], plain.weight.grad, equal_nan=True)
 
 
+@each_front
+@ranks(2)
+def test_gradients_that_were_nan_and_are_zeroed_leave_none_in_their_memory(rank, world_size, front):
+    """Which has padding between parameters, and stays where gradients are zeroed and not dropped."""
+    model = shard(front, nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
+    totals = []
+    for factor in (1.0, math.inf, 1.0):
+        (model(torch.ones(2, 3)).sum() * (factor if rank else 1.0)).backward()
+        totals.append(fronts.full(fsdp_wrap.clip_grad_norm_(model, 1.0)))
+        model.zero_grad(set_to_none=False)
+    assert totals[1].isnan() and torch.equal(totals[0], totals[2])
+
+
 def test_plain_models_and_wrong_uses():
     plain, model = net(), net()
     for each in (plain, model):

@@ -226,14 +226,10 @@ class _Blocks:
         self._numels = [shard.numel() for shard in shards]
         pieces = [*map(to_local, self._params)]
         self._offsets = [*map(operator.sub, map(_DATA_PTR, pieces), self._spread(shards))]
-        # Numbers that ranks exchange in the padding are no gradients; other padding is zero.
-        self._parts = [
-            _part_of(layout.flat_param, [*map(to_local, params)]) if layout.noted_numel else None
-            for layout, params in filled
-        ]
+        self._runs = [_runs_of(shard, [*map(to_local, params)]) for shard, (_, params) in zip(shards, filled)]
 
     def find(self) -> list[torch.Tensor]:
-        """Returns the gradients as `Layout.gradient_blocks`: none empty, perhaps with zero padding."""
+        """Returns the gradients as `Layout.gradient_blocks`: none empty, without padding."""
         try:
             with DisableTorchFunctionSubclass():  # which a getter would look for on each
                 grads = [*map(self._gradient_of, self._params)]
@@ -241,7 +237,8 @@ class _Blocks:
             if [*map(_NUMEL, shards)] == self._numels:
                 expected = [*map(operator.add, self._spread(shards), self._offsets)]
                 if [*map(_DATA_PTR, grads)] == expected:
-                    return [s if part is None else s[part] for s, part in zip(shards, self._parts)]
+                    pairs = zip(shards, self._runs)
+                    return [run for s, runs in pairs for run in (map(s.__getitem__, runs) if runs else (s,))]
         except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
             pass
         return [block for layout in self._layouts for block in layout.gradient_blocks()]
@@ -259,11 +256,16 @@ def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
     return [_Blocks(layouts, of_dtensors) for of_dtensors, layouts in kinds.items()]
 
 
-def _part_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> slice:
-    """Returns the slice of a shard that holds its pieces."""
-    begin, size = shard.data_ptr(), shard.element_size()
-    starts = [(piece.data_ptr() - begin) // size for piece in pieces]
-    return slice(min(starts), max(map(operator.add, starts, map(_NUMEL, pieces))))
+def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]:
+    """Returns the slices of a shard that its pieces fill; none if they fill it all.
+
+    A factor that is not finite would make NaNs of the padding between them, which nobody zeroes.
+    """
+    begin, size, runs = shard.data_ptr(), shard.element_size(), list[slice]()
+    for start, piece in sorted(((each.data_ptr() - begin) // size, each.numel()) for each in pieces):
+        joins = bool(runs) and runs[-1].stop == start
+        runs.append(slice(runs.pop().start if joins else start, start + piece))
+    return [] if runs == [slice(0, shard.numel())] else runs
 
 
 def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
