@@ -16,11 +16,10 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned, round_up
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.chunks import Cut, cut_all, only_rows
-from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
+from fsdp_wrap._params.layout import Interval, Layout, Written
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
 
 _LOCAL, _DTYPE = operator.attrgetter("_local_tensor"), operator.attrgetter("dtype")
-_GRAD_LOCAL = operator.attrgetter("grad._local_tensor")
 _VERSION, _DATA_PTR = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
@@ -66,10 +65,6 @@ class DTensorLayout(Layout):
         self._offsets = [cut.offset for cut in cuts]
         self._shapes = [cut.held_shape(self._rank) for cut in cuts]
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]
-        self._filled = [index for index, shape in enumerate(self._shapes) if shape.numel()]
-        filled = [(cuts[index].offset, self._shapes[index].numel()) for index in self._filled] or [(0, 0)]
-        self._starts = [start - filled[0][0] for start, _ in filled]
-        self._around = self._starts[-1] + filled[-1][1]
         self._lay_out(cuts, self._used.stop)
         if not self.in_place:
             self.full_numel = round_up(cuts[-1].stop, self._ranks)
@@ -225,15 +220,6 @@ class DTensorLayout(Layout):
 
     def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
-
-    def gradient_blocks(self) -> list[torch.Tensor]:
-        try:
-            grads = [*map(_GRAD_LOCAL, map(self.sources.__getitem__, self._filled))]
-        except AttributeError:  # one has none
-            return super().gradient_blocks()
-        dense = sum(map(torch.Tensor.numel, grads)) == self._around  # else there is padding
-        block = memory_around(grads, self._starts, self._around) if grads and dense else None
-        return grads if block is None else [block]
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)

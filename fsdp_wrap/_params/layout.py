@@ -574,11 +574,6 @@ class Layout(ABC):
         """Returns this rank's piece of each original parameter's gradient; None without a gradient."""
         return [None if param.grad is None else to_local(param.grad) for param in self.sources]
 
-    def gradient_blocks(self) -> list[torch.Tensor]:
-        """Returns this rank's gradients in few tensors, none empty, without padding."""
-        grads = [to_local(each.grad) for each in self.sharded_params if each.grad is not None]
-        return [grad for grad in grads if grad.numel()]
-
     # changes by users, and copies
 
     @abstractmethod

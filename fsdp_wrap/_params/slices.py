@@ -67,12 +67,6 @@ class SliceLayout(FlatLayout):
         # An empty slice has nothing to update, but plain optimizers keep state of an empty parameter.
         return [*map(operator.and_, used, self._updated)]
 
-    def gradient_blocks(self) -> list[torch.Tensor]:
-        present = self._present(self.gradients())
-        numel = sum(grad.numel() for grad, _ in present)
-        shard = self._shard_around(present) if numel == self.shard_numel else None
-        return [grad for grad, _ in present] if shard is None else [shard]
-
     def joint_gradient(self) -> torch.Tensor | None:
         grads = self._grads or self.gradients()
         present = self._present(grads)

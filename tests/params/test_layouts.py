@@ -315,28 +315,33 @@ def test_sums_reach_the_shards_of_what_any_rank_has_used(kind, size):
             assert present == [*map(operator.and_, used, [*filled[:2], True, *filled[3:]])]
         written = torch.full((layout.shard_numel,), 9.0, dtype=layout.dtype)
         layout.write_gradient(written)
-        blocks = layout.gradient_blocks()
-        assert sum(block.square().sum() for block in blocks) == written.square().sum()
-        assert all(block.numel() for block in blocks) and (kind != "flat" or len(blocks) == 1)
+        held = [grad for grad in layout.gradients() if grad is not None]
+        assert sum(grad.square().sum() for grad in held) == written.square().sum()
         if kind != "dtensor":
             joint = layout.joint_gradient()
             assert torch.equal(joint, written) if any(map(operator.and_, present, filled)) else joint is None
             assert layout.flat_param.grad is joint or torch.equal(layout.flat_param.grad, written)
 
 
+def _memories(layout):
+    """The sum of all gradients, and the number of memories that they lie in."""
+    held = [grad for grad in layout.gradients() if grad is not None and grad.numel()]
+    return {sum(grad.sum().item() for grad in held): len({each.untyped_storage()._cdata for each in held})}
+
+
 @each_kind
-def test_gradients_of_one_reduction_are_one_block(kind):
+def test_gradients_of_one_reduction_lie_in_one_memory(kind):
     ranks = Ranks(kind, 2)
     ranks.reduce([[torch.ones(shape) for shape in SHAPES.values()]] * 2)
     for layout in ranks.layouts:
-        (block,) = layout.gradient_blocks()
-        assert block.sum() == 2 * sum(map(torch.numel, layout.pieces(layout.flat_param.data)))
+        total = 2 * sum(map(torch.numel, layout.pieces(layout.flat_param.data)))
+        assert _memories(layout) == {total: 1}
         filled = [param for param in layout.sharded_params if to_local(param).numel()]
         filled[-1].grad = filled[-1].grad.clone()
-        assert len(layout.gradient_blocks()) == len(filled)
         if kind == "slices":
-            assert layout.joint_gradient().sum() == block.sum()
-            assert len(layout.gradient_blocks()) == 1, "they are put together"
+            assert _memories(layout) == {total: 2}
+            assert layout.joint_gradient().sum() == total
+            assert _memories(layout) == {total: 1}, "they are put together"
 
 
 @each_kind

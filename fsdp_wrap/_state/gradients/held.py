@@ -213,7 +213,7 @@ class _Blocks:
     """
 
     def __init__(self, layouts: Sequence[Layout], of_dtensors: bool) -> None:
-        self._layouts, self._gradient_of = layouts, _GRAD_LOCAL if of_dtensors else _GRAD
+        self._gradient_of = _GRAD_LOCAL if of_dtensors else _GRAD
         held = [
             [param for param in dict.fromkeys(layout.sources) if to_local(param).numel()]
             for layout in layouts
@@ -229,7 +229,7 @@ class _Blocks:
         self._runs = [_runs_of(shard, [*map(to_local, params)]) for shard, (_, params) in zip(shards, filled)]
 
     def find(self) -> list[torch.Tensor]:
-        """Returns the gradients as `Layout.gradient_blocks`: none empty, without padding."""
+        """Returns the gradients, none empty, without padding."""
         try:
             with DisableTorchFunctionSubclass():  # which a getter would look for on each
                 grads = [*map(self._gradient_of, self._params)]
@@ -237,11 +237,11 @@ class _Blocks:
             if [*map(_NUMEL, shards)] == self._numels:
                 expected = [*map(operator.add, self._spread(shards), self._offsets)]
                 if [*map(_DATA_PTR, grads)] == expected:
-                    pairs = zip(shards, self._runs)
-                    return [run for s, runs in pairs for run in (map(s.__getitem__, runs) if runs else (s,))]
+                    return [s[run] for s, runs in zip(shards, self._runs) for run in runs]
         except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
             pass
-        return [block for layout in self._layouts for block in layout.gradient_blocks()]
+        found = (to_local(param.grad) for param in self._params if param.grad is not None)
+        return [grad for grad in found if grad.numel()]
 
     def _spread(self, shards: Sequence[torch.Tensor]) -> chain[int]:
         """Yields the address of its shard for each parameter."""
@@ -257,7 +257,7 @@ def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
 
 
 def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]:
-    """Returns the slices of a shard that its pieces fill; none if they fill it all.
+    """Returns the slices of a shard that its pieces fill.
 
     A factor that is not finite would make NaNs of the padding between them, which nobody zeroes.
     """
@@ -265,7 +265,7 @@ def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]
     for start, piece in sorted(((each.data_ptr() - begin) // size, each.numel()) for each in pieces):
         joins = bool(runs) and runs[-1].stop == start
         runs.append(slice(runs.pop().start if joins else start, start + piece))
-    return [] if runs == [slice(0, shard.numel())] else runs
+    return runs
 
 
 def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
