@@ -142,9 +142,9 @@ def optim_state(
 
 def load_model_state(model: nn.Module, state_dict: Mapping[Any, Any], options: StateDictOptions) -> Any:
     """Loads full tensors, pieces, or torch's own kinds of sharded tensors; returns keys that do not fit."""
-    state_dict = by_own_names(model, state_dict)
     if options.broadcast_from_rank0:
         state_dict = _from_first_rank(model, state_dict)
+    state_dict = by_own_names(model, state_dict)
     # This kind cuts pieces from full tensors without communication.
     with StateDictMethods.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return own_method(model, "load_state_dict")(state_dict=state_dict, strict=options.strict)
@@ -234,9 +234,9 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     first = FirstRank(model)
     result: dict[str, Any] = {}
     for name, announced in first.announced(dict(state_dict or {})).items():
-        value = first.fetched(announced)
-        if name in owned and isinstance(value, torch.Tensor) and value.shape == owned[name].shape:
-            value = owned[name].piece_of(value)
+        value, original = first.fetched(announced), owned.get(uncompiled_fqn(name))
+        if original is not None and isinstance(value, torch.Tensor) and value.shape == original.shape:
+            value = original.piece_of(value)
         result[name] = value
     return result
 

@@ -208,6 +208,8 @@ def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front,
             states.append(copy.deepcopy((state, optim)))
             assert dict(iter_full_params(model, buffers=True)).keys() == state.keys()
             other, fresh = made(then)
+            sent = ours._from_first_rank(other, {f"_orig_mod.{name}": each for name, each in state.items()})
+            assert isinstance(sent["_orig_mod.0.0.weight"], IntervalTensor), "each rank keeps its pieces"
             if way == "folder":
                 checkpoint = pytest.importorskip("fsdp_wrap.checkpoint")
                 checkpoint.save(tmp_path / f"{first}", model, optimizer)
