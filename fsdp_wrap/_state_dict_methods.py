@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -53,7 +53,6 @@ class StateDictMethods(nn.Module):
 
     def _prepare_state_dicts(self) -> None:
         self._state_dict_settings = resolve_settings()
-        self._loading: Callable[[bool], None] | None = None
         self._load_errors: list[str] = []
         self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
@@ -126,7 +125,6 @@ class StateDictMethods(nn.Module):
         with taking(destination, self, prefix, wanted) as (call, outermost):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
-                drop_stale_loads(self)
                 # Refuses replaced parameters, before any communication.
                 sharded_handles(units_in(self).values())
             for pre_hook in self._state_dict_pre_hooks.values():
@@ -169,7 +167,6 @@ class StateDictMethods(nn.Module):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must map names to tensors, and is a {type(state_dict).__name__}")
         schedule_of(self._unit).require_idle("load_state_dict()")
-        drop_stale_loads(self)
         targets, kind = Targets(self), self._state_dict_settings.state_dict_type
         if targets.load(state_dict, pieces=kind is not StateDictType.FULL_STATE_DICT):
             return IncompatibleKeys([], [])
@@ -195,24 +192,19 @@ class StateDictMethods(nn.Module):
             raise RuntimeError(clean_fqn(str(error))) from None
         finally:
             _deferred.reset(token)
-            for wrapper in _wrappers_in(self):
-                wrapper._finish_load(succeeded)
+            for unit in units_in(self).values():
+                unit.end_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
 
-    def _finish_load(self, keep: bool) -> None:
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            loading(keep)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this for each module of a load, also of a plain module above this wrapper.
-        self._finish_load(keep=False)
+        self._unit.end_load()
         self._load_errors = args[-1]
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # a plain parent's `assign=True`
         in_full = _deferred.get() or assigns
-        self._loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
+        self._unit.loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -404,17 +396,11 @@ def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
     return [wrapper for wrapper in wrappers if isinstance(wrapper, StateDictMethods)]
 
 
-def drop_stale_loads(module: nn.Module) -> None:
-    """Ends, in all wrappers at and below a module, a failed load of a plain module above."""
-    for wrapper in _wrappers_in(module):
-        wrapper._finish_load(keep=False)
-
-
 def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Writes the loaded parameters to the shards; a post-hook of `load_state_dict`."""
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():
-        module._finish_load(keep=True)
+        module._unit.end_load(keep=True)
     module._load_errors[:] = map(clean_fqn, module._load_errors)
     for keys in incompatible_keys:
         for index in reversed(range(len(keys))):

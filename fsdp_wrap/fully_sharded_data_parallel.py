@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -72,7 +72,7 @@ from fsdp_wrap._state import (
     register_comm_hook,
     summon_full_params,
 )
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, drop_stale_loads
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -290,12 +290,12 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
         # The body of `_run_as_forward`, to save a call in every step.
-        if self._loading is not None:  # left by a failed load of a plain module above
-            self._finish_load(keep=False)
+        if self._unit.loading is not None:  # left by a failed load of a plain module above
+            self._unit.end_load()
         return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._finish_load(keep=False)  # left by a failed load of a plain module above
+        self._unit.end_load()
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
@@ -434,65 +434,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     # full parameters
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
-
-        Collective: every rank enters and leaves. On leaving, each rank keeps its shard of the parameters that
-        it sees, so edits must be the same on all ranks, except with `rank0_only`. Buffers stay in the dtype
-        that forwards compute with (`buffer_dtype`); state dicts have them in their own dtype. Parameters of
-        tensor parallelism are shown as before sharding: `DTensor`s over their mesh, with the whole parameter
-        as `full_tensor()`.
-
-        Args:
-            module: Any module; all units at and below it take part.
-            recurse: Also show the units below the outermost one. Without it, no parameter is shown unless
-                `module` itself is a unit.
-            writeback: Keep edits of the parameters (and gradients); otherwise edits are dropped.
-            rank0_only: Show full parameters only on the first rank of each unit's process group (of the first
-                copy, with several copies). The other ranks go on showing sharded parameters, and get the
-                first rank's edits. If any rank leaves by an exception, no edit is kept on any rank.
-            offload_to_cpu: Show full parameters in host memory. Then at most one unit at a time is on the
-                accelerator.
-            with_grads: Show the full gradients as `.grad`; None if no rank has one.
-
-        Raises:
-            NotIdleError: Inside a forward, a backward, or another summon of the same unit.
-            RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced;
-                on leaving, if another rank's edits are lost (`rank0_only`).
-            ReplacedError: If a sharded parameter was replaced by another object before.
-            ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
-        """
-        drop_stale_loads(module)
-        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-
-    @staticmethod
-    def iter_full_params(
-        module: nn.Module,
-        *,
-        budget: int | None = None,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        dtype: torch.dtype | None = None,
-        buffers: bool = False,
-    ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yields (name, full parameter) within a budget of bytes; see `fsdp_wrap.iter_full_params`."""
-        drop_stale_loads(module)
-        return iter_full_params(
-            module,
-            budget=budget,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            dtype=dtype,
-            buffers=buffers,
-        )
+    summon_full_params = staticmethod(summon_full_params)
+    iter_full_params = staticmethod(iter_full_params)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and parameters; inside `summon_full_params` names carry no wrapper prefixes."""
@@ -540,7 +483,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Returns a second model of the same values, on the same process groups; no communication."""
-        drop_stale_loads(self)
         return deepcopy_wrapper(self, self._unit, memo)
 
     def __getstate__(self) -> dict[str, Any]:

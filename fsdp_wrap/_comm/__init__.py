@@ -61,6 +61,6 @@ from fsdp_wrap._comm.positions import (
     describe_here,
     positions_of,
 )
-from fsdp_wrap._comm.process_group import Communicator, destroyed
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, destroyed
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
 from fsdp_wrap._comm.watching.watch import Watch, Works, deaths_told

@@ -178,7 +178,8 @@ def gather_at_once(group: dist.ProcessGroup, rank: int, size: int, full: torch.T
     own = full[rank * length : (rank + 1) * length]
     if number_of_dispatch_modes():
         listening(rank, size)._allgather_base(full.clone(), own)
-    return AllToAll(group, full, copy := own.repeat(size), partial(_free, [copy]))
+    copy = own.repeat(size)
+    return AllToAll(group, full, copy, spare=[copy])
 
 
 def reduce_at_once(
@@ -191,8 +192,8 @@ def reduce_at_once(
     if number_of_dispatch_modes():
         listening(rank, size)._reduce_scatter_base(shard, full, dist.ReduceScatterOptions())
     parts = torch.empty_like(full)
-    end = partial(_combine, parts.view(size, shard.numel()), shard, torch.add, [parts])
-    return AllToAll(group, as_transport(parts), as_transport(full), end)
+    end = partial(combine, parts.view(size, shard.numel()).unbind(), shard)
+    return AllToAll(group, as_transport(parts), as_transport(full), [parts], end)
 
 
 def all_reduce_at_once(
@@ -203,35 +204,36 @@ def all_reduce_at_once(
         listening(rank, size).allreduce([tensor])
     row = tensor.detach().view(-1)
     every, copy = row.new_empty(size, row.numel()), row.repeat(size)
-    end = partial(_combine, every, row, operation, [every, copy])
-    return AllToAll(group, as_transport(every.view(-1)), as_transport(copy), end)
+    end = partial(combine, every.unbind(), row, operation)
+    return AllToAll(group, as_transport(every.view(-1)), as_transport(copy), [every, copy], end)
 
 
 class AllToAll:
     """An all-to-all of even parts in flight; takes the place of a process group's work.
 
-    It holds the sent tensor, so that gloo's thread does not free that, and calls `end` once when all parts
-    have come. Callers tell dispatch modes.
+    It holds the sent tensor, so that gloo's thread does not free that. When all parts have come, it calls
+    `end` once, and frees the spare tensors. Callers tell dispatch modes.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor, end: Callable[[], None]
+        self,
+        group: dist.ProcessGroup,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        spare: Tensors,
+        end: Callable[[], None] | None = None,
     ) -> None:
         backend: Any = group._get_backend(_CPU)
         self._work = backend.alltoall_base(received, sent, [], [])
-        self.is_completed, self._sent, self._end = self._work.is_completed, sent, end
+        self.is_completed, self._sent, self._spare, self._end = self._work.is_completed, sent, spare, end
 
     def wait(self, limit: timedelta = _NO_LIMIT) -> None:
         """Waits until all parts have come; raises a RuntimeError after the limit."""
         self._work.wait(limit)
-        self._end()
-        self._end = lambda: None
-
-
-def _combine(rows: torch.Tensor, target: torch.Tensor, operation: _Operation, spare: Tensors) -> None:
-    """Combines what has come from each rank, and frees tensors."""
-    combine(rows.unbind(), target, operation)
-    _free(spare)
+        if self._end is not None:
+            self._end()
+        _free(self._spare)
+        self._spare, self._end = [], None
 
 
 def _free(tensors: Iterable[torch.Tensor]) -> None:

@@ -87,10 +87,6 @@ class Communicator:
         """The way of communicating, for messages; "" for the process group's own."""
         return ""
 
-    def require_group(self) -> None:
-        """Raises a RuntimeError if the process group was destroyed."""
-        return None
-
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Returns a buffer that can travel."""
         if self.memory is not None:
@@ -251,6 +247,7 @@ class GroupCommunicator(Communicator):
             self._reducing = weakref.ref(twin_of(self.group)) if apart else self._reference
 
     def require_group(self) -> None:
+        """Raises a RuntimeError if the process group was destroyed."""
         if self._reference() not in all_groups():  # it may live on, destroyed
             raise destroyed()
 

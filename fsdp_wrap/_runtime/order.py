@@ -102,7 +102,7 @@ class OrderCheck:
     that train are compared. The first iteration ends with the first backward.
 
     Attributes:
-        counts: Whether the running forward is compared; `enter` need not be called otherwise.
+        counts: Whether the running forward is compared; nothing else need be called otherwise.
     """
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class OrderCheck:
             self._compare_with_first(unit.name)
         self._order.append(unit.name)
 
-    def begin_backward(self) -> None:
-        """Ends the record of the last forward."""
-        if self.counts and self._first is None:
+    def end_forward(self) -> None:
+        """Ends the record of a forward, when its backward begins."""
+        if self._first is None:
             self._first = self._order
-        elif self.counts:
+        else:
             self._compare_with_first(None)
         self.counts = False
 

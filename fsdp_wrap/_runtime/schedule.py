@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._comm import accelerator_of
+from fsdp_wrap._comm import GroupCommunicator, accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     Computing,
@@ -114,9 +114,9 @@ class Schedule(StepState):
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
-        communicators = [each for unit in self._units for each in communicators_of(unit)]
-        self._communicators = dict.fromkeys(communicators)
-        self.device = communicators[0].device if communicators else torch.device("cpu")
+        every = dict.fromkeys(each for unit in self._units for each in communicators_of(unit))
+        self._communicators = [each for each in every if isinstance(each, GroupCommunicator)]
+        self.device = next((each.device for each in every), torch.device("cpu"))
         accelerator = accelerator_of(self.device)
         offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
@@ -603,7 +603,8 @@ class Schedule(StepState):
         shadowed = self.joining is not None and self.joining.shadowed
         self._updates.begin(self._units, self.ending.automatic and not shadowed)
         self._order.begin_backward()
-        self._order_check.begin_backward()
+        if self._order_check.counts:
+            self._order_check.end_forward()
         for unit in self._units:
             handle = unit.handle
             if handle is not None:
@@ -939,7 +940,7 @@ class Schedule(StepState):
             )
 
     def require_idle(self, doing: str) -> None:
-        """Raises a `NotIdleError` inside a forward or backward; ends a backward that raised."""
+        """Raises a `NotIdleError` inside a forward or backward; ends a backward, or a load, that raised."""
         running = next((unit for unit in self._units if unit.running), None)
         where = "" if graph_task() == -1 else "a backward"
         if running is not None:
@@ -949,6 +950,8 @@ class Schedule(StepState):
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
+        for unit in self._units:
+            unit.end_load()
 
 
 def schedule_of(unit: Unit) -> Schedule:
@@ -961,7 +964,7 @@ def schedule_of(unit: Unit) -> Schedule:
 def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Raises a `NotIdleError` inside a forward or backward of any of the units.
 
-    Ends backwards that raised, so that their updates are done and full parameters are no longer shown.
+    Ends backwards and loads that raised, so that updates are done and full parameters are no longer shown.
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)

@@ -203,6 +203,7 @@ class Unit:
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
+        loading: Ends the load of a state dict that has begun: with True what was loaded counts; None without.
     """
 
     positions: UnitPositions
@@ -251,6 +252,7 @@ class Unit:
         self.all_train = handle is None
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
+        self.loading: Callable[[bool], None] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -325,6 +327,12 @@ class Unit:
         self.schedule = schedule
         self.fqn = fqn
         self.positions = tell(self)
+
+    def end_load(self, keep: bool = False) -> None:
+        """Ends the load of a state dict, if one has begun; drops what was loaded, or keeps it."""
+        end, self.loading = self.loading, None
+        if end is not None:
+            end(keep)
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""

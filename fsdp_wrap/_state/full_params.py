@@ -31,7 +31,33 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Shows full parameters in place of the sharded ones: the wrapper's method of this name, which see."""
+    """Shows full parameters, in their original shapes and master dtype, in place of the sharded ones.
+
+    Collective: every rank enters and leaves. On leaving, each rank keeps its shard of the parameters that
+    it sees, so edits must be the same on all ranks, except with `rank0_only`. Buffers stay in the dtype
+    that forwards compute with (`buffer_dtype`); state dicts have them in their own dtype. Parameters of
+    tensor parallelism are shown as before sharding: `DTensor`s over their mesh, with the whole parameter
+    as `full_tensor()`.
+
+    Args:
+        module: Any module; all units at and below it take part.
+        recurse: Also show the units below the outermost one. Without it, no parameter is shown unless
+            `module` itself is a unit.
+        writeback: Keep edits of the parameters (and gradients); otherwise edits are dropped.
+        rank0_only: Show full parameters only on the first rank of each unit's process group (of the first
+            copy, with several copies). The other ranks go on showing sharded parameters, and get the
+            first rank's edits. If any rank leaves by an exception, no edit is kept on any rank.
+        offload_to_cpu: Show full parameters in host memory. Then at most one unit at a time is on the
+            accelerator.
+        with_grads: Show the full gradients as `.grad`; None if no rank has one.
+
+    Raises:
+        NotIdleError: Inside a forward, a backward, or another summon of the same unit.
+        RuntimeError: With `with_grads`, while gradients accumulated under `no_sync` wait to be reduced;
+            on leaving, if another rank's edits are lost (`rank0_only`).
+        ReplacedError: If a sharded parameter was replaced by another object before.
+        ValueError: On leaving, if a parameter was replaced by one of another shape, dtype or placement.
+    """
     units = [unit for unit in units_in(module).values() if recurse or unit.module is module]
     # Programs know torch's words.
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")

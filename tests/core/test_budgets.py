@@ -16,13 +16,13 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2174,
+    "_comm": 2177,
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1695,
     "_params": 3868,
     "_reproducible": 578,
-    "_runtime": 3316,
+    "_runtime": 3324,
     "_state": 3113,
     "_state_over_replicas": 244,
     "_uneven": 899,
@@ -34,10 +34,10 @@ CODE_LINES = {
     "optim": 2142,
     "tools": 4499,
     "tools/tuning": 748,
-    "top level": 2268,
+    "top level": 2229,
     "weights": 795,
-    "core": 16434,
-    "all": 34880,
+    "core": 16406,
+    "all": 34852,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
@@ -51,12 +51,12 @@ OBSCURE_DOCSTRINGS = 0
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
-    ("flat", "construct"): (55, 249),
-    ("flat", "step"): (27, 112),
-    ("original", "construct"): (56, 247),
-    ("original", "step"): (28, 113),
-    ("fully_shard", "construct"): (55, 244),
-    ("fully_shard", "step"): (27, 113),
+    ("flat", "construct"): (46, 223),
+    ("flat", "step"): (27, 109),
+    ("original", "construct"): (47, 221),
+    ("original", "step"): (28, 110),
+    ("fully_shard", "construct"): (46, 218),
+    ("fully_shard", "step"): (27, 110),
 }
 """Files and functions that rank 0 of two enters."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from bed import ranks
 from bed.references import count_collectives
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.clip_grad import grad_norms
 from models import gather_objects
 from state_nets import (
     FULL,
@@ -245,6 +246,11 @@ def test_module_that_renames_what_it_loads_by_its_version(rank, world_size, wrap
     assert_equal(model.state_dict(), plain.state_dict())
 
 
+def values_after_norms(model: nn.Module) -> dict[str, torch.Tensor]:
+    assert grad_norms(model) == {}
+    return dict(FSDP.iter_full_params(model))
+
+
 def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
     with FSDP.summon_full_params(model):
         return {name: value.clone() for name, value in model.state_dict().items()}
@@ -264,6 +270,7 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
         summoned_values,
         lambda model: dict(FSDP.iter_full_params(model)),
         lambda model: copy.deepcopy(model).state_dict(),
+        values_after_norms,
     ):
         failing.fails = True
         with pytest.raises(KeyError, match="of the user's own"):

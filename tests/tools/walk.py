@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -35,8 +36,8 @@ from fsdp_wrap.optim import steps_on_shards  # noqa: E402
 UNITS, WIDTH = 4, 8
 PLAIN: dict[str, Any] = {"shared_memory": False, "travel_together_bytes": 0}
 TORCHS = "torch's fully_shard"
-_BODIES = {"<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
-"""Names of code that is part of what stands around it."""
+_BODIES = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+"""Names of code that is part of the function around it."""
 
 
 class Walk(NamedTuple):
@@ -107,7 +108,8 @@ def _traced(function: Callable[[], Any], counted: str) -> tuple[Walk, Any]:
     def trace(frame: Any, event: str, argument: object) -> None:
         nonlocal calls
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(counted) and code.co_name not in _BODIES:
+        is_function = code.co_flags & inspect.CO_NEWLOCALS and code.co_name not in _BODIES
+        if event == "call" and is_function and code.co_filename.startswith(counted):
             entered[code] = None
             calls += 1
 
