@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -80,10 +81,16 @@ def over_the_group(asked: bool = True) -> Iterator[None]:
         yield
 
 
+_numbers = count()
+
+
 def _sharded_by(
     fully_shard: Callable[..., object], module: nn.Module, reshard_after_forward: bool = True
 ) -> nn.Module:
-    mesh = init_device_mesh(_device(module).type, (dist.get_world_size(),))
+    # Of a name of its own: on equal meshes one model's `DTensor`s would find in torch's caches what another's
+    # have left there, and would be compared with those at each operator.
+    names = (f"ranks of model {next(_numbers)}",)
+    mesh = init_device_mesh(_device(module).type, (dist.get_world_size(),), mesh_dim_names=names)
     for unit in [*(child for child in module.modules() if isinstance(child, Block)), module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return module
