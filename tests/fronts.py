@@ -26,6 +26,7 @@ from fsdp_wrap import (
     fully_shard,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import plan_wrapping
 from models import named_state
 
@@ -132,6 +133,13 @@ def local_numel(param: torch.Tensor) -> int:
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def assert_sharded(model: nn.Module) -> None:
+    """Asserts that no unit computes or shows full parameters."""
+    for unit in units_in(model).values():
+        assert not unit.running, unit.fqn
+        assert unit.handle is None or (unit.handle.state.name == "SHARDED" and not unit.handle.shows_full)
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import (
     FRONTS,
+    assert_sharded,
     each_front,
     either_front,
     full,
@@ -26,7 +27,6 @@ from fronts import (
     twins,
 )
 from fsdp_wrap import CPUOffload, ShardingStrategy, register_fsdp_forward_method
-from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 
@@ -110,11 +110,6 @@ def assert_trains_like(model: nn.Module, plain: Writer) -> None:
     found = full_state(model)
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
-
-
-def assert_sharded(model: nn.Module) -> None:
-    for unit in units_in(model).values():
-        assert unit.handle.state.name == "SHARDED" and not unit.handle.shows_full
 
 
 CASES = [(front, "FULL_SHARD") for front in FRONTS]

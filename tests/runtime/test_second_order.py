@@ -15,9 +15,8 @@ from torch import func, nn
 
 from bed import ranks
 from beside import assert_close_grads, mean_backward
-from fronts import FRONTS, FULL, KEPT, each_front, either_front, no_sync, shard, twins
+from fronts import FRONTS, FULL, KEPT, assert_sharded, each_front, either_front, no_sync, shard, twins
 from fsdp_wrap import ShardingStrategy, replicate
-from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
 
@@ -263,12 +262,6 @@ def batches(seed: int) -> torch.Tensor:
 
 def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def assert_sharded(model: nn.Module) -> None:
-    for unit in units_in(model).values():
-        assert unit.handle is None or unit.handle.state.name == "SHARDED"
-        assert not unit.running
 
 
 def assert_transformed_alike(model: nn.Module, plain: nn.Module) -> None:
