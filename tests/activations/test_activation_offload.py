@@ -89,12 +89,10 @@ def test_a_plan_knows_the_peak():
         fsdp_wrap.offload_activations(model, min_bytes=1024)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-        def step() -> None:
-            model(torch.empty(ROWS, WIDTH, device="cuda")).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        def loss() -> torch.Tensor:
+            return model(torch.empty(ROWS, WIDTH, device="cuda")).square().mean()
 
-        return model, optimizer, step
+        return model, optimizer, fsdp_wrap.tools.step_of(model, optimizer, loss)
 
     run_simulated(2, program)
     planned = fsdp_wrap.plan(setup, ranks=2, device="cuda")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_wrap.tools import PRESETS, Machine, Plan, fit, plan, preset, shard_as, tune
+from fsdp_wrap.tools import PRESETS, Machine, Plan, fit, plan, preset, shard_as, step_of, tune
 from fsdp_wrap.tools.command import main
 
 H100 = preset("h100")
@@ -23,13 +23,8 @@ def setup(*, front: str = "fully_shard", batch: int = 8, device: str = "cuda") -
     model: nn.Module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
     model = shard_as(model, nn.Linear, front_end=front)
     optimizer = torch.optim.SGD(model.parameters())
-
-    def step() -> None:
-        model(torch.ones(batch * 512, 1024, device=device)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+    x = torch.ones(batch * 512, 1024, device=device)
+    return model, optimizer, step_of(model, optimizer, lambda: model(x).sum())
 
 
 def planned(machine: Machine, **options: Any) -> Plan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -12,23 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_wrap
-from bed.paths import ROOT
 from fronts import FRONTS, either_front, shard
 from fsdp_wrap import MixedPrecision
+from fsdp_wrap.tools import step_of
 from fsdp_wrap.wrap import ModuleWrapPolicy
-
-sys.path.insert(0, str(ROOT))  # benchmarks are not installed
-
-from benchmarks.meters import tensors
+from params.fake_ranks import fake_ranks
+from tools.measured import rest_and_peak
 
 RANKS, WIDTH, HEADS, WORDS = 16, 48, 4, 100  # beyond 8 gloo is asked for its own collectives
 BF16 = torch.bfloat16
@@ -112,25 +106,13 @@ def made(front, block=Block, device="cpu", watching=nullcontext, around=True, op
     return model, optimizer, step
 
 
-def in_group(run):
-    """Returns what a function returns in a process group of many ranks that carries nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
-        return run()
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
-
-
 def both(setup):
     """Returns the operators of two steps that run, and of a plan."""
     really, planned = Watching(), Watching()
 
-    def run():
+    with fake_ranks(0, RANKS):
         _, _, step = setup(watching=lambda: really)
         step(), step()
-
-    in_group(run)
     fsdp_wrap.plan(partial(setup, watching=lambda: planned), RANKS)
     return really.seen, planned.seen
 
@@ -156,24 +138,12 @@ def test_operators_and_their_dtypes_are_those_of_steps_that_run(front, way):
     assert len(products) == (1 if way == "off" else 2)  # float32 in the region without autocast
 
 
-def measured(setup):
-    """Bytes at rest and at the peak of a third step."""
-    held = []
-
-    def build():
-        held.append(setup())
-        held[0][2](), held[0][2]()
-
-    with torch.backends.mkldnn.flags(enabled=False):  # whose scratch memory depends on the processor
-        rest = tensors(build).kept
-        return rest, rest + tensors(held[0][2]).peak
-
-
 @pytest.mark.parametrize("way", ["backward outside", "checkpointed", "casts not kept", "mixed precision"])
 @pytest.mark.parametrize("front", FRONTS)
 def test_bytes_are_those_of_steps_that_run(front, way):
     setup = partial(made, front, **WAYS[way])
-    rest, peak = in_group(lambda: measured(setup))
+    with fake_ranks(0, RANKS):
+        rest, peak, _ = rest_and_peak(setup)
     plan = fsdp_wrap.plan(setup, RANKS)
     assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
     assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
@@ -195,15 +165,10 @@ def test_the_gradient_of_a_cast_takes_memory(front):
     def setup():
         model = shard(front, Cast(), ModuleWrapPolicy({nn.Linear}))
         optimizer = torch.optim.SGD(model.parameters())
+        return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(512, WIDTH)))
 
-        def step():
-            optimizer.zero_grad()
-            model(torch.randn(512, WIDTH)).backward()
-            optimizer.step()
-
-        return model, optimizer, step
-
-    _, peak = in_group(lambda: measured(setup))
+    with fake_ranks(0, RANKS):
+        _, peak, _ = rest_and_peak(setup)
     assert fsdp_wrap.plan(setup, RANKS).peak_bytes == pytest.approx(peak, rel=0.02)
 
 
@@ -236,14 +201,11 @@ def one_layer(layer, loss, rows=64, device="cuda"):
         model = fsdp_wrap.fully_shard(layer().to(device))
         optimizer = torch.optim.SGD(model.parameters())
 
-        def step():
+        def value():
             with torch.autocast(device, dtype=BF16):
-                value = loss(model, torch.randn(rows, 1024, device=device))
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                return loss(model, torch.randn(rows, 1024, device=device))
 
-        return model, optimizer, step
+        return model, optimizer, step_of(model, optimizer, value)
 
     return setup
 

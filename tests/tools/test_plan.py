@@ -33,11 +33,12 @@ from fsdp_wrap._runtime import units_in
 from fsdp_wrap.tools import step_of
 from fsdp_wrap.tools.memory import tell_of_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from tools.measured import rest_and_peak
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks import planned
-from benchmarks.meters import Travelling, tensors
+from benchmarks.meters import Travelling
 
 RANKS = 16  # beyond 8 gloo is asked for its own collectives, as the group that carries nothing is
 WIDTH = 48
@@ -86,10 +87,9 @@ def made(front, model=Model, device="cpu", freeze="", **options):
     trainable = [param for param in sharded.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, foreach=False)
 
-    def step():
+    def step():  # after which gradients stay
         optimizer.zero_grad()
-        tokens = torch.randint(100, (4, 32), device=device)
-        sharded(tokens).logsumexp(-1).sum().backward()
+        sharded(torch.randint(100, (4, 32), device=device)).logsumexp(-1).sum().backward()
         optimizer.step()
 
     return sharded, optimizer, step
@@ -125,21 +125,16 @@ def alone():
         dist.destroy_process_group()
 
 
-def measured(setup):
-    """Bytes at rest and at the peak of a third step, and what is gathered and reduced in it."""
-    held = []
-
-    def build():
-        held.append(setup())
-        held[0][2]()
-        held[0][2]()
-
-    with torch.backends.mkldnn.flags(enabled=False):  # whose scratch memory depends on the processor
-        rest = tensors(build).kept
-        peak = rest + tensors(held[0][2]).peak
+def as_measured(setup):
+    """A plan whose bytes are those of steps that run in the group; and what one of these sends."""
+    rest, peak, step = rest_and_peak(setup)
     with Travelling() as travelling, record_events() as events:
-        held[0][2]()
-    return rest, peak, travelling, events
+        step()
+    with without_group():
+        plan = fsdp_wrap.plan(setup, RANKS)
+    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
+    return plan, travelling, events
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -156,16 +151,6 @@ PAIRS = [("orig", each) for each in OPTIONS] + [
     ("composable", "bf16"),
     ("composable", "checkpointed"),
 ]
-
-
-def as_measured(setup):
-    """A plan whose bytes are those of steps that run in the group; and what was found when they ran."""
-    rest, peak, travelling, events = measured(setup)
-    with without_group():
-        plan = fsdp_wrap.plan(setup, RANKS)
-    assert plan.rest_bytes == pytest.approx(rest, rel=0.005)
-    assert plan.peak_bytes == pytest.approx(peak, rel=0.02)
-    return plan, travelling, events
 
 
 @pytest.mark.parametrize(("front", "option"), PAIRS)
@@ -254,13 +239,7 @@ def cut_twice():
         fsdp_wrap.fully_shard(layer, mesh=mesh["data"])
     fsdp_wrap.fully_shard(model, mesh=mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        model(torch.randn(8, 64, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+    return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(8, 64, device="cuda")).sum())
 
 
 def test_tensor_parallelism():
@@ -307,18 +286,13 @@ def helped(front, batches, device="cpu"):
 
 def measured_while_helped(rank, world_size, front, batches):
     """Bytes at rest and at the peak of a third step."""
-    held = []
 
-    def build():
-        held.append(helped(front, batches))
-        held[0][2]()
-        held[0][2]()
-        gc.collect()
+    def setup():
+        model, optimizer, step = helped(front, batches)
+        return model, optimizer, lambda: (step(), gc.collect())
 
-    over_gloo = mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0")
-    with over_gloo, planned.letting_go(), torch.backends.mkldnn.flags(enabled=False):
-        rest = tensors(build).kept
-        return rest, rest + tensors(held[0][2]).peak
+    with mock.patch.dict(os.environ, FSDP_WRAP_SHARED_MEMORY="0"), planned.letting_go():
+        return rest_and_peak(setup)[:2]
 
 
 @pytest.mark.parametrize(("front", "batches"), [("orig", (2, 0)), ("composable", (2, 0)), ("flat", (2, 1))])
@@ -378,13 +352,8 @@ def test_a_model_without_values():
             model: nn.Module = Model()
         model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True, device_id=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-        def step():
-            optimizer.zero_grad()
-            model(torch.randint(100, (4, 32), device="cuda")).sum().backward()
-            optimizer.step()
-
-        return model, optimizer, step
+        tokens = torch.randint(100, (4, 32), device="cuda")
+        return model, optimizer, step_of(model, optimizer, lambda: model(tokens).sum())
 
     plan = fsdp_wrap.plan(setup, RANKS, device="cuda")
     units = [*plan.units]
