@@ -1,13 +1,13 @@
 """Sharded models beside plain ones, which see the batches of all ranks: trained together, and compared."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fronts import accumulating, full_grads, full_state
+from fronts import accumulating, assert_tensors, full_grads, full_state
 from models import loss_of as loss_of_tokens
 from models import tokens
 
@@ -63,7 +63,7 @@ def train_beside(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    _assert_near(full_state(model), full_state(plain), **near)
+    assert_tensors(full_state(model), full_state(plain), **near)
 
 
 def check_each(check: Callable[[Any], None], scenarios: Iterable[Any]) -> None:
@@ -94,7 +94,7 @@ def large_batch_backward(plain: nn.Module, steps: Iterable[int]) -> None:
 def assert_close_grads(model: nn.Module, plain: nn.Module, rtol: float = 1e-12, atol: float = 1e-12) -> None:
     """Asserts that full gradients are a plain model's, and zeros where that has none."""
     expected = {name: value.to_dense() for name, value in full_grads(plain).items()}
-    _assert_near(full_grads(model), expected, rtol=rtol, atol=atol)
+    assert_tensors(full_grads(model), expected, rtol=rtol, atol=atol)
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, Any] = NEAR) -> None:
@@ -109,9 +109,3 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, near: dict[str, An
             if param.grad is not None and hasattr(param, "placements"):
                 assert param.grad.placements == param.placements, name
     assert_close_grads(model, plain, **near)
-
-
-def _assert_near(found: Mapping[str, Any], expected: Mapping[str, Any], *, rtol: float, atol: float) -> None:
-    assert expected.keys() <= found.keys()  # which may have tied ones by several names
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, rtol=rtol, atol=atol)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable import shard_blocks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, fully_shard
+from fsdp_wrap import ShardingStrategy
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -32,9 +33,7 @@ def in_copies(
     """Shards a transformer on a mesh of copies; `over` lets these hold one state."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if front == "composable":
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, state_over_replicas=over, **options)
-        return fully_shard(model, mesh=mesh, state_over_replicas=over, **options)
+        return shard_blocks(model, mesh=mesh, state_over_replicas=over, **options)
     return FSDP(
         model,
         device_mesh=mesh,

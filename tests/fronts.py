@@ -154,18 +154,20 @@ def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_same_values(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
     """Asserts that full parameters are a plain model's, or DDP's; to the bit without a tolerance."""
-    _compare(full_state(model), {name: param.detach() for name, param in named_state(reference)}, tolerance)
+    expected = {name: param.detach() for name, param in named_state(reference)}
+    assert_tensors(full_state(model), expected, **tolerance)
 
 
 def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    _compare(full_grads(model), {name: param.grad for name, param in named_state(reference)}, tolerance)
+    expected = {name: param.grad for name, param in named_state(reference)}
+    assert_tensors(full_grads(model), expected, **tolerance)
 
 
-def _compare(found: dict[str, Any], expected: dict[str, Any], tolerance: dict[str, Any]) -> None:
+def assert_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], **tolerance: Any) -> None:
+    """Asserts that what is expected by name is found; to the bit without a tolerance."""
     for name, value in expected.items():
         if tolerance:
-            told = f"{name}: {{}}".format
-            torch.testing.assert_close(found[name], value, msg=told, **tolerance)
+            torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, **tolerance)
         else:
             assert torch.equal(found[name], value), name
 

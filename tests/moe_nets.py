@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from composable import shard_blocks
 from fsdp_wrap import api
 
 WIDTH, HIDDEN, EXPERTS, VOCABULARY, LENGTH = 6, 8, 4, 11, 5
@@ -124,9 +125,7 @@ def placing(info: Any, experts: Shard | None = None, classes: Any = api) -> Call
 
 
 def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_blocks(model, fully_shard, **options)
     for block in model.blocks:  # experts have seen the tokens of all ranks, not only of those that share them
         block.set_gradient_divide_factor(RANKS)
     return model

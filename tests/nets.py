@@ -1,5 +1,6 @@
 """Nets of a few linear layers, for tests that need no more of a model."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def net(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def stack(*widths: int) -> nn.Sequential:
+    """Makes layers of these widths with tanh between them, always of the same values."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, behind in pairwise(widths):
+        layers += [nn.Linear(before, behind), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
 
 
 class Checkpointing(nn.Module):

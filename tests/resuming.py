@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import nets
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 from nets import WIDTH
 from state_nets import adamw
 
@@ -69,8 +69,7 @@ def names_in(folder: Path) -> list[str]:
 
 def told_alike(error: pytest.ExceptionInfo[Exception]) -> str:
     """Returns the error's text, which must be the same on all ranks."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, str(error.value))
+    told = gather_objects(str(error.value))
     assert told == told[:1] * len(told)
     return str(told[0])
 

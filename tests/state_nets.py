@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fronts import assert_tensors
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import StateDictType
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -202,8 +203,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def assert_close(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    assert_tensors(found, expected, rtol=0, atol=1e-12)
 
 
 def changed(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Models for tensor parallelism, the plans by which it cuts them, and meshes of four ranks."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -139,10 +138,3 @@ def place_in(data: DeviceMesh) -> int:
 
 def own_batch(tokens: torch.Tensor, data: DeviceMesh) -> torch.Tensor:
     return tokens[place_in(data)]
-
-
-def shard_blocks(model: Net, fully_shard: Callable[..., Any], **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from bed.accelerator.group import SimulatedGroup
+from composable import shard_blocks
 from fsdp_wrap import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from models import Transformer, loss_of, tokens
 from stream_programs import net, one_step
@@ -60,10 +61,7 @@ def chosen(model: nn.Module) -> tuple[Gather, Reduce]:
 
 
 def sharded(plain: nn.Module, **options: Any) -> Any:
-    model = copy.deepcopy(plain)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_blocks(copy.deepcopy(plain), **options)
 
 
 def units(model: nn.Module) -> list[Any]:

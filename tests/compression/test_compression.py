@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.memory import Peak, only_new_objects
 from bed.references import count_collectives
-from fronts import either_front, full_grads, full_state, inner, no_sync, shard, twins
+from fronts import assert_tensors, either_front, full_grads, full_state, inner, no_sync, shard, twins
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._compression.codecs import CODECS, ExactTail
@@ -196,8 +196,7 @@ def test_a_step_equals_rounding_by_hand(rank, world_size, front):
         "all_to_all_single": world_size * sent,
         **({} if flags else {"all_reduce": 4 * len(names)}),  # who has used what, behind the chunks otherwise
     }
-    for name, value in full_state(model).items():
-        assert torch.equal(value, exact[name]), name
+    assert_tensors(exact, full_state(model))
 
 
 KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
@@ -336,8 +335,7 @@ def test_full_parameters_are_exact_and_copies_compress_too(rank, world_size, fro
     x = torch.ones(2, 64)
     rounded_output = model(x)
     assert not torch.equal(rounded_output, plain(x))
-    for name, value in full_state(model).items():
-        assert torch.equal(value, plain.state_dict()[name]), name
+    assert_tensors(plain.state_dict(), full_state(model))
     if front != "composable":
         with FSDP.summon_full_params(model):
             assert torch.equal(model.module.first.weight, plain.first.weight)

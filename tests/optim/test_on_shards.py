@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fronts
 import tp_nets
 from bed import ranks
-from fronts import FRONTS, full, full_state
+from fronts import FRONTS, assert_tensors, full, full_state
 from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as ours
@@ -710,9 +710,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    expected = full_state(plain)
-    for name, value in full_state(model).items():
-        assert torch.equal(value, expected[name]), name
+    assert_tensors(full_state(plain), full_state(model))
 
 
 def rounding(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

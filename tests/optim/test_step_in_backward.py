@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fronts
 import mesh_nets
 from bed import ranks
-from fronts import each_front, full, full_state, no_sync, shard
+from fronts import assert_tensors, each_front, full, full_state, no_sync, shard
 from fsdp_wrap import clip_grad_norm_
 from fsdp_wrap.optim import backward_steps, on_shards, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -115,10 +115,8 @@ def pair(front: str, make: Callable[[], nn.Module], **options: Any) -> tuple[nn.
     return tuple(shard(front, copy.deepcopy(module), POLICY, **options) for _ in range(2))  # type: ignore[return-value]
 
 
-def assert_same_bits(model: nn.Module, usual: nn.Module, told: str = "") -> None:
-    found, expected = full_state(model), full_state(usual)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), f"{told}: {name}"
+def assert_same_bits(model: nn.Module, usual: nn.Module) -> None:
+    assert_tensors(full_state(model), full_state(usual))
 
 
 def assert_same_state(optimizer: torch.optim.Optimizer, usual: torch.optim.Optimizer) -> None:
@@ -166,7 +164,7 @@ def compare(
         other.step()
         assert all(param.grad is None for param in model.parameters()), told
         optimizer.step()  # changes nothing
-    assert_same_bits(model, usual, told)
+    assert_same_bits(model, usual)
     assert_same_state(optimizer, other)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -17,6 +16,7 @@ from bed import run_ranks
 from bed.paths import ROOT
 from fronts import full
 from mesh_nets import FRONTS, KINDS, PLAIN, Side
+from models import gather_objects
 
 Form = tuple[str, str]
 
@@ -58,8 +58,7 @@ def save(rank: int, world_size: int, form: Form, seed: int, path: Path) -> None:
     given = side(form, seed)
     for way in WAYS:
         given.save(way, path / way)
-    values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, {name: full(value) for name, value in given.values().items()})
+    values = gather_objects({name: full(value) for name, value in given.values().items()})
     if rank == 0:
         torch.save({name: value for each in values for name, value in each.items()}, path / "values.pt")
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 import tp_nets
 from bed import ranks
 from beside import NEAR, train_beside
+from composable import shard_blocks
 from fronts import assert_same_values, each_form, full
 from fsdp_wrap import (
     DataParallelMeshDims,
@@ -31,6 +32,7 @@ from fsdp_wrap import (
     weight_source,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from nets import stack
 
 
 def sharded(
@@ -39,7 +41,7 @@ def sharded(
     """A plain model, and one of the same values that is distributed and sharded."""
     _, data, tensor = tp_nets.mesh_of(mesh)
     model = tp_nets.parallelize(net or tp_nets.net(seed=seed), tensor, plan)
-    return tp_nets.net(seed=seed), tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    return tp_nets.net(seed=seed), shard_blocks(model, fully_shard, mesh=data)
 
 
 @ranks(4)
@@ -199,11 +201,6 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
 """Of `dp_mesh_dims`: all parameters are `DTensor`s on a mesh before they are sharded over a part of it."""
 
 
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)).double()
-
-
 def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Cuts the first layer by rows and the second by columns over "tp"; all else is replicated."""
     names = mesh.mesh_dim_names or ()
@@ -226,10 +223,10 @@ def test_training_over_dimensions_equals_a_plain_model_and_upstream(rank, world_
     ours, theirs = (
         (replicate, torchs.replicate) if "copies" in case else (fully_shard, torch_fsdp.fully_shard)
     )
-    models = [ours(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))]
+    models = [ours(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))]
     if "dp_mesh_dims" in inspect.signature(theirs).parameters:
         dims = torch_fsdp.DataParallelMeshDims(**given)
-        models.append(theirs(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims=dims))
+        models.append(theirs(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims=dims))
 
     def batches(number: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
@@ -246,7 +243,7 @@ def test_training_over_dimensions_equals_a_plain_model_and_upstream(rank, world_
         return full(loss).detach()
 
     for model in models:
-        train_beside(model, layers(), loss_of, batches, 0, steps=3)
+        train_beside(model, stack(5, 6, 5), loss_of, batches, 0, steps=3)
     for other in models[1:]:
         for (name, param), twin in zip(models[0].named_parameters(), other.parameters()):
             assert param.placements == twin.placements and param.device_mesh == twin.device_mesh, name
@@ -259,17 +256,17 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, wo
     dims = DataParallelMeshDims(shard="dp")
     Dims = DataParallelMeshDims
     cases: list[tuple[nn.Module, Any, str]] = [
-        (layers(), {"mesh": mesh, "dp_mesh_dims": dims}, "'0.weight' is a plain tensor"),
-        (layers(), {"mesh": mesh, "dp_mesh_dims": Dims(shard="data")}, r"names \('data',\)"),
-        (layers(), {"mesh": mesh, "dp_mesh_dims": Dims("dp", "dp")}, "each once"),
-        (distribute(layers(), mesh), {"mesh": mesh, "dp_mesh_dims": Dims("tp")}, "must be Replicate"),
+        (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": dims}, "'0.weight' is a plain tensor"),
+        (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": Dims(shard="data")}, r"names \('data',\)"),
+        (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": Dims("dp", "dp")}, "each once"),
+        (distribute(stack(5, 6, 5), mesh), {"mesh": mesh, "dp_mesh_dims": Dims("tp")}, "must be Replicate"),
         (
-            distribute(layers(), mesh),
+            distribute(stack(5, 6, 5), mesh),
             {"mesh": mesh, "dp_mesh_dims": Dims(None, "dp"), "reshard_after_forward": 2},
             "shards over that many ranks",
         ),
-        (distribute(layers(), mesh), {"mesh": mesh["dp"]}, "both must be slices of one mesh"),
-        (distribute(layers(), mesh), {}, "both must be slices of one mesh"),
+        (distribute(stack(5, 6, 5), mesh), {"mesh": mesh["dp"]}, "both must be slices of one mesh"),
+        (distribute(stack(5, 6, 5), mesh), {}, "both must be slices of one mesh"),
     ]
     for model, options, message in cases:
         before = copy.copy(dict(model.named_parameters()))
@@ -278,6 +275,6 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, wo
         assert all(param is before[name] for name, param in model.named_parameters())
         assert type(model) is nn.Sequential
     with pytest.raises(TypeError, match="dp_mesh_dims must be a"):
-        fully_shard(distribute(layers(), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
+        fully_shard(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()

@@ -37,12 +37,7 @@ from fsdp_wrap import (
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from mesh_nets import Side, assert_same_sides
-from nets import Net
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().double()
+from nets import net
 
 
 def batches(step: int, count: int) -> torch.Tensor:

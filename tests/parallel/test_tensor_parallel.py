@@ -27,7 +27,8 @@ from bed import ranks
 from bed.references import Traffic, count_collectives
 from bed.sampling import few_fast
 from beside import NEAR, assert_same_gradients, check_each, train_beside
-from fronts import HYBRID, each_form, full
+from composable import shard_blocks
+from fronts import HYBRID, assert_tensors, each_form, full
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -89,14 +90,14 @@ def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) 
     told |= {"mesh": data, "mp_policy": policy, "offload_policy": offload}
     told |= {"shared_memory": scenario["shared_memory"]}
     if scenario["front"] == "replicate":
-        tp_nets.shard_blocks(model, replicate, **told)
+        shard_blocks(model, replicate, **told)
         model.set_reshard_after_forward(scenario["reshard"] is not False)
         assert all(param.placements[0] == Replicate() for param in model.parameters())
     else:
         told["keep_unsharded_bytes"] = scenario["stays"]
         told["reshard_after_forward"] = scenario["reshard"]
         place = place_over(data.shape[-1]) if scenario["columns"] else None
-        tp_nets.shard_blocks(model, fully_shard, shard_placement_fn=place, **told)
+        shard_blocks(model, fully_shard, shard_placement_fn=place, **told)
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
     return model
 
@@ -160,7 +161,7 @@ def test_training_equals_a_plain_model(rank, world_size, part):
 def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
-    tp_nets.shard_blocks(model, way, mesh=data)
+    shard_blocks(model, way, mesh=data)
     for each in (plain, model):
         tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
     return model, plain
@@ -311,7 +312,7 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
     _, data, tensor = tp_nets.mesh_of(mesh)
     nets = [tp_nets.net(seed=seed, hidden=12) for seed in (0, 0, 1)]
     ours, theirs, others = (
-        tp_nets.shard_blocks(tp_nets.parallelize(net, tensor, plan), way, mesh=data)
+        shard_blocks(tp_nets.parallelize(net, tensor, plan), way, mesh=data)
         for net, way in zip(nets, (ways[0], ways[1], ways[1]))
     )
     for found, expected in (
@@ -332,8 +333,7 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
     assert_same_gradients(ours, others)
     options = torch_functions.StateDictOptions(full_state_dict=True)
     whole: Any = torch_functions.get_model_state_dict(ours, options=options)
-    for name, value in tp_nets.net(seed=1, hidden=12).state_dict().items():
-        assert torch.equal(whole[name], value), name
+    assert_tensors(whole, tp_nets.net(seed=1, hidden=12).state_dict())
 
 
 MESHES = {
@@ -352,7 +352,7 @@ def made(way: Any, mesh_name: str, plan: str, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     data = names[:-1]
     model = tp_nets.parallelize(tp_nets.net(hidden=12), mesh["tp"], plan)
-    return tp_nets.shard_blocks(model, way, mesh=mesh[data if len(data) > 1 else data[0]], **options)
+    return shard_blocks(model, way, mesh=mesh[data if len(data) > 1 else data[0]], **options)
 
 
 def counted(model: Any, plan: str, letters: str) -> dict[tuple[int, str], Traffic]:

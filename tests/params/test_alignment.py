@@ -13,12 +13,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 from bed import ranks
 from beside import NEAR, train_beside
-from fronts import FRONTS, assert_same_values, clip, shard
+from fronts import FRONTS, assert_same_values, assert_tensors, clip, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._core import UnevenCutError
 from fsdp_wrap._state import Originals
 from fsdp_wrap.wrap import CustomPolicy
+from nets import stack
 from params.fake_ranks import fake_ranks
 
 
@@ -106,11 +107,6 @@ def test_other_values_are_refused(make):
             make(nn.Linear(2, 2), shard_alignment=value)
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Linear(5, 4, bias=False)).double()
-
-
 TIGHT = {"rtol": 0.0, "atol": 2e-13}
 
 
@@ -127,7 +123,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @ranks(2, 3)
 def test_training_clipping_and_loading_between_alignments(rank, world_size):
     for number, front in enumerate(FRONTS):
-        plain = net()
+        plain = stack(6, 8, 5, 4)
         alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
         model = shard(front, copy.deepcopy(plain), shard_alignment=alignment)
         optimizers = tuple(torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
@@ -140,10 +136,9 @@ def test_training_clipping_and_loading_between_alignments(rank, world_size):
         if front == "composable":
             continue
         with FSDP.summon_full_params(model):
-            for name, value in plain.state_dict().items():
-                torch.testing.assert_close(model.module.state_dict()[name], value, **NEAR)
+            assert_tensors(model.module.state_dict(), plain.state_dict(), **NEAR)
         taker, aligned = ("orig", None) if front == "flat" else ("flat", 32)
-        other = shard(taker, net(), shard_alignment=aligned)
+        other = shard(taker, stack(6, 8, 5, 4), shard_alignment=aligned)
         other.load_state_dict(model.state_dict())
         assert_same_values(other, plain, **NEAR)
         resumed = torch.optim.AdamW(other.parameters(), lr=0.1)

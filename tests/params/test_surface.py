@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bed import RankFailure, run_isolated
-from fronts import each_form
+from fronts import assert_tensors, each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -226,9 +226,7 @@ class Situations:
 
     def check(self) -> None:
         self.step()
-        found = self.model.state_dict()
-        for name, expected in self.plain.state_dict().items():
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10)
+        assert_tensors(self.model.state_dict(), self.plain.state_dict(), rtol=0, atol=1e-10)
 
     def run(self) -> None:
         self.walk()

@@ -13,11 +13,12 @@ from torch import nn
 
 import tp_nets
 from bed import ranks, run_ranks
+from composable import shard_blocks
 from fronts import each_front, full_grads, no_sync, shard
 from fsdp_wrap import fully_shard, reproducible, uneven
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress, register_comm_hook
 from fsdp_wrap.optim import HostAdamW, step_in_backward
-from models import WRAPPINGS, Transformer, loss_of, tokens
+from models import WRAPPINGS, Transformer, gather_objects, loss_of, tokens
 
 COUNT = 4
 
@@ -146,7 +147,7 @@ def test_models_that_cannot_be_reproducible(rank, world_size):
 def test_tensor_parallelism_is_refused(rank, world_size):
     _, data, inner = tp_nets.mesh_of("flat")
     model = tp_nets.parallelize(tp_nets.net(), inner, "columns")
-    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    shard_blocks(model, fully_shard, mesh=data)
     with pytest.raises(RuntimeError, match="is distributed by tensor or expert parallelism"):
         reproducible(model, micro_batches=COUNT)
 
@@ -269,8 +270,7 @@ def test_random_numbers_belong_to_micro_batches(rank, world_size):
     for index in work.micro_batches(5):
         drawn.append((index, torch.rand(1).item(), random.random()))
         loss_of(model, tokens(index, 0)).backward()
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, drawn)
+    found = gather_objects(drawn)
     every = sorted(each for of_rank in found for each in of_rank)
     assert [index for index, *_ in every] == [*range(COUNT)]
     assert len({number for _, *numbers in every for number in numbers}) == 2 * COUNT

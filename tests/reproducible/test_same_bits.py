@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fsdp_wrap
 from bed import run_isolated, run_ranks
+from composable import shard_blocks
 from fronts import full, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import (
@@ -22,7 +23,6 @@ from fsdp_wrap import (
     ShardingStrategy,
     checkpoint,
     clip_grad_norm_,
-    fully_shard,
     grad_norms,
     iter_full_optim_state,
 )
@@ -57,10 +57,7 @@ def sharded(way: str, size: int) -> nn.Module:
     """Makes a model by a front-end, and a strategy, number of replicas or precision behind a colon."""
     front, _, option = way.partition(":")
     if front == "composable":
-        model, mesh = net(), mesh_of(size, int(option or 1))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return shard_blocks(net(), mesh=mesh_of(size, int(option or 1)))
     options: dict[str, Any] = {"shared_memory": option != "gloo"}
     if option.isdigit():
         options |= {

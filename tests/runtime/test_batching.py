@@ -20,6 +20,7 @@ from fronts import (
     SIDE,
     assert_same_grads,
     assert_same_values,
+    assert_tensors,
     full_grads,
     full_state,
     inner,
@@ -134,8 +135,7 @@ LAYERS = tuple(f"layers.{index}" for index in range(UNITS))
 
 def assert_equal_grads(models: list[nn.Module]) -> None:
     found, expected = map(full_grads, models)
-    for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
+    assert_tensors(found, expected)
 
 
 def fail(*_: Any) -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from bed import ranks
 from bed.references import count_collectives
-from fronts import either_front, full_state, inner, shard
+from fronts import assert_tensors, either_front, full_state, inner, shard
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime.unit import units_in
@@ -112,8 +112,7 @@ def batches_of(seed: int) -> torch.Tensor:
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
     found, expected = full_state(model), plain.state_dict()
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    assert_tensors(found, expected, rtol=0, atol=1e-12)
 
 
 def assert_apart(model: nn.Module, plain: nn.Module) -> None:

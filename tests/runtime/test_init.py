@@ -14,6 +14,7 @@ from torch import nn
 from bed import ranks
 from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
+from fronts import assert_tensors
 from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime import materialize as _materialize
@@ -115,8 +116,7 @@ def replace_and_fill(module: nn.Module) -> None:
 def assert_same_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     found = model.state_dict()
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_tensors(found, expected)
 
 
 def train(model: nn.Module) -> None:
@@ -135,9 +135,7 @@ def assert_trains_like(model: FSDP, plain: nn.Module) -> None:
     """Every rank sees the same batches, so a plain module is the reference."""
     train(plain)
     train(model)
-    found = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert_tensors(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 OFFLOADED = {"cpu_offload": CPUOffload(offload_params=True)}

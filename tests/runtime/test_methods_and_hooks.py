@@ -16,6 +16,7 @@ from bed.references import count_collectives
 from fronts import (
     FRONTS,
     assert_sharded,
+    assert_tensors,
     each_front,
     either_front,
     full,
@@ -107,9 +108,7 @@ def assert_trains_like(model: nn.Module, plain: Writer) -> None:
                 net.score(batch)[0].backward()
             optimizer.step()
         assert torch.equal(model.generate(batches[0]), plain.generate(batches[0]))
-    found = full_state(model)
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+    assert_tensors(full_state(model), plain.state_dict(), rtol=0, atol=1e-12)
 
 
 CASES = [(front, "FULL_SHARD") for front in FRONTS]

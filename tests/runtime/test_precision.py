@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from bed.references import count_collectives
+from fronts import assert_tensors
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
@@ -335,8 +336,7 @@ def test_autocast_equals_ddp(rank, world_size, strategy):
             out.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, ddp.module.state_dict()[name]), name
+    assert_tensors(ddp.module.state_dict(), model.state_dict())
 
     low = FSDP(_net(), mixed_precision=MixedPrecision(BF16, FP32))
     with torch.autocast("cpu", dtype=BF16):
@@ -519,9 +519,7 @@ def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strateg
                 assert _seen(model) == [[torch.float32] * 3] * 2
         for each, optimizer in zip((model, control), optimizers):
             _train(each, optimizer)
-    expected = control.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_tensors(control.state_dict(), model.state_dict())
 
 
 @ranks(2)

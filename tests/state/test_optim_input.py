@@ -14,6 +14,7 @@ from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import OptimStateKeyType, ShardingStrategy
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from nets import stack
 from optim_states import assert_same, grouped
 from state_nets import Net, Tied, adamw, by_hand, per_block, train_side_by_side, whole, wrapped_and_plain
 
@@ -193,11 +194,6 @@ class Own(torch.optim.Adafactor):
     """A subclass, as users write them."""
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-
-
 def batch(rank: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
@@ -218,7 +214,9 @@ def step(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> None:
 )
 @ranks(2)
 def test_pieces_are_refused(rank, world_size, use_orig_params, copied, kind):
-    model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    model = FSDP(
+        stack(4, 6, 2), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
     model = copy.deepcopy(model) if copied else model
     optimizer = {**WHOLE, "Own": Own}[kind](model.parameters(), lr=0.1)
     before = copy.deepcopy(model.state_dict())
@@ -238,7 +236,7 @@ def test_pieces_are_refused(rank, world_size, use_orig_params, copied, kind):
 @ranks(1, 2)
 def test_whole_parameters_train_as_a_plain_model(rank, world_size, use_orig_params, kind):
     for strategy in ("FULL_SHARD", "NO_SHARD") if world_size == 1 else ("NO_SHARD",):
-        plain = net()
+        plain = stack(4, 6, 2)
         options: Any = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
         model = FSDP(copy.deepcopy(plain), **options)
         ours, theirs = (WHOLE[kind](each.parameters(), lr=0.1) for each in (model, plain))
@@ -263,7 +261,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 @ranks(2)
 def test_weight_decay_that_groups_lose_is_told(rank, world_size, front):
     """If they are made after wrapping. The cure that is told works."""
-    module = net()
+    module = stack(4, 6, 2)
     before, plain = groups_of(module), copy.deepcopy(module)
     model = fronts.shard(front, module, ModuleWrapPolicy({nn.Linear}))
     with warnings.catch_warnings(record=True) as caught:

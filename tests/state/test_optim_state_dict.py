@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from bed import ranks
 from bed.memory import Peak, settled_bytes
 from bed.references import count_collectives
-from fronts import ONE, SIDE, chosen, each_form, squares
+from fronts import ONE, SIDE, assert_tensors, chosen, each_form, squares
 from fsdp_wrap import (
     FullOptimStateDictConfig,
     IntervalTensor,
@@ -481,8 +481,7 @@ def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, use_orig_para
         own = ours.state_dict()
         assert given["state"].keys() == own["state"].keys()
         for name, entry in own["state"].items():
-            for key, value in entry.items():
-                assert torch.equal(given["state"][name][key], value), (name, key)
+            assert_tensors(given["state"][name], entry)
         numbered = FSDP.optim_state_dict_to_load(model, adamw(model), state, is_named_optimizer=True)
         assert all(isinstance(key, str) for key in numbered["state"])
     if world_size == 1 or wrap is per_block:  # nobody reduces the gradients of what no instance wraps

@@ -316,8 +316,7 @@ def test_values_that_are_read_when_asked(rank, world_size, own_way):
         model.load_state_dict({name: Lazy(value) for name, value in source.state_dict().items()})
     assert walked.called == own_way
     assert Lazy.reads == len(source.state_dict())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, source.state_dict()[name]), name
+    assert_equal(model.state_dict(), source.state_dict())
     unfit = {name: Lazy(value[:1]) for name, value in source.state_dict().items() if value.dim()}
     with pytest.raises(RuntimeError, match="size mismatch for stem.weight"):
         model.load_state_dict(unfit, strict=False)

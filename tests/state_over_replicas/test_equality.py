@@ -13,7 +13,7 @@ from torch import nn
 
 from bed import ranks
 from copies import adamw, both, in_copies, step, transformer
-from fronts import FRONTS, each_front, full_grads, full_state, no_sync, shard
+from fronts import FRONTS, assert_tensors, each_front, full_grads, full_state, no_sync, shard
 from fsdp_wrap import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -43,8 +43,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def assert_same_bits(one: nn.Module, other: nn.Module) -> None:
     expected, found = full_state(one), full_state(other)
     assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
+    assert_tensors(found, expected)
 
 
 @each_front
@@ -110,9 +109,7 @@ def test_any_mesh_trains_as_full_sharding_does(rank, world_size, front, shape):
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(norms[3:], norms[:3], rtol=1e-12, atol=0)
-    expected = full_state(full)
-    for name, value in full_state(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
+    assert_tensors(full_state(full), full_state(model), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("given", ["pair", "pair of a part"])

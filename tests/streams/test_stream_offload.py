@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import run_simulated
-from fronts import FRONTS, each_front, either_front, full_state, inner
+from fronts import FRONTS, assert_tensors, each_front, either_front, full_state, inner
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime.offloading import Offloading
@@ -133,8 +133,7 @@ def test_offloaded_training_has_the_bits_of_training_on_the_device(name, front):
     run_simulated(2, partial(offloads, front=front, states=offloaded, **SAME[name]), records=True, seeds=1)
     run_simulated(2, partial(offloads, front=front, offload=False, states=usual, **SAME[name]))
     for rank, state in usual.items():
-        for fqn, value in state.items():
-            assert torch.equal(offloaded[rank][fqn], value), fqn
+        assert_tensors(offloaded[rank], state)
 
 
 @either_front

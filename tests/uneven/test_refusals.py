@@ -11,6 +11,7 @@ from torch import nn
 
 import tp_nets
 from bed import ranks
+from composable import shard_blocks
 from forks import run_forks
 from fronts import assert_same_grads, each_front, no_sync, shard
 from fsdp_wrap import checkpoint, clip_grad_norm_, fully_shard, uneven
@@ -211,7 +212,7 @@ def test_ranks_that_differ():
 def test_ranks_of_one_tensor_parallel_group_that_differ(rank, world_size):
     _, data, inner = tp_nets.mesh_of("flat")
     model = tp_nets.parallelize(tp_nets.net(), inner, "columns")
-    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    shard_blocks(model, fully_shard, mesh=data)
     told = r"ranks \[0, 1\] hold parts of the same parameters .* only \[0\] of them begin a forward"
     with pytest.raises((ValueError, RuntimeError), match=told), uneven(model):
         if rank in (0, 2, 3):

@@ -16,7 +16,17 @@ import tp_nets
 from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from beside import assert_close_grads, large_batch_backward
-from fronts import assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
+from composable import shard_blocks
+from fronts import (
+    assert_same_grads,
+    assert_same_values,
+    assert_tensors,
+    each_front,
+    full_grads,
+    shard,
+    squares,
+    twins,
+)
 from fsdp_wrap import MixedPrecision, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import StepWatcher, appended, step_watchers
 from fsdp_wrap.comm_hooks import compress
@@ -58,9 +68,7 @@ def test_with_as_many_batches_the_bits_are_those_of_the_even_case(rank, world_si
             param.grad.div_(count)
     work = run(model, rank, count)
     assert work.passes_helped == 0
-    found = full_grads(model)
-    for name, value in full_grads(even).items():
-        assert torch.equal(found[name], value), name
+    assert_tensors(full_grads(model), full_grads(even))
 
 
 @each_front
@@ -118,7 +126,7 @@ def test_ranks_of_one_tensor_parallel_group_have_their_batches_together(rank, wo
     whole, data, inner = tp_nets.mesh_of("flat")
     plain = tp_nets.net().double()
     model = tp_nets.parallelize(copy.deepcopy(plain), inner, "columns")
-    tp_nets.shard_blocks(model, fully_shard, mesh=data)
+    shard_blocks(model, fully_shard, mesh=data)
     batches = [3, 1]
     with uneven(model):
         for step in range(batches[data.get_local_rank()]):

@@ -21,6 +21,7 @@ from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
 from fsdp_wrap._values.statistics import bit_sums, block_sums, changed_place
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 from nets import WIDTH, Block, Checkpointing, Net
 
 INTS = {2: torch.int16, 4: torch.int32}
@@ -205,8 +206,7 @@ def faulty_step(kind: str, draw: random.Random, model: nn.Module, optimizer: Any
         value_watchers.insert(len(value_watchers) * kind.endswith("sent"), fault)
         step(model, optimizer)
         value_watchers.remove(fault)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (tree._units[fault.unit], fault.size))
+    told = gather_objects((tree._units[fault.unit], fault.size))
     name, size = told[culprit]
     return Outcome(kind, culprit, name, size, watch.findings)
 
@@ -372,8 +372,7 @@ def test_all_ranks_raise_one_error_and_train_on(rank, world_size):
             value_watchers.remove(fault)
     first = caught.value.first
     assert (first.rank, first.unit, first.phase, first.count, first.step) == (1, "blocks.1", "gather", 1, 1)
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, str(caught.value))
+    told = gather_objects(str(caught.value))
     assert len(set(told)) == 1 and "rank 1, unit 'blocks.1', phase gather" in told[0]
     optimizer.zero_grad()
     with audit(model, every=1, on_fault="raise"):

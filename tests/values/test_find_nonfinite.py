@@ -19,6 +19,7 @@ from fsdp_wrap import CPUOffload, MixedPrecision, NonFiniteError, ShardingStrate
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 from nets import WIDTH, Block, Checkpointing, Net
 
 NAN, INF = float("nan"), float("inf")
@@ -79,8 +80,7 @@ def error_of(model: nn.Module, spoils: Callable[..., Any], **options: Any) -> No
     with pytest.raises(NonFiniteError) as caught, find_nonfinite(model, **options):
         step(model, optimizer)
         step(model, optimizer, partial(spoils, model))
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, str(caught.value))
+    told = gather_objects(str(caught.value))
     assert len(set(told)) == 1, told
     optimizer.zero_grad()
     inner(inner(model).blocks[1]).between.spoils = None

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks, run_ranks
+from composable import shard_blocks
 from fronts import no_sync, shard, shard_columns
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, record_values
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, record_values
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values import files
 from fsdp_wrap._values.command import report
@@ -288,9 +289,7 @@ def test_a_hybrid_mesh_and_bf16_are_compared(rank, world_size, tmp_path):
     net, mesh = Net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    train(fully_shard(net, mesh=mesh), f"{folder[0]}/hybrid", lambda step: [batches(step, 4)[rank]])
+    train(shard_blocks(net, mesh=mesh), f"{folder[0]}/hybrid", lambda step: [batches(step, 4)[rank]])
     mixed = made("orig", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     train(mixed, f"{folder[0]}/bf16", lambda step: [batches(step, 4)[rank]])
     dist.barrier()

@@ -38,6 +38,7 @@ from lm.data import Corpus, Share
 from benchmarks import receiver_kills
 from benchmarks.host_kills import ALL_HOSTS, HOST, RANK, disturbed, launcher, run_on
 from benchmarks.victims import Host, cores_of, kill
+from fronts import assert_tensors
 
 EXAMPLES = ROOT / "examples"
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4".split()
@@ -392,8 +393,7 @@ def test_the_example_trains_as_the_package_does_bit_for_bit(rank, world_size, dt
     assert losses[0] == losses[1]
     state, expected = ours.full_state_dict(), package.state_dict()
     assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(state[name], value), name
+    assert_tensors(state, expected)
 
 
 @ranks(2)

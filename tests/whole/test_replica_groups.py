@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bed import ranks
 from bed.paths import ROOT
@@ -30,6 +29,7 @@ from state_nets import adamw, assert_close, assert_equal
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
 from benchmarks.group_kills import Group, lighthouse, told, wait_for
+from models import gather_objects
 
 
 def joined(front: str, rank: int, **options: Any) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
@@ -67,8 +67,7 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
     train(model, optimizer, rank, world_size, range(4, 6))
     train(plain, theirs, 0, 1, range(4, 6))
     assert_close(full_state(model), plain.state_dict())
-    states: list[Any] = [None] * world_size
-    dist.all_gather_object(states, manager.states["fsdp_wrap"][1]())
+    states = gather_objects(manager.states["fsdp_wrap"][1]())
     assert_equal(states[rank]["model"], states[(rank + SHARDS) % world_size]["model"])
     one, two = (states[each]["optim"]["state"] for each in (rank, (rank + SHARDS) % world_size))
     assert one and one.keys() == two.keys()
