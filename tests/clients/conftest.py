@@ -13,8 +13,9 @@ from launch import Ranks
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Ranks]:
-    crew = Ranks()
+def run(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """As many ranks as a test file says: two, unless it has a `WORLD_SIZE`."""
+    crew = Ranks(getattr(request.module, "WORLD_SIZE", 2))
     yield crew
     crew.close()
 

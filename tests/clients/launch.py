@@ -69,6 +69,15 @@ def client_rank(
             _forget_accelerate()
 
 
+def require_units(model: Any, package: str) -> None:
+    """Asserts that every layer is a unit of the package."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    assert len(units) > model.config.num_hidden_layers
+    assert {type(each).__mro__[1].__module__.partition(".")[0] for each in units} == {package}
+
+
 def open_to_cpu(stack: contextlib.ExitStack) -> None:
     """Lets accelerate give torch's own FSDP to a host without accelerators."""
     from accelerate import state

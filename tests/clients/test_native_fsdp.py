@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from launch import Ranks, client_rank, needs
+from launch import client_rank, needs, require_units
 from tiny_models import LENGTH, VOCABULARY, llama
 
 pytestmark = needs("transformers")
@@ -16,13 +15,6 @@ pytestmark = needs("transformers")
 WORLD_SIZE, STEPS = 4, 3
 FOUR = 1e-6
 """Bound where four ranks sum, in another order than gloo does. Where two do, all is equal to the bit."""
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Ranks]:
-    crew = Ranks(WORLD_SIZE)
-    yield crew
-    crew.close()
 
 
 def _train(rank, world_size, port, ours, folder, options):
@@ -34,7 +26,7 @@ def _train(rank, world_size, port, ours, folder, options):
 
         config: Any = DistributedConfig(**options)
         model: Any = LlamaForCausalLM.from_pretrained(folder / "model", distributed_config=config)
-        _require_units(model, "fsdp_wrap" if ours else "torch")
+        require_units(model, "fsdp_wrap" if ours else "torch")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         part = rank // options.get("tp_size", 1)  # of the batch
         generator = torch.Generator().manual_seed(part)
@@ -56,15 +48,6 @@ def _train(rank, world_size, port, ours, folder, options):
         model.save_pretrained(saved)
         torch.distributed.barrier()
         return log, generated, load_file(saved / "model.safetensors")
-
-
-def _require_units(model, package):
-    """Every layer is a unit of the package."""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    assert len(units) > model.config.num_hidden_layers
-    assert {type(each).__mro__[1].__module__.partition(".")[0] for each in units} == {package}
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,18 @@ not have any more; `_Replicated` takes its place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from launch import Ranks, client_rank, needs, open_to_cpu
+from launch import client_rank, needs, open_to_cpu, require_units
 from tiny_models import LENGTH, VOCABULARY, llama
 
 pytestmark = needs("accelerate", "transformers")
 
 WORLD_SIZE, STEPS = 4, 3
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Ranks]:
-    crew = Ranks(WORLD_SIZE)
-    yield crew
-    crew.close()
 
 
 class _Replicated:
@@ -98,7 +90,8 @@ def _train(rank, world_size, port, ours, checkpointing):
         loader = torch.utils.data.DataLoader(_texts(), batch_size=1)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        _require_two_dimensions(model, "fsdp_wrap" if ours else "torch")
+        require_units(model, "fsdp_wrap" if ours else "torch")
+        _require_two_dimensions(model)
         log = []
         for batch in loader:
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -112,13 +105,8 @@ def _train(rank, world_size, port, ours, checkpointing):
         return log, {name: value.detach().full_tensor() for name, value in model.named_parameters()}
 
 
-def _require_two_dimensions(model, package):
-    """Every layer is a unit of the package, and its projections are cut by both."""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    assert len(units) > model.config.num_hidden_layers
-    assert {type(each).__mro__[1].__module__.partition(".")[0] for each in units} == {package}
+def _require_two_dimensions(model):
+    """Projections are cut by both."""
     cut = model.model.layers[0].mlp.up_proj.weight
     assert cut.device_mesh.ndim == 2 and not any(each.is_replicate() for each in cut.placements)
 

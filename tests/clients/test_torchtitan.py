@@ -33,13 +33,6 @@ WORLD_SIZE, STEPS, LENGTH = 4, 4, 64
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Ranks]:
-    crew = Ranks(WORLD_SIZE)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and texts, where torchtitan looks for its own.
 
