@@ -97,6 +97,15 @@ def _end(process: subprocess.Popen[str]) -> Done:
     raise AssertionError(f"{process.args!r} does not end")
 
 
+def called(main: Callable[[list[str]], int], capsys: Any, *arguments: object) -> Done:
+    """Calls a program's `main` in this process."""
+    try:
+        code = main([str(each) for each in arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return Done(code, *capsys.readouterr())
+
+
 def python(*arguments: object, **options: Any) -> Done:
     """Runs Python with these arguments, as `run` does with its options."""
     return run(sys.executable, *arguments, **options)

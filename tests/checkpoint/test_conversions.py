@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
+from bed.scripts import called
 from composable import shard_blocks
 from fsdp_wrap import checkpoint
 from fsdp_wrap._core import format_bytes
@@ -27,15 +29,7 @@ from resuming import net, other, per_block_of, train, trained
 from state_nets import adamw, assert_close, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def run(capsys: Any, *arguments: object) -> tuple[int, str, str]:
-    try:
-        status = main([str(each) for each in arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capsys.readouterr()
-    return status, out, err
+run = partial(called, main)
 
 
 def done(capsys: Any, *arguments: object) -> str:

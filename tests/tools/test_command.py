@@ -20,6 +20,7 @@ import torch
 
 from bed.paths import PACKAGE, ROOT
 from bed.patience import NEVER
+from bed.scripts import called
 from fsdp_wrap._core import NEWEST_TORCH, OLDEST_TORCH
 from fsdp_wrap.tools import plan, progress
 from fsdp_wrap.tools.command import doctor, main
@@ -62,13 +63,7 @@ def needs(depth):
 """
 
 
-def run(capsys: Any, *arguments: object) -> tuple[int, str, str]:
-    try:
-        status = main([str(each) for each in arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capsys.readouterr()
-    return status, out, err
+run = partial(called, main)
 
 
 @pytest.fixture

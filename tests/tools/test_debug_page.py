@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from http.server import ThreadingHTTPServer
-from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _WorkerServer
 from torch.distributed.debug import _frontend
@@ -16,6 +14,7 @@ from torch.distributed.debug import _frontend
 from bed import ranks
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.tools.debug_page import PositionsHandler
+from models import gather_objects
 
 
 @ranks(2)
@@ -30,8 +29,7 @@ def test_every_rank_tells_its_unit_and_collectives(rank, world_size):
     assert answer() == "in no unit yet"
     model = FSDP(nn.Sequential(nn.Linear(3, 3), FSDP(nn.Linear(3, 3))))
     model(torch.ones(2, 3)).sum().backward()
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, (address, _frontend.Response(200, answer())))
+    found = gather_objects((address, _frontend.Response(200, answer())))
     handler = PositionsHandler()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_frontend, "_IPv6HTTPServer", ThreadingHTTPServer)  # which not every host has

@@ -13,7 +13,8 @@ import pytest
 from fsdp_wrap._core import nbytes_of
 from fsdp_wrap.tools.fitting.fit import Fit, fit
 from fsdp_wrap.tools.machines.presets import PRESETS, preset
-from fsdp_wrap.tools.planning import Machine, Moment, Place, Plan
+from fsdp_wrap.tools.planning import Machine, Plan
+from tools.made_plans import made_plan
 
 fitting = import_module("fsdp_wrap.tools.fitting.fit")
 
@@ -24,20 +25,8 @@ MACHINE = Machine(
 
 
 def planned(places: Mapping[str, float], seconds: float | None = None, first: float = 0) -> Plan:
-    """A plan that holds so many bytes at some places; all else is nothing."""
-    moments = tuple(Moment(Place(name, "forward"), {"activations": int(n)}) for name, n in places.items())
-    peak = max(moments, key=lambda moment: moment.nbytes)
-    zeros: Any = dict.fromkeys(("rank", "parameters", "rest_bytes", "setup_peak_bytes"), 0)
-    empty: Any = dict.fromkeys(("rest_by_kind", "wire_bytes", "collectives", "payload_bytes"), {})
-    known: Any = {**zeros, **empty, "ranks": 8, "device": "cpu", "units": (), "moments": moments}
-    return Plan(
-        **known,
-        peak_bytes=peak.nbytes,
-        peak_by_kind=peak.bytes_by_kind,
-        peak_at=peak.place,
-        first_peak_bytes=int(first),
-        predicted_seconds=seconds,
-    )
+    """A plan that holds so many bytes at some places."""
+    return made_plan([(name, "forward", nbytes) for name, nbytes in places.items()], seconds, first)
 
 
 class Plans:

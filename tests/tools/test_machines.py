@@ -14,6 +14,7 @@ from fsdp_wrap import measure_machine
 from fsdp_wrap._comm import make_communicator, ranks_in
 from fsdp_wrap.tools import Machine
 from fsdp_wrap.tools.machines import measure_link, measured
+from models import gather_objects
 
 
 def test_a_process_alone_measures_what_computes_and_says_what_it_assumes():
@@ -55,8 +56,7 @@ def test_ranks_measure_their_links_together(rank, world_size):
     assert machine.ranks_per_host == 4 and "4 ranks of one host" in machine.source
     assert machine.bandwidth_within == machine.bandwidth_between > 0
     assert 0 < machine.latency_within == machine.latency_between
-    told = [None] * world_size
-    dist.all_gather_object(told, machine.bandwidth_within)
+    told = gather_objects(machine.bandwidth_within)
     assert len({*told}) == 1, "links are of all"
     real = measured.measure_link
 

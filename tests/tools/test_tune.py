@@ -20,7 +20,7 @@ from torch import nn
 from bed import ranks
 from bed.accelerator import Simulation, run_simulated
 from benchmarks.meters import tensors
-from fronts import full_state
+from fronts import assert_tensors, full_state
 from fsdp_wrap import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -33,7 +33,7 @@ from fsdp_wrap import (
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap.tools import Recipe, UnitRecipe, step_of, tune
 from fsdp_wrap.tools.command.main import main
-from fsdp_wrap.tools.planning import Moment, Place, Plan, UnitPlan
+from fsdp_wrap.tools.planning import Plan, UnitPlan
 from fsdp_wrap.tools.tuning.recipe import (
     ALWAYS,
     FREED,
@@ -46,7 +46,8 @@ from fsdp_wrap.tools.tuning.recipe import (
 )
 from fsdp_wrap.tools.tuning.solver import Cost, choose, needed
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from nets import WIDTH, Block, Net
+from nets import WIDTH, Block, net
+from tools.made_plans import made_plan
 
 tuning = import_module("fsdp_wrap.tools.tuning.tune")
 
@@ -123,7 +124,13 @@ class Steps:
             times[key] = self.computes[key] * COMPUTES[by_key[key].activations]
             times[key] += max(0.0, gathers - before) + (self.state[key] / 60 / MB if key in leaves else 0)
             seconds += times[key]
-        return made_plan(moments, seconds, times, inputs, self.gathered, self.state)
+        planned = tuple(
+            UnitPlan(
+                key, 0, self.state[key], self.gathered[key], 1, 1, 0, {}, times[key], 0.0, 0.0, 0, inputs[key]
+            )
+            for key in KEYS
+        )
+        return made_plan(moments, seconds, units=planned)
 
     def best(self, limit: int, shards: Any = (ON_DEVICE,)) -> float | None:
         """By planning all recipes."""
@@ -134,31 +141,6 @@ class Steps:
             if made.needed_bytes <= limit:
                 found.append(made.predicted_seconds)
         return min(found, default=None)  # type: ignore[type-var]
-
-
-def made_plan(moments: Any, seconds: float, times: Any, inputs: Any, gathered: Any, state: Any) -> Plan:
-    zeros: Any = dict.fromkeys(
-        ("rank", "parameters", "rest_bytes", "setup_peak_bytes", "first_peak_bytes"), 0
-    )
-    empty: Any = dict.fromkeys(("rest_by_kind", "wire_bytes", "collectives", "payload_bytes"), {})
-    places = tuple(Moment(Place(key, phase), {"activations": n}) for key, phase, n in moments)
-    peak = max(places, key=lambda moment: moment.nbytes)
-    units = tuple(
-        UnitPlan(key, 0, state[key], gathered[key], 1, 1, 0, {}, times[key], 0.0, 0.0, 0, inputs[key])
-        for key in KEYS
-    )
-    return Plan(
-        **zeros,
-        **empty,
-        ranks=8,
-        device="cpu",
-        units=units,
-        moments=places,
-        peak_bytes=peak.nbytes,
-        peak_by_kind=peak.bytes_by_kind,
-        peak_at=peak.place,
-        predicted_seconds=seconds,
-    )
 
 
 def takes_recipe(recipe: Recipe) -> Any: ...
@@ -223,11 +205,6 @@ def test_what_is_alike_is_decided_by_few_plans_and_told_on_the_page():
 # the model
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return Net().double()
-
-
 def batch(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
@@ -252,7 +229,7 @@ RECIPES = [
 
 @ranks(2)
 def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
-    plain = net()
+    plain = net(1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(4):
         (sum(plain(batch(each, step)).square().mean() for each in range(2)) / 2).backward()
@@ -269,13 +246,13 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
             torch.testing.assert_close(found[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
 
     for recipe in RECIPES:
-        check(recipe.apply(net(), Block), str(recipe))
+        check(recipe.apply(net(1), Block), str(recipe))
     for recipe in (RECIPES[2], RECIPES[0]):
         wrapped = FullyShardedDataParallel(
-            net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+            net(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
         )
         check(recipe.apply(wrapped), f"wrapped: {recipe}")
-        composed = net()
+        composed = net(1)
         for each in (*composed.blocks, composed):  # type: ignore[misc]
             fully_shard(each)
         check(copy.deepcopy(recipe.apply(composed)), f"sharded and copied: {recipe}")
@@ -285,7 +262,7 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
 
 @ranks(2)
 def test_blocks_of_a_recipe_are_found_and_recomputed(rank, world_size):
-    made = Recipe(units=MIXED).apply(net())
+    made = Recipe(units=MIXED).apply(net(1))
     assert isinstance(made, nn.Module) and {type(made.blocks[0]).__name__} == {"FSDPBlock"}  # type: ignore[index]
     calls = []
     hidden = made.blocks[0].up, made.blocks[1].up  # type: ignore[index,union-attr]
@@ -302,11 +279,11 @@ def test_blocks_of_a_recipe_are_found_and_recomputed(rank, world_size):
     with pytest.raises(TypeError, match="is sharded already: .'mesh'. have no effect"):
         Recipe().apply(made, mesh=None)
     with pytest.raises(ValueError, match="has a unit 'other', and Net has not"):
-        Recipe(units=(UnitRecipe(("other",)),)).apply(net())
+        Recipe(units=(UnitRecipe(("other",)),)).apply(net(1))
     with pytest.raises(TypeError, match="the recipe decides offload_policy"):
-        Recipe().apply(net(), offload_policy=None)
+        Recipe().apply(net(1), offload_policy=None)
     with pytest.raises(ValueError, match="2 ranks are no replicas of 3"):
-        Recipe(ranks_per_replica=3).apply(net())
+        Recipe(ranks_per_replica=3).apply(net(1))
 
 
 ON_HOST_TOO = (
@@ -334,7 +311,7 @@ def nested(recipe: Recipe, model: Any) -> nn.Module:
 def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(front):
     recipe = Recipe.from_json(Recipe(units=ON_HOST_TOO).to_json())
     assert "shards      on host                     blocks.0" in str(recipe)
-    plain, begin = net(), net()  # made once: ranks are threads, with one random generator
+    plain, begin = net(1), net(1)  # made once: ranks are threads, with one random generator
     reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(3):
         (sum(plain(batch(each, step)).square().mean() for each in range(2)) / 2).backward()
@@ -351,9 +328,7 @@ def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(fron
             optimizer.step(), optimizer.zero_grad()
             device.end_step()
         with device.aside():
-            found = full_state(model)
-            for name, expected in state.items():
-                torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12, msg=name)
+            assert_tensors(full_state(model), state, rtol=1e-12, atol=1e-12)
         loaded = make(copy.deepcopy(begin))
         loaded.load_state_dict(model.state_dict())
         x = batch(rank, 9)
@@ -369,18 +344,21 @@ def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(fron
 UNTUNED = Recipe()
 
 
+def three_parts(width: int, hidden: int) -> nn.Sequential:
+    parts = (nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width)) for _ in "abc")
+    return nn.Sequential(*parts)
+
+
 def small(recipe: Recipe = UNTUNED, rows: int = 64) -> Any:
     with torch.device("meta"):
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in "abc")
-        )
+        model = three_parts(32, 128)
     made = recipe.apply(model)
     optimizer = torch.optim.AdamW(made.parameters())
     return made, optimizer, step_of(made, optimizer, lambda: made(torch.randn(rows, 32)).square().mean())
 
 
 def shards_itself() -> Any:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in "abc"))
+    model = three_parts(32, 128)
     for each in (*model, model):
         fully_shard(each)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -434,9 +412,7 @@ def test_activations_leave_for_the_host_where_there_is_a_device():
 
 def on_gpus(recipe: Recipe = UNTUNED) -> Any:
     with torch.device("meta"):
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 64)) for _ in "abc")
-        )
+        model = three_parts(64, 2048)
     made = recipe.apply(model)
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     loss = lambda: made(torch.randn(16, 64, device="cuda")).square().mean()  # noqa: E731

@@ -12,7 +12,7 @@ from torch import nn
 from bed import ranks
 from fsdp_wrap import fit, iter_full_params, plan, preset, record_events
 from fsdp_wrap.tools import shard_as, step_of
-from nets import WIDTH, Block, Net
+from nets import WIDTH, Block, net
 
 COMBINATIONS = [
     {"front_end": "fully_shard", "strategy": "full", "checkpointing": "blocks"},
@@ -24,11 +24,6 @@ COMBINATIONS = [
 ]
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return Net().double()
-
-
 def batches(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
@@ -37,7 +32,7 @@ def batches(rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
 @ranks(2)
 def test_all_words_train_as_the_plain_model(rank, world_size, sync):
-    plain = net()
+    plain = net(1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
         seen = [batches(each, 2 * step + part) for each in range(2) for part in range(2)]
@@ -46,7 +41,7 @@ def test_all_words_train_as_the_plain_model(rank, world_size, sync):
         reference.zero_grad()
     for words in COMBINATIONS:
         blocks: Any = "Block" if sync == "last" else [Block]
-        model = shard_as(net(), blocks, **words, ranks_per_host=1)
+        model = shard_as(net(1), blocks, **words, ranks_per_host=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         turn = iter(range(4))
 
@@ -64,7 +59,7 @@ def test_all_words_train_as_the_plain_model(rank, world_size, sync):
 @ranks(2)
 def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size):
     for sync, times in (("last", 1), ("every", 3)):
-        model = shard_as(net(), Block, wrapping="whole")
+        model = shard_as(net(1), Block, wrapping="whole")
         optimizer = torch.optim.SGD(model.parameters())
         step = step_of(model, optimizer, lambda model=model: model(batches(0, 0)).mean(), 3, sync=sync)  # type: ignore[misc]
         with record_events() as events:
@@ -114,7 +109,7 @@ def test_activations_leave_for_the_host_where_that_is_somewhere_else():
 
 
 def test_words_that_mean_nothing_are_refused():
-    model = net()
+    model = net(1)
     optimizer = torch.optim.SGD(model.parameters())
     make: Any
     words: dict[str, Any]
