@@ -41,35 +41,26 @@ def report(tmp_path: Path) -> Path:
 
 
 def test_rows_tell_versions_cases_and_results(report: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In another environment one client is there, and others are not: rows are added."""
     target = tmp_path / "clients.md"
     monkeypatch.setattr(clients, "TARGET", target)
-    assert clients.main([str(report)]) == 0
-    head, _, rows = target.read_text().partition("## Run by hand")[0].partition("## torch 2.13.0\n")
-    assert head.startswith("# Clients") and "|---" in rows
-    assert [row for row in rows.splitlines() if row.startswith("|")][2:] == [
-        "| nemo |  | it | 1 | not run: not installed |",
-        "| trl 1.0 | peft 2.0 | training equals torchs | 3 | equal; broken: AssertionError: 1 != 2 |",
-    ]
 
+    def rows_after(*arguments: object) -> list[str]:
+        assert clients.main([str(each) for each in arguments]) == 0
+        head, _, rows = target.read_text().partition("## Run by hand")[0].partition("## torch 2.13.0\n")
+        assert head.startswith("# Clients") and "|---" in rows
+        return [row for row in rows.splitlines() if row.startswith("|")][2:]
 
-def test_rows_are_added_where_they_were_run(report: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """In another environment one client is there, and others are not."""
-    target = tmp_path / "clients.md"
-    monkeypatch.setattr(clients, "TARGET", target)
-    clients.main([str(report)])
+    trl = "| trl 1.0 | peft 2.0 | training equals torchs | 3 | equal; broken: AssertionError: 1 != 2 |"
+    assert rows_after(report) == ["| nemo |  | it | 1 | not run: not installed |", trl]
     nemo = CASE.format(where="tests.clients.test_nemo", way="", shows="equal", failure="")
     nemo = nemo.replace("test_training_equals_torchs", "test_it").replace("trl 1.0, peft 2.0", "nemo 3.0")
     skipped = '<testcase classname="tests.clients.test_trl" name="test_training_equals_torchs">'
     other = tmp_path / "other.xml"
     other.write_text(f"<testsuite>{nemo}{skipped}<skipped message='no trl'/></testcase></testsuite>")
-    for reports in ([str(report), str(other)], ["--add", str(other)]):
-        clients.main(reports)
-        page = target.read_text().partition("## Run by hand")[0].partition("## torch 2.13.0\n")[2]
-        assert [row for row in page.splitlines() if row.startswith("|")][2:] == [
-            "| nemo 3.0 |  | it | 1 | equal |",
-            "| trl 1.0 | peft 2.0 | training equals torchs | 3 | equal; broken: AssertionError: 1 != 2 |",
-        ]
-        clients.main([str(report)])
+    for reports in ([report, other], ["--add", other]):
+        assert rows_after(*reports) == ["| nemo 3.0 |  | it | 1 | equal |", trl]
+        rows_after(report)
 
 
 def test_what_broke(report: Path, capsys: Any) -> None:
