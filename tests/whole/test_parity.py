@@ -26,6 +26,7 @@ from fronts import (
     KEPT,
     assert_same_grads,
     assert_same_values,
+    assert_tensors,
     each_front,
     full_grads,
     full_state,
@@ -37,14 +38,16 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap.wrap import CustomPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, named_state, tokens, train, transformer_twins
+from nets import stack
 
 STEPS = 10
 WRAPPED = [("flat", "whole"), ("flat", "size"), ("orig", "block"), ("orig", "name"), ("composable", "size")]
 NO_SHARD = ShardingStrategy.NO_SHARD
 OPTIONS = [
-    *itertools.product(("flat", "orig"), (None, "BACKWARD_PRE", "BACKWARD_POST"), (FULL, KEPT)),
-    *(("flat", None, NO_SHARD), ("orig", "BACKWARD_PRE", NO_SHARD)),
-    *(("composable", "default", FULL), ("composable", "default", KEPT)),
+    *itertools.product(("flat", "orig"), ("block",), (None, "BACKWARD_PRE", "BACKWARD_POST"), (FULL, KEPT)),
+    *(("flat", "block", None, NO_SHARD), ("orig", "block", "BACKWARD_PRE", NO_SHARD)),
+    *(("composable", "block", "default", FULL), ("composable", "block", "default", KEPT)),
+    *((*each, "default", FULL) for each in WRAPPED),
 ]
 
 
@@ -60,18 +63,11 @@ def train_with_accumulation(module: Any, optimizer: torch.optim.Optimizer, rank:
     train(module, optimizer, rank, range(4))
 
 
-def assert_trains_like_ddp(model: nn.Module, ddp: DDP, rank: int, steps: int = 3) -> None:
+def assert_trains_like_ddp(model: nn.Module, ddp: DDP, rank: int, steps: int) -> None:
     ours, theirs = (train(each, adamw(each), rank, range(steps)) for each in (model, ddp))
     assert ours == theirs
     assert_same_values(model, ddp)
     assert_same_grads(model, ddp)
-
-
-@pytest.mark.parametrize(("front", "wrapping"), WRAPPED)
-@ranks(2)
-def test_fp32_training_is_bit_equal_to_ddp(rank, world_size, front, wrapping):
-    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping]())
-    assert_trains_like_ddp(wrapped, DDP(plain), rank, STEPS)
 
 
 @pytest.mark.parametrize(("front", "wrapping"), WRAPPED)
@@ -90,12 +86,14 @@ def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
         torch.testing.assert_close(grads[name], param.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("front", "prefetch", "strategy"), OPTIONS)
+@pytest.mark.parametrize(("front", "wrapping", "prefetch", "strategy"), OPTIONS)
 @ranks(2)
-def test_strategy_and_prefetch_change_no_bit(rank, world_size, front, prefetch, strategy):
+def test_strategies_wrappings_and_prefetch_change_no_bit(
+    rank, world_size, front, wrapping, prefetch, strategy
+):
     options = {"sharding_strategy": strategy, **prefetching(prefetch)}
-    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"](), **options)
-    assert_trains_like_ddp(wrapped, DDP(plain), rank)
+    plain, wrapped = twins(front, Transformer, auto_wrap_policy=WRAPPINGS[wrapping](), **options)
+    assert_trains_like_ddp(wrapped, DDP(plain), rank, STEPS if prefetch == "default" else 3)
 
 
 @ranks(2)
@@ -172,11 +170,6 @@ def test_hosts_must_hold_equally_many_ranks(rank, world_size):
 RANKS = 2
 
 
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
-
-
 def train_by(model: Callable[..., Any], batches: Any, optimizer: torch.optim.Optimizer) -> None:
     """Trains by some batches a step, of which the model gets the mean gradient."""
     for several in batches:
@@ -208,7 +201,7 @@ def replicated_by(way: str, module: nn.Module) -> None:
 @ranks(RANKS)
 def test_replicate_around_units_and_inside_of_one_and_ddp_around(rank, world_size, front):
     for way in ("ddp", "fsdp"):
-        plain, inside = layers(), layers()
+        plain, inside = stack(4, 6, 6, 3), stack(4, 6, 6, 3)
         model = copy.deepcopy(plain)
         for index in (0, 2):
             model[index] = shard(front, model[index])
@@ -217,17 +210,17 @@ def test_replicate_around_units_and_inside_of_one_and_ddp_around(rank, world_siz
 
         replicated_by(way, inside[2])
         theirs = [*inside[2].parameters()]
-        model = shard(front, inside)
-        assert all(one is other for one, other in zip(theirs, model[2].parameters())), "left alone"
-        assert_trains_like_plain(layers(), model, rank)
+        around: Any = shard(front, inside)
+        assert all(one is other for one, other in zip(theirs, around[2].parameters())), "left alone"
+        assert_trains_like_plain(stack(4, 6, 6, 3), around, rank)
 
-    model = layers()
+    model = stack(4, 6, 6, 3)
     model[2] = shard(front, model[2])
     names = [name for name, _ in model.named_parameters() if name.startswith("2.")]
     DDP._set_params_and_buffers_to_ignore_for_model(model, names)
-    assert_trains_like_plain(layers(), model, rank, DDP(model))
+    assert_trains_like_plain(stack(4, 6, 6, 3), model, rank, DDP(model))
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(shard("composable", layers()))
+        replicate(shard("composable", stack(4, 6, 6, 3)))
 
 
 @each_front
@@ -241,5 +234,4 @@ def test_channels_last(rank, world_size, front):
     mine = images[:, rank : rank + 1].to(copy=True)
     train_by(lambda each: model(each.to(memory_format=torch.channels_last)), mine, optimizer)
     train_by(plain, images, torch.optim.AdamW(plain.parameters(), lr=0.1))
-    for name, value in full_state(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)
+    assert_tensors(plain.state_dict(), full_state(model), rtol=1e-12, atol=1e-12)
