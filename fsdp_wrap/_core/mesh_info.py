@@ -36,8 +36,7 @@ class DataParallelMeshInfo:
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
-            names = "shard_mesh_dim, replicate_mesh_dim, or both"
-            raise ValueError(f"{type(self).__name__} needs {names}: {_CURE}")
+            raise ValueError(f"{type(self).__name__} needs shard_mesh_dim or replicate_mesh_dim: {_CURE}")
 
 
 @dataclass

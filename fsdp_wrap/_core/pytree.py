@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ def _rebuild(value: Any, children: list[Any], in_place: bool) -> Any:
     write: Callable[[Any, Any, Any], None] = operator.setitem
     keys: Any = range(len(children))
     if isinstance(value, tuple):
-        make: Any = getattr(type(value), "_make", type(value))  # named tuples take no iterable
-        return make(children)
-    if isinstance(value, Mapping):
+        return getattr(type(value), "_make", type(value))(children)  # named tuples take no iterable
+    if isinstance(value, MutableMapping):
         keys = [*value]
+    elif isinstance(value, Mapping):
+        return type(value)(dict(zip(value, children)))  # type: ignore[call-arg]  # of what is read only
     elif dataclasses.is_dataclass(value):
         keys = [field.name for field in dataclasses.fields(value)]
         write = object.__setattr__  # also for frozen dataclasses

@@ -293,9 +293,9 @@ def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
             handle.free_kept_segments()
             raise ChangedBetweenError(
                 f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
-                f"were written to through `.data`, or another alias without a version counter, on rank "
-                f"{dist.get_rank()} while their full values stayed in memory (keep_unsharded_bytes or the "
-                "like), which are outdated: write to the parameters themselves, under torch.no_grad()"
+                "were written to through `.data`, `torch._foreach_*_` on DTensors, or another alias without "
+                f"a version counter, on rank {dist.get_rank()} while their full values stayed in memory "
+                "(keep_unsharded_bytes or the like): write to parameters one by one, under torch.no_grad()"
             )
 
 

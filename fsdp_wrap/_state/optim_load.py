@@ -276,8 +276,7 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
 
 
 def _never_stepped(state: Mapping[str, Any]) -> bool:
-    step = state.get("step")
-    return step is not None and float(step) == 0
+    return float(state.get("step", -1)) == 0
 
 
 # as saved

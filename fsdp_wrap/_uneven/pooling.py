@@ -124,6 +124,5 @@ def _data_ranks(unit: Unit) -> int:
 
 def _divisor(unit: Unit) -> float:
     """Returns by what the sums of a unit's gradients over all ranks are divided."""
-    assert unit.handle is not None
-    own = unit.handle.communicator.size if unit.handle.has_own_reduction else 1
-    return unit.handle.contributors * own
+    assert unit.handle is not None  # communication hooks average by themselves, replicas of NO_SHARD too
+    return _data_ranks(unit) if unit.handle.has_own_reduction else unit.handle.contributors

@@ -188,6 +188,8 @@ def test_wrong_registrations_are_refused(rank, world_size):
     for torchs in (RuntimeError, AssertionError):  # the second is what torch's wrapper raises
         refused(torchs, r"on the root, and this is unit 'blocks\.0'", model.blocks[0])
     refused(ValueError, "must be callable, but is 'sum'", hook="sum")
+    with pytest.raises(ValueError, match=r"Linear has no wrapped .* call register_comm_hook\(\)"):
+        comm_hooks.register_comm_hook(nn.Linear(4, 4), state, hook)
     allreduce = comm_hooks.allreduce_hook
     refused(ValueError, r"call the communication hook as hook\(state, grad, output\)", hook=allreduce)
     refused(ValueError, r"as hook\(state, grad\), which its signature", whole)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -209,14 +210,15 @@ def _packed(y: torch.Tensor) -> _Registered:
             lambda it: ([it.hidden], it.note),
             lambda held, note: _Registered(next(iter(held)), note),
         )
-    return _Registered(_Named([{"hidden": _Pair((y, None), "text"), "n": 3}], 5), "text")
+    pair = _Pair((MappingProxyType({"y": y}), None), "text")
+    return _Registered(_Named([{"hidden": pair, "n": 3}], 5), "text")
 
 
 def _unpacked(value: _Registered) -> torch.Tensor:
     assert (value.note, value.hidden.rest, value.hidden.hidden[0]["n"]) == ("text", 5, 3)
     pair = value.hidden.hidden[0]["hidden"]
-    assert pair.note == "text" and pair.hidden[1] is None
-    return pair.hidden[0]
+    assert pair.note == "text" and pair.hidden[1] is None and type(pair.hidden[0]) is MappingProxyType
+    return pair.hidden[0]["y"]
 
 
 class _Structured(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import moe_nets
@@ -17,8 +18,9 @@ from bed import ranks
 from bed.memory import live_bytes, only_new_objects
 from beside import assert_close_grads, large_batch_backward
 from composable import shard_blocks
-from fronts import assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
-from fsdp_wrap import MixedPrecision, clip_grad_norm_, fully_shard, uneven
+from fronts import FULL, assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
+from fsdp_wrap import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, uneven
+from fsdp_wrap import comm_hooks as hooks
 from fsdp_wrap._core import StepWatcher, appended, step_watchers
 from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.optim import Muon, step_in_backward
@@ -114,6 +116,17 @@ def test_units_that_are_updated_in_the_backward(rank, world_size, front):
     assert_same_values(model, plain, **CLOSE)
 
 
+@pytest.mark.parametrize("strategy", [FULL, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_a_communication_hook_that_averages(rank, world_size, strategy):
+    plain, model = pair("orig", sharding_strategy=strategy)
+    hook = hooks.reduce_scatter_hook if strategy is FULL else hooks.allreduce_hook
+    hooks.register_comm_hook(model, hooks.DefaultState(dist.group.WORLD), hook)
+    run(model, rank, [1, 3][rank])
+    run_pooled(plain, [1, 3])
+    assert_same_grads(model, plain, **CLOSE)
+
+
 @ranks(4)
 def test_ranks_of_one_tensor_parallel_group_have_their_batches_together(rank, world_size):
     whole, data, inner = tp_nets.mesh_of("flat")
@@ -159,10 +172,13 @@ def test_a_rank_without_a_batch_holds_two_units_at_most(rank, world_size, front)
 @each_front
 @ranks(2)
 def test_a_scaler_and_mixed_precision(rank, world_size, front):
+    """Also where a rank has nothing to scale; where none has, all ranks say so."""
     precision = MixedPrecision(torch.bfloat16, torch.float32)
     plain, model = pair(front, torch.float32, mixed_precision=precision)
     scaler, optimizer = ShardedGradScaler("cpu", init_scale=64.0), torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [3, 1]
+    with pytest.raises(AssertionError, match="no rank has called scale"):
+        scaler.unscale_(optimizer)
+    batches = [3, 0]
     with uneven(model) as work:
         for step in range(batches[rank]):
             work.backward(scaler.scale(loss_of(model, tokens(rank, step))), weight=1 + step)

@@ -141,14 +141,16 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
         RuntimeError: Below the root, if there is a hook already (both are an `AssertionError` as well) or
             compressed reductions, inside a forward or backward, or while gradients wait that were accumulated
             under `no_sync`.
-        ValueError: If `hook` cannot be called as the units will call it, or is a ready-made one and `state`
-            names other ranks than a unit's gradients are to be averaged over.
+        ValueError: If there is no unit in the module; if `hook` cannot be called as the units will call it,
+            or is a ready-made one and `state` names other ranks than a unit's gradients are to be averaged
+            over.
     """
-    units = units_in(module)
-    root = next(iter(units.values()))
-    require_root(root, "register_comm_hook()")
-    require_idle(units.values(), "register_comm_hook()")
-    owning = [(unit, unit.handle) for unit in units.values() if unit.handle is not None]
+    units = [*units_in(module).values()]
+    if not units:
+        refuse_unsharded(module, "register_comm_hook()")
+    require_root(units[0], "register_comm_hook()")
+    require_idle(units, "register_comm_hook()")
+    owning = [(unit, unit.handle) for unit in units if unit.handle is not None]
     for unit, handle in owning:
         _check_unit(unit, handle)
         _check_hook(hook, unit, handle)

@@ -17,8 +17,8 @@ class ShardedGradScaler(GradScaler):
 
     Ranks share whether any of them found an infinite or NaN gradient, in one all-reduce for each optimizer
     and step. So all of them step or none does, and their scales never differ. A rank without any gradient
-    takes part. Gradients may be of several dtypes, float16 among them, and live on another device than the
-    loss.
+    takes part, also one that had no loss to scale (`uneven`). Gradients may be of several dtypes, float16
+    among them, and live on another device than the loss.
 
     Call `unscale_` (or `step`) on all ranks, after a backward outside of `no_sync`.
 
@@ -48,15 +48,8 @@ class ShardedGradScaler(GradScaler):
     ) -> None:
         if enabled and torch.device(device).type != "cuda":  # that is torch's default, and nobody's choice
             check_present(torch.device(device), "device")
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
-        self.process_group = process_group
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.process_group, self._has_scaled = process_group, False
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies by the scale, and keeps the dtype.
@@ -70,11 +63,17 @@ class ShardedGradScaler(GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
+            self._has_scaled = True
             return super().scale(outputs).to(outputs.dtype)
         if not isinstance(outputs, Iterable):
             raise ValueError(f"scale takes a tensor or an iterable of tensors, not {type(outputs).__name__}")
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None:  # of a rank that had no batch: the reduction tells whether others have scaled
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(
         self,
@@ -88,7 +87,10 @@ class ShardedGradScaler(GradScaler):
         found = torch.zeros_like(found_inf)
         for flag in by_device.values():
             found = torch.maximum(found, flag.to(found.device))
-        return {found.device: self._over_ranks(found)}
+        found, scaled = self._over_ranks(torch.stack([found, found.new_tensor(self._has_scaled)]))
+        if not self._has_scaled and not scaled:
+            raise AssertionError("no rank has called scale(): go backward from scaler.scale(loss)")
+        return {found.device: found}
 
     def _over_ranks(self, found: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD if self.process_group is None else self.process_group
@@ -97,6 +99,5 @@ class ShardedGradScaler(GradScaler):
         # The loss may be on the CPU of a job that communicates on its accelerators only.
         travelling = found.to(self._device) if found.device.type == "cpu" else found
         ranks = Ranks(group, dist.get_rank(group), dist.get_world_size(group))
-        communicator = make_communicator(ranks, travelling.device)
-        communicator.all_reduce([travelling], dist.ReduceOp.MAX).wait()
+        make_communicator(ranks, travelling.device).all_reduce([travelling], dist.ReduceOp.MAX).wait()
         return travelling.to(found.device)
