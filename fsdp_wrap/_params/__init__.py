@@ -25,6 +25,7 @@ from fsdp_wrap._params.flat import (
     FlatParameterLayout,
     FlatPiece,
     HiddenFlatParameter,
+    held_params,
 )
 from fsdp_wrap._params.handle import HandleState, ParamHandle
 from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of

@@ -109,6 +109,12 @@ class FlatPiece(nn.Parameter):
             self.data = memory
 
 
+def held_params(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    """Returns an optimizer's parameters, of which it may hold pieces: `FlatParameter`s by themselves."""
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {param.flat if isinstance(param, FlatPiece) else param for param in params}
+
+
 class LayoutRef(weakref.ref["FlatLayout"]):
     """A weak reference from a `FlatParameter` to its layout; pickled as None."""
 

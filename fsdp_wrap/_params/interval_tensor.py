@@ -139,8 +139,7 @@ class IntervalTensor(torch.Tensor):
 
         It is sharded along dimension 0 over the mesh's last dimension, and replicated over the others.
         """
-        full = self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)])
-        return by_rows(full, mesh)
+        return by_rows(self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)]), mesh)
 
     def _assembled(self, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
         """Returns the full tensor, which the ranks of these groups hold between them; collective."""
@@ -321,8 +320,7 @@ class IntervalTensor(torch.Tensor):
         return rebuild_interval_tensor, (tuple(self.shape), self.start, piece, spread, part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shape = tuple(self.shape)
-        return f"IntervalTensor(shape={shape}, start={self.start}, piece={self.piece!r})"
+        return f"IntervalTensor(shape={tuple(self.shape)}, start={self.start}, piece={self.piece!r})"
 
 
 _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allclose.default}
@@ -376,8 +374,7 @@ torch.serialization.add_safe_globals([IntervalTensor, rebuild_interval_tensor])
 
 def _on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)  # pieces are 1-D
-    leaves = pytree.tree_leaves((args, kwargs))
-    first = next(leaf for leaf in leaves if isinstance(leaf, IntervalTensor))
+    first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, IntervalTensor))
 
     def piece_of(leaf: Any) -> Any:
         if isinstance(leaf, IntervalTensor):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_wrap._params import ParamHandle, to_local
+from fsdp_wrap._params import ParamHandle, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
     drop_signs_of_zeros,
@@ -75,8 +75,7 @@ class CountedSteps:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step with incomplete gradients, and optimizers that round by place."""
-        own = set(self.params)
-        held = [param for group in optimizer.param_groups for param in group["params"] if param in own]
+        held = [*held_params(optimizer).intersection(self.params)]
         if held and (self._open or self.done not in (0, self._each)):
             raise too_few(self.done, self._each)
         if held and optimizer not in self._checked:

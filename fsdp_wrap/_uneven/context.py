@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import appended, check_flag, step_watchers
+from fsdp_wrap._params import held_params
 from fsdp_wrap._runtime import (
     Schedule,
     refuse_unsharded,
@@ -144,7 +145,7 @@ class _StepRefusal:
         self._params = params
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(param in self._params for group in optimizer.param_groups for param in group["params"]):
+        if not self._params.isdisjoint(held_params(optimizer)):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called inside uneven() on rank {dist.get_rank()}, "
                 "before the other ranks' batches are in the gradients: step after the context"

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_wrap._core import Computing, step_watchers
-from fsdp_wrap._params import to_local
+from fsdp_wrap._params import held_params, to_local
 from fsdp_wrap._runtime import Schedule, joins, schedule_of, units_in
 from fsdp_wrap._uneven.context import schedules_of
 from fsdp_wrap._uneven.members import peers_of
@@ -39,9 +39,7 @@ class _Steps:
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._known:
-            if not any(
-                param in self._params for group in optimizer.param_groups for param in group["params"]
-            ):
+            if self._params.isdisjoint(held_params(optimizer)):
                 return
             self._known.append(optimizer)
         self._taken.append((self._known.index(optimizer), _settings_of(optimizer)))

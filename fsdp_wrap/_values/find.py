@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, encloses, value_watchers, walk
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
 from fsdp_wrap._values.council import Council
 from fsdp_wrap._values.finding import quoted, raise_first
@@ -223,7 +223,7 @@ class Finder(ValueWatcher):
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Looks at the shards that an optimizer has updated."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = {*map(id, held_params(optimizer))}
         told = f"Made by {type(optimizer).__name__}: gradients were finite"
         for unit, name in self._units.items():
             place = Spot(UPDATE, name, name)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
 from fsdp_wrap._values import files
 from fsdp_wrap._values.pieces import first_names, full_params, gradient_pieces, own_gradients, shard_pieces
@@ -35,7 +35,7 @@ class ValueRecord:
         seams.open()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = {*map(id, held_params(optimizer))}
         if any(id(param) in held for param in self._seams.params()):
             self._rows.stepped = True
 

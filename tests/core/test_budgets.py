@@ -25,7 +25,7 @@ CODE_LINES = {
     "_runtime": 3324,
     "_state": 3113,
     "_state_over_replicas": 244,
-    "_uneven": 898,
+    "_uneven": 897,
     "_values": 3420,
     "_writer_process": 216,
     "checkpoint": 2385,

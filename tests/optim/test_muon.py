@@ -1,6 +1,7 @@
 """`Muon` of sharded models beside torch's own on a plain model."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,16 @@ import tp_nets
 from bed import ranks, run_ranks
 from bed.references import count_collectives
 from beside import train_beside
-from fsdp_wrap import CPUOffload, ShardingStrategy, checkpoint, replicate
+from fsdp_wrap import (
+    CPUOffload,
+    NonFiniteError,
+    ShardingStrategy,
+    checkpoint,
+    find_nonfinite,
+    replicate,
+    reproducible,
+    uneven,
+)
 from fsdp_wrap.optim import Muon, batch, per_head, split
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -354,6 +364,26 @@ def test_schedulers_closures_accumulation_and_zeroing(rank, world_size):
             schedule.step()
     fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8, 0.1 / 8]
+
+
+@pytest.mark.filterwarnings("ignore:reproducible")
+@fronts.each_front
+@ranks(2)
+def test_who_looks_at_steps_sees_those_of_matrices(rank, world_size, front):
+    """Also of a `FlatParameter`, of which it holds pieces."""
+    _, model = twins(front)
+    optimizer = muon(model)
+    with pytest.raises(RuntimeError, match=r"Muon\.step\(\) was called inside uneven"), uneven(model):
+        optimizer.step()
+    counted = reproducible(model, micro_batches=4)
+    model(batch_of(0, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="a step came after 1 of this rank's 2 micro-batches"):
+        optimizer.step()
+    counted.remove()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = math.inf
+    with pytest.raises(NonFiniteError, match="phase update"), find_nonfinite(model):
+        step(model, optimizer, 0)
 
 
 @ranks(2)

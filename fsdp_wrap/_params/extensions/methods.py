@@ -170,5 +170,4 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a plain tensor of the same values."""
     if type(tensor) in _PLAIN:
         return tensor.detach()
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return values.copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._values.auditing.corruption import SHARD, UPDATE, Corruption, causes
 from fsdp_wrap._values.auditing.places import Key, Sums, keyed
@@ -120,7 +120,7 @@ class TreeAudit(ValueWatcher):
         return leader is optimizer
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = {*map(id, held_params(optimizer))}
         layouts = (layout for unit in self._units for layout in unit.layouts)
         return any(id(param) in held for layout in layouts for param in layout.sharded_params)
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import to_local
+from fsdp_wrap._params import held_params, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._values import files
 from fsdp_wrap._values.pieces import Piece, shard_pieces, step_pieces, whole_name
@@ -180,7 +180,7 @@ class _Witness:
         units = [*self.units, *(self._seams.by_unit if isinstance(self._seams, PlainSeams) else ())]
         backward = any(self._rows.has(files.GRADIENT, unit) for unit in units)
         self.early |= not backward
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = {*map(id, held_params(optimizer))}
         for unit, piece in self._step_pieces(held):
             self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
             self.given.add(piece.fqn)
