@@ -72,7 +72,7 @@ class ShardedGradScaler(GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None:  # of a rank that had no batch: the reduction tells whether others have scaled
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+            super().scale(torch.zeros((), device=self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(
