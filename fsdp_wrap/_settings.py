@@ -162,7 +162,7 @@ class ShowsSettings(nn.Module):
 
     def _show_settings(self, settings: Settings, mesh: ShardMesh, device: torch.device) -> None:
         self._settings = settings.kept()
-        self._group_reference = mesh.first.reference
+        self._group_reference = mesh.axes[0].reference
         self._compute_device = device
 
     @property

@@ -193,8 +193,13 @@ def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return limit
 
 
-def _own_time_limit(group: dist.ProcessGroup) -> timedelta:
-    return time_limit(group, torch.device(device_type_for(group)))
+def _made_within(group: Any, what: Hashable, ranks: Sequence[int], purpose: str | None = None) -> Any:
+    """Returns a group of some ranks of another one, with its time limit; collective among them at first."""
+
+    def make() -> Any:
+        return _new_group(ranks, time_limit(group, torch.device(device_type_for(group))), purpose)
+
+    return once_for(group, what, make)
 
 
 def neighbours(ranks: Ranks, size: int) -> Ranks:
@@ -207,23 +212,15 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
             f"reshard_after_forward={size} must divide the number of ranks to shard over, {ranks.size}: "
             "choose a divisor of it, True or False"
         )
-
-    def make() -> Any:
-        first = ranks.rank // size * size
-        members = dist.get_process_group_ranks(ranks.group)[first : first + size]
-        return _new_group(members, _own_time_limit(ranks.group))
-
-    return ranks_in(once_for(ranks.group, ("neighbours", size), make))
+    first = ranks.rank // size * size
+    members = ranks.members[first : first + size]
+    return ranks_in(_made_within(ranks.group, ("neighbours", size), members))
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a second group of the same ranks, one for all callers; collective among them at first."""
-
-    def make() -> Any:
-        members = dist.get_process_group_ranks(group)
-        return _new_group(members, _own_time_limit(group), "fsdp_wrap reductions")
-
-    return ranks_in(once_for(group, "twin", make)).group
+    members = dist.get_process_group_ranks(group)
+    return ranks_in(_made_within(group, "twin", members, "fsdp_wrap reductions")).group
 
 
 def host_id() -> str:

@@ -31,23 +31,29 @@ class ShardMesh:
     given: DeviceMesh | None = None
     copies: ShardMesh | None = None
 
+    def __post_init__(self) -> None:
+        if self.shard is None or self.given is None:
+            return
+        row = self.given.mesh[tuple((self.given.get_coordinate() or [])[:-1])].tolist()
+        if row != self.shard.members:
+            raise ValueError(
+                f"{self.given} has the ranks {row} to shard over, and its process group has them as "
+                f"{self.shard.members}: parts would change places. Give them in ascending order"
+            )
+
     @property
     def is_first(self) -> bool:
         """Whether all other ranks are synchronised with this one."""
-        return all(ranks.rank == 0 for ranks in self._axes)
+        return all(ranks.rank == 0 for ranks in self.axes)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups in use; none for stand-ins."""
-        return [ranks.group for ranks in self._axes if ranks.communicate]
+        return [ranks.group for ranks in self.axes if ranks.communicate]
 
     @property
-    def first(self) -> Ranks:
-        """The ranks over which parameters are sharded, or else replicated."""
-        return self._axes[0]
-
-    @property
-    def _axes(self) -> list[Ranks]:
+    def axes(self) -> list[Ranks]:
+        """The ranks over which parameters are sharded, and those over which they are replicated."""
         return [ranks for ranks in (self.shard, self.replicate) if ranks is not None]
 
 
@@ -56,8 +62,9 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
 
     `process_group` is a `ProcessGroup` or a stand-in, a (shard, replicate) pair for hybrid strategies, or
     None for the default group. `device_mesh` has one dimension, or two (replicate, shard) for hybrid
-    strategies. Raises a ValueError where both are given, nothing fits the strategy, or this rank is not part
-    of them; a TypeError for other types.
+    strategies. Raises a ValueError where both are given, nothing fits the strategy, ranks to shard over are
+    in another order than their process group's, or this rank is not part of them; a TypeError for other
+    types.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other: pass one of them")
@@ -84,10 +91,12 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     return ShardMesh(None if whole else ranks, ranks if whole else None, device_mesh)
 
 
-def ranks_of(mesh: DeviceMesh) -> ShardMesh:
+def ranks_of(mesh: DeviceMesh, shards: bool = True) -> ShardMesh:
     """Returns the ranks of a mesh of one dimension (shard) or two (replicate, shard).
 
-    Raises a ValueError for more dimensions, or if this rank is not part of it; a TypeError for anything else.
+    With `shards=False` its one dimension replicates. Raises a ValueError for more dimensions, for ranks in
+    another order than their process group's, or if this rank is not part of it; a TypeError for anything
+    else.
     """
     groups = _mesh_groups(mesh)
     if len(groups) > 2:
@@ -95,6 +104,8 @@ def ranks_of(mesh: DeviceMesh) -> ShardMesh:
             f"the mesh to shard over has one dimension (shard) or two (replicate, shard), and {mesh} has "
             f"{mesh.ndim}: pass a part of it, such as mesh['dp']"
         )
+    if not shards:
+        return ShardMesh(None, ranks_in(groups[0]), mesh)
     return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
 
 

@@ -225,8 +225,5 @@ def _allocate_and_reset(meta: Iterable[torch.Tensor], device: torch.device, rese
 
 
 def _reset_method(module: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the latter in nn.MultiheadAttention
-        method = getattr(module, name, None)
-        if callable(method):
-            return method  # type: ignore[no-any-return]
-    return None
+    names = "reset_parameters", "_reset_parameters"  # the latter in nn.MultiheadAttention
+    return next(filter(callable, (getattr(module, name, None) for name in names)), None)

@@ -21,7 +21,7 @@ from fsdp_wrap._runtime.unit import Unit
 _SAMPLED = 4  # elements of a parameter
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
-_SAME_MODEL = "All ranks must shard the same model"
+_SAME_MODEL = "All ranks must shard the same model, and replicas must hold the same part of it"
 _CURE = (
     "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "
     "sync_module_states=True to the wrapper, or broadcast or load the parameters before sharding"
@@ -102,7 +102,10 @@ class SameModel:
 
     def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
         """Checks that the ranks of a group have the same unit; warns once if its initial values differ."""
-        agreement.require(f"what {name} consists of", _contents_of(unit), _SAME_MODEL)
+        contents, (within, across) = _contents_of(unit), communicators_of(unit)
+        if across.positions is not None and across.positions.agreement is agreement:
+            contents.append(f"place {within.rank + 1} of {within.size} in its group to shard over")
+        agreement.require(f"what {name} consists of", contents, _SAME_MODEL)
         settings = [setting for one in communicators_of(unit) for setting in one.settings]
         if unit.schedule is not None:
             wanted = unit.schedule.root.options.travel_together_bytes

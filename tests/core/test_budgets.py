@@ -20,7 +20,7 @@ CODE_LINES = {
     "_comm/shared_memory": 1049,
     "_compression": 206,
     "_core": 1695,
-    "_params": 3868,
+    "_params": 3866,
     "_reproducible": 578,
     "_runtime": 3324,
     "_state": 3113,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bed import ranks
 from fronts import either_front, shard
-from fsdp_wrap import BackwardPrefetch, ShardingStrategy, StateDictType, fully_shard
+from fsdp_wrap import BackwardPrefetch, ShardingStrategy, StateDictType, fully_shard, replicate
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy, NameWrapPolicy
 from nets import WIDTH, Block, Net
@@ -222,6 +222,41 @@ def test_groups_of_other_ranks(rank, world_size):
             with refused(net, ValueError, f"rank {rank} is not part of", kind):
                 per_block(net, **{kind: other}, **options)
         assert_trains_like(plain, per_block(net, **right, **options), members)
+
+
+@ranks(4)
+def test_ranks_to_shard_over_stand_in_a_mesh_as_in_its_groups(rank, world_size):
+    """Torch sorts the ranks of a group, and not those of its mesh; replicas may stand in any order."""
+    line, square = DeviceMesh("cpu", [3, 2, 1, 0]), DeviceMesh("cpu", [[3, 1], [2, 0]])
+    crossed = DeviceMesh("cpu", [[1, 3], [0, 2]])
+    wrong = [
+        lambda net: per_block(net, device_mesh=line),
+        lambda net: per_block(net, device_mesh=square, sharding_strategy=HYBRID),
+        lambda net: fully_shard(net, mesh=line),
+        lambda net: fully_shard(net, mesh=square),
+    ]
+    for number, wrap in enumerate(wrong):
+        net, order = Net().double(), [[3, 2, 1, 0], [3, 1] if rank % 2 else [2, 0]][number % 2]
+        with refused(net, ValueError, f"the ranks {order} to", f"has them as {sorted(order)}"):
+            wrap(net)
+    replicated = {"device_mesh": line, "sharding_strategy": ShardingStrategy.NO_SHARD}
+    for options in (replicated, {"device_mesh": crossed, "sharding_strategy": HYBRID}):
+        net = Net().double()
+        plain = copy.deepcopy(net)
+        assert_trains_like(plain, per_block(net, **options))
+    fully_shard(Net(), mesh=crossed)
+    replicate(Net(), mesh=line)
+
+
+@ranks(4)
+def test_groups_to_replicate_over_hold_one_part(rank, world_size):
+    halves, crossing = (
+        [dist.new_group(each) for each in lists] for lists in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
+    )
+    pair = halves[rank // 2], crossing[rank in (1, 2)]
+    model = per_block(Net().double(), process_group=pair, sharding_strategy=HYBRID)
+    with pytest.raises(RuntimeError, match="place . of 2 in its group to shard over where rank"):
+        model(a_batch()).sum().backward()
 
 
 @ranks(2)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from bisect import bisect
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -213,14 +214,8 @@ class Monitor:
 
 def _drop_done(lane: deque[_Issued]) -> None:
     """Drops completed work, all of which precedes the rest: bisection queries few events."""
-    first, end = 0, len(lane)
-    while first < end:
-        middle = (first + end) // 2 if first else 0  # mostly the first is not done, or all are
-        if lane[middle].done:
-            first = middle + 1
-        else:
-            end = middle
-    for _ in range(first):
+    done = bisect(lane, False, key=lambda issued: not issued.done) if lane and lane[0].done else 0
+    for _ in range(done):
         lane.popleft()
     while lane and not lane[0].watch.lives:
         lane.popleft()
@@ -228,9 +223,8 @@ def _drop_done(lane: deque[_Issued]) -> None:
 
 def monitor_of(accelerator: Accelerator) -> Monitor:
     """Returns the one monitor of an accelerator."""
-    if accelerator.monitor is None:
-        accelerator.monitor = Monitor(accelerator)
-    monitor: Monitor = accelerator.monitor
+    monitor: Monitor = accelerator.monitor or Monitor(accelerator)
+    accelerator.monitor = monitor
     return monitor
 
 

@@ -90,10 +90,8 @@ class DataMesh:
     @property
     def ranks(self) -> ShardMesh:
         """The ranks of the mesh, as units take them."""
-        found = ranks_of(self.mesh)
-        if self.copies is not None:
-            return replace(found, copies=ranks_of(self.copies))
-        return found if self.shards else ShardMesh(None, found.shard, self.mesh)
+        found = ranks_of(self.mesh, self.shards)
+        return found if self.copies is None else replace(found, copies=ranks_of(self.copies))
 
     @property
     def shards(self) -> bool:
