@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,10 @@ _Made = TypeVar("_Made")
 
 PLANNED = "planned"
 """The backend of a planned group, which stands for the one that its device would have."""
+
+_IN_ORDER: Any = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+_new_group: Any = partial(dist.new_group, use_local_synchronization=True, **_IN_ORDER)
+"""Makes a group of ranks in the order given; torch before 2.12 sorts those of all groups."""
 
 CARRY_NOTHING = ("fake", PLANNED)
 """The backends of groups that carry nothing."""
@@ -154,7 +159,7 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
 
 def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """Returns a process group of these global ranks; collective among them where it must be made."""
-    return _found(ranks) or _new_group(ranks, time_limit(dist.group.WORLD, device))
+    return _found(ranks) or _new_group([*ranks], time_limit(dist.group.WORLD, device))
 
 
 def _found(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -172,16 +177,11 @@ def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
         return world
 
     def make() -> Any:
-        return _new_group(ranks, dist.constants.default_pg_timeout, "fsdp_wrap agreements", "gloo")
+        return _new_group(
+            [*ranks], dist.constants.default_pg_timeout, "gloo", group_desc="fsdp_wrap agreements"
+        )
 
     return ranks_in(once_for(world, ("agreements", *ranks), make)).group
-
-
-def _new_group(
-    ranks: Sequence[int], limit: timedelta, purpose: str | None = None, backend: str | None = None
-) -> dist.ProcessGroup:
-    made: Any = dist.new_group([*ranks], limit, backend, use_local_synchronization=True, group_desc=purpose)
-    return made  # type: ignore[no-any-return]
 
 
 def time_limit(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
@@ -197,7 +197,8 @@ def _made_within(group: Any, what: Hashable, ranks: Sequence[int], purpose: str 
     """Returns a group of some ranks of another one, with its time limit; collective among them at first."""
 
     def make() -> Any:
-        return _new_group(ranks, time_limit(group, torch.device(device_type_for(group))), purpose)
+        limit = time_limit(group, torch.device(device_type_for(group)))
+        return _new_group([*ranks], limit, group_desc=purpose)
 
     return once_for(group, what, make)
 
@@ -213,8 +214,7 @@ def neighbours(ranks: Ranks, size: int) -> Ranks:
             "choose a divisor of it, True or False"
         )
     first = ranks.rank // size * size
-    members = ranks.members[first : first + size]
-    return ranks_in(_made_within(ranks.group, ("neighbours", size), members))
+    return ranks_in(_made_within(ranks.group, ("neighbours", size), ranks.members[first : first + size]))
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:

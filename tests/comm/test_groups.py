@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fronts import HYBRID, assert_same_values, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm import select as _communicators
-from fsdp_wrap._comm.groups import Ranks
+from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap._runtime import same_model
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
@@ -99,6 +100,16 @@ def on_group(
 
 def hybrid(front: str, module: nn.Module) -> nn.Module:
     return shard(front, module, device_mesh=init_device_mesh("cpu", (2, 2)), sharding_strategy=HYBRID)
+
+
+@ranks(2)
+def test_a_second_group_has_its_ranks_in_the_order_of_the_first(rank, world_size):
+    """Reductions travel in it, and each rank keeps the part of its place in the first."""
+    known = signature(dist.new_group).parameters  # older torch sorts the ranks of all groups
+    in_order: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in known else {}
+    group: Any = dist.new_group([1, 0], **in_order)
+    assert twin_of(group) is not group
+    assert dist.get_process_group_ranks(twin_of(group)) == dist.get_process_group_ranks(group)
 
 
 @ranks(2)
