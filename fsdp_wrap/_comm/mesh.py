@@ -31,16 +31,6 @@ class ShardMesh:
     given: DeviceMesh | None = None
     copies: ShardMesh | None = None
 
-    def __post_init__(self) -> None:
-        if self.shard is None or self.given is None:
-            return
-        row = self.given.mesh[tuple((self.given.get_coordinate() or [])[:-1])].tolist()
-        if row != self.shard.members:
-            raise ValueError(
-                f"{self.given} has the ranks {row} to shard over, and its process group has them as "
-                f"{self.shard.members}: parts would change places. Give them in ascending order"
-            )
-
     @property
     def is_first(self) -> bool:
         """Whether all other ranks are synchronised with this one."""
@@ -71,7 +61,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     several = isinstance(process_group, (tuple, list))
     groups: tuple[Any, ...] = tuple(process_group) if several else (process_group,)
     if device_mesh is not None:
-        groups = _mesh_groups(device_mesh)
+        groups = _mesh_groups(device_mesh, strategy is not ShardingStrategy.NO_SHARD)
         check_present(torch.device(device_mesh.device_type), "device_mesh")
     if strategy in HYBRID_STRATEGIES:
         groups = groups_by_host(default_group("FullyShardedDataParallel")) if groups == (None,) else groups
@@ -98,7 +88,7 @@ def ranks_of(mesh: DeviceMesh, shards: bool = True) -> ShardMesh:
     another order than their process group's, or if this rank is not part of it; a TypeError for anything
     else.
     """
-    groups = _mesh_groups(mesh)
+    groups = _mesh_groups(mesh, shards)
     if len(groups) > 2:
         raise ValueError(
             f"the mesh to shard over has one dimension (shard) or two (replicate, shard), and {mesh} has "
@@ -109,10 +99,18 @@ def ranks_of(mesh: DeviceMesh, shards: bool = True) -> ShardMesh:
     return ShardMesh(ranks_in(groups[0]), ranks_in(groups[1]) if len(groups) == 2 else None, mesh)
 
 
-def _mesh_groups(mesh: Any) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the mesh's groups, shard first."""
+def _mesh_groups(mesh: Any, shards: bool) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the mesh's groups, shard first; torch sorts the ranks of those, and not of the mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}")
-    if mesh.get_coordinate() is None:
+    here = mesh.get_coordinate()
+    if here is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of device_mesh {mesh}: wrap only on its ranks")
-    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
+    groups = tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
+    row, members = mesh.mesh[tuple(here[:-1])].tolist(), dist.get_process_group_ranks(groups[0])
+    if shards and row != members:
+        raise ValueError(
+            f"{mesh} has the ranks {row} to shard over, and its process group has them as {members}: parts "
+            "would change places. Give them in ascending order"
+        )
+    return groups
