@@ -38,8 +38,10 @@ def walk(
     """Yields what `module.named_modules()` does, in its order, at a cost that does not grow with the depth.
 
     `all_names` yields a module once for every name that it has. `into` tells whether to yield a module below,
-    and those below that; None for all.
+    and those below that; None for all. Raises a TypeError for anything but a module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a model must be a torch.nn.Module, not a {type(module).__name__}")
     stack, seen = [("", module)], set[nn.Module]()
     while stack:
         name, current = stack.pop()

@@ -16,7 +16,6 @@ from torch import nn
 from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
     NO_SPAN,
-    UNIT_ATTR,
     EventKind,
     Phase,
     SpanKind,
@@ -26,7 +25,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.unit import Unit, UnitOptions
+from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
@@ -48,7 +47,7 @@ def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
         ValueError: If it is negative, or `module` is neither wrapped nor sharded.
     """
     check_nbytes("travel_together_bytes", nbytes)
-    unit: Unit | None = module.__dict__.get(UNIT_ATTR)
+    unit = units_in(module).get("")
     if unit is None:
         raise ValueError(
             f"{type(module).__name__} is neither wrapped nor sharded; pass the root of the model"

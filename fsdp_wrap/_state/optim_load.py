@@ -276,7 +276,7 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
 
 
 def _never_stepped(state: Mapping[str, Any]) -> bool:
-    return float(state.get("step", -1)) == 0
+    return state.get("step") is not None and float(state["step"]) == 0
 
 
 # as saved

@@ -16,13 +16,13 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2177,
+    "_comm": 2176,
     "_comm/shared_memory": 1049,
     "_compression": 206,
-    "_core": 1695,
+    "_core": 1697,
     "_params": 3866,
-    "_reproducible": 578,
-    "_runtime": 3324,
+    "_reproducible": 577,
+    "_runtime": 3323,
     "_state": 3113,
     "_state_over_replicas": 244,
     "_uneven": 897,
@@ -36,8 +36,8 @@ CODE_LINES = {
     "tools/tuning": 748,
     "top level": 2229,
     "weights": 795,
-    "core": 16406,
-    "all": 34852,
+    "core": 16404,
+    "all": 34847,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
@@ -51,9 +51,9 @@ OBSCURE_DOCSTRINGS = 0
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
-    ("flat", "construct"): (46, 223),
+    ("flat", "construct"): (46, 222),
     ("flat", "step"): (27, 109),
-    ("original", "construct"): (47, 221),
+    ("original", "construct"): (47, 220),
     ("original", "step"): (28, 110),
     ("fully_shard", "construct"): (46, 218),
     ("fully_shard", "step"): (27, 110),
