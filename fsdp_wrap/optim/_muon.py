@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,15 +121,13 @@ class Muon(torch.optim.Optimizer):
         self._ns_dtype = ns_dtype
         self._shapes = _shapes_of(self.matrices.names, self.matrices.matrices)
         super().__init__([{"params": list(self.matrices.params)}], defaults)
-
-        def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay)
-
+        adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
         matrices = {*self.matrices.names}
         rest = [each for each in sharded_params_in(model) if each.fqn not in matrices]
         self.others = _made(rest, other or adamw)
         for each in self.others:
             self.param_groups.extend(each.param_groups)
+            self.state.update(each.state)  # some make it at once, as Adagrad does
         note_knows_shards(self)
         self._pieces = _pieces_in(self.param_groups)
         self._entries = 0  # of the state, when it was put in order

@@ -386,6 +386,14 @@ def test_who_looks_at_steps_sees_those_of_matrices(rank, world_size, front):
         step(model, optimizer, 0)
 
 
+def with_momentum_of_one(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns an optimizer that has made its state at once."""
+    optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.9)
+    for param in params:
+        optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+    return optimizer
+
+
 @ranks(2)
 def test_other_optimizers_by_name(rank, world_size):
     _, model = twins("orig")
@@ -406,6 +414,12 @@ def test_other_optimizers_by_name(rank, world_size):
     step(model, optimizer, 0)
     same = [name for name, value in fronts.full_state(model).items() if torch.equal(value, before[name])]
     assert same == ["head.weight"]
+    optimizer = Muon(model, other=with_momentum_of_one)
+    values = [(param, param.detach().clone()) for param in optimizer.param_groups[1]["params"]]
+    step(model, optimizer, 1)
+    for param, value in values:
+        if param.grad is not None:
+            torch.testing.assert_close(param.detach(), value - 0.5 * (0.9 + param.grad))
 
 
 @ranks(2)
