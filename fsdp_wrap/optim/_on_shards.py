@@ -273,7 +273,7 @@ class _PlainShards:
         taken = [
             (public[param], shard) for param, shard in zip(self._params, self._shards) if param in public
         ]
-        self._state |= {shard: {key: local_of(each[key]) for key in each} for each, shard in taken}
+        self._state |= {shard: {key: to_local(each[key]) for key in each} for each, shard in taken}
         self._note(public)
 
     @contextmanager
@@ -315,7 +315,7 @@ class _PlainShards:
             for name in known.keys() - state.keys():
                 del known[name]
             for name, value in state.items():
-                if name not in known or local_of(known[name]) is not value:
+                if name not in known or to_local(known[name]) is not value:
                     known[name] = placed_like(param, name, value)
 
     def _note(self, public: dict[Any, State]) -> None:
@@ -370,10 +370,6 @@ def _memory_of(params: Sequence[Any]) -> list[int]:
 
 def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -> None:
     deque(map(setattr, params, repeat(name), values), maxlen=0)  # without a frame for each
-
-
-def local_of(value: Any) -> Any:
-    return to_local(value) if isinstance(value, DTensor) else value
 
 
 def _shard_of(param: Any) -> nn.Parameter:

@@ -22,7 +22,6 @@ from fsdp_wrap.optim._on_shards import (
     AnyOptimizer,
     as_placed,
     check_elementwise,
-    local_of,
     stepping_within,
 )
 from fsdp_wrap.optim._shard_runs import same
@@ -219,7 +218,7 @@ def _copy_of(param: Any, with_grad: bool) -> nn.Parameter:
 def _local_state(param: Any, entry: Any, copies: Container[Any]) -> Any:
     if param not in copies:
         return entry
-    return {key: local_of(value) for key, value in entry.items()}
+    return {key: to_local(value) for key, value in entry.items()}
 
 
 def _placed_state(param: Any, entry: Any) -> Any:

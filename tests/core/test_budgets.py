@@ -31,13 +31,13 @@ CODE_LINES = {
     "checkpoint": 2385,
     "compat": 795,
     "compat/_checking": 175,
-    "optim": 2142,
+    "optim": 2140,
     "tools": 4499,
     "tools/tuning": 748,
     "top level": 2229,
     "weights": 795,
     "core": 16404,
-    "all": 34847,
+    "all": 34845,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
