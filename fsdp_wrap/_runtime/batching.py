@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
     NO_SPAN,
+    UNIT_ATTR,
     EventKind,
     Phase,
     SpanKind,
@@ -25,7 +26,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
+from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
@@ -47,7 +48,7 @@ def set_travel_together_bytes(module: nn.Module, nbytes: int | None) -> None:
         ValueError: If it is negative, or `module` is neither wrapped nor sharded.
     """
     check_nbytes("travel_together_bytes", nbytes)
-    unit = units_in(module).get("")
+    unit: Unit | None = vars(module).get(UNIT_ATTR) if isinstance(module, nn.Module) else None
     if unit is None:
         raise ValueError(
             f"{type(module).__name__} is neither wrapped nor sharded; pass the root of the model"
