@@ -124,5 +124,6 @@ def _data_ranks(unit: Unit) -> int:
 
 def _divisor(unit: Unit) -> float:
     """Returns by what the sums of a unit's gradients over all ranks are divided."""
-    assert unit.handle is not None  # communication hooks average by themselves, replicas of NO_SHARD too
+    assert unit.handle is not None
+    # Communication hooks average by themselves, over the replicas of NO_SHARD too.
     return _data_ranks(unit) if unit.handle.has_own_reduction else unit.handle.contributors

@@ -87,7 +87,7 @@ class ShardedGradScaler(GradScaler):
         found = torch.zeros_like(found_inf)
         for flag in by_device.values():
             found = torch.maximum(found, flag.to(found.device))
-        found, scaled = self._over_ranks(torch.stack([found, found.new_tensor(self._has_scaled)]))
+        found, scaled = self._over_ranks(torch.stack([found, torch.full_like(found, self._has_scaled)]))
         if not self._has_scaled and not scaled:
             raise AssertionError("no rank has called scale(): go backward from scaler.scale(loss)")
         return {found.device: found}
