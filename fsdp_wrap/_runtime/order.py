@@ -102,7 +102,7 @@ class OrderCheck:
     that train are compared. The first iteration ends with the first backward.
 
     Attributes:
-        counts: Whether the running forward is compared; nothing else need be called otherwise.
+        counts: Whether the running forward is compared: only then call `enter` and `end_forward`.
     """
 
     def __init__(self) -> None:

@@ -811,8 +811,7 @@ class Schedule(StepState):
 
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether gradients may take the place of the unit's parameters now."""
-        options = unit.options
-        handle = unit.handle
+        options, handle = unit.options, unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
         freed = freed and handle is not None and handle.state is HandleState.UNSHARDED
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
@@ -950,7 +949,7 @@ class Schedule(StepState):
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
-        for unit in self._units:
+        for unit in [each for each in self._units if each.loading is not None]:
             unit.end_load()
 
 
