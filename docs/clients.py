@@ -68,7 +68,9 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="partial_dtensor"` | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="full_dtensor"` | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism | equal to the bit |
-| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"` | refused: take another one |
+| torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"`, its default | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism, or over replicas | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | the same, types checked, with and without checkpointing | equal to the bit |
 | OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
 | axolotl 0.19.0 | 2.14.1 | | not run: it takes a torch up to 2.13 |
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
@@ -79,11 +81,9 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
 | torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |
 
-`spmd_types` is the default of torchtitan 0.3. It annotates plain parameters, and torch's `fully_shard`
-translates the annotations from torch 2.14 on. That takes a kind of parameter that ours does not have: stored
-as a `DTensor` on the whole mesh, computed with as a plain tensor that is annotated anew after each gathering,
-and with gradients that are plain, but stand for partial sums or copies over dimensions that are not FSDP's.
-The type checker must also be off in all communication of a unit, and know its autograd functions.
+`spmd_types` annotates plain parameters. Our `fully_shard` stores them as `DTensor`s and computes with plain
+tensors, as torch's does from 2.14 on; ours needs no such torch. Without a GPU, attention of torchtitan 0.3
+has a stand-in, since torch's FlexAttention has no backward on a CPU.
 torchsnapshot knows torch's `ShardedTensor` alone.
 
 axolotl ran with the versions that it pins. Without a GPU, torchtune's recipes cannot offload (they ask for

@@ -87,7 +87,8 @@ def fully_shard(
         offload_policy: Whether shards, or optimizer state, are kept in host memory; None for no.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: The dimensions of `mesh` to shard and replicate over, if all parameters are `DTensor`s
-            on that mesh. Gradients are averaged over these dimensions.
+            on that mesh, or have types of the package `spmd_types` that say how they lie on it. Gradients are
+            averaged over these dimensions.
         shared_memory: Let ranks on one host communicate through its memory, if they compute on the CPU in a
             gloo group. Not one of torch's arguments.
         travel_together_bytes: Bytes of memory for batches: one collective gathers or reduces several small

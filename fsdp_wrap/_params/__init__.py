@@ -40,6 +40,7 @@ from fsdp_wrap._params.parallel import (
     holding,
     make_copyable,
     to_local,
+    typed_part,
 )
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.showing import Showing

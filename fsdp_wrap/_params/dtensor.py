@@ -57,7 +57,7 @@ class DTensorLayout(Layout):
         pin: bool,
         alignment: ShardAlignment | None = None,
     ) -> None:
-        super().__init__(name, slots, communicator, offload, pin, mesh.own_dims)
+        super().__init__(name, slots, communicator, offload, pin, mesh.part_of)
         self.in_place, self.sharded, self.alignment = self._ranks == 1, mesh.shards, alignment
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
-from fsdp_wrap._params.parallel import LocalPart, local_parts, to_local
+from fsdp_wrap._params.parallel import LocalPart, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.zero_marks import GradientMarks
 
@@ -118,6 +118,9 @@ def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel:
     return torch.as_strided(first.detach(), (numel,), (1,))
 
 
+PartOf = Callable[[str, torch.Tensor], LocalPart | None]
+
+
 class Layout(ABC):
     """The parameters of one segment: their places in buffers and modules, and their gradients.
 
@@ -130,7 +133,7 @@ class Layout(ABC):
         communicator: Allocates the shard.
         offload: Whether the shard lives in host memory.
         pin: Whether that memory is pinned.
-        own_dims: Dimensions of the mesh of distributed parameters over which units average gradients.
+        part_of: Returns the distributed part of a parameter, by name; None for one that is not distributed.
 
     Attributes:
         numel: Elements of the gathered buffer with its padding: `shard_numel` x ranks.
@@ -165,7 +168,7 @@ class Layout(ABC):
         communicator: Communicator,
         offload: bool,
         pin: bool = True,
-        own_dims: Collection[str] = (),
+        part_of: PartOf = lambda _, param: LocalPart.of(param),
     ) -> None:
         self.name = name
         self._rank, self._ranks = communicator.rank, communicator.size
@@ -173,7 +176,8 @@ class Layout(ABC):
         self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self.leaves: list[nn.Parameter] = []
         self.memory: Sequence[torch.Tensor] = self.leaves
-        self.distributed = local_parts([slot.param for slot in slots], own_dims)
+        parts = [part_of(slot.fqn, slot.param) for slot in slots]
+        self.distributed = parts if any(parts) else None
         self.average_hook: Callable[[torch.Tensor], None] | None = None
         self.averages_notes = False
         self.prepare_leaves: Callable[[], None] | None = None
@@ -182,7 +186,10 @@ class Layout(ABC):
         )
         self._accelerator = accelerator_of(communicator.device)
         self.offloaded = offload and self._accelerator is not None
-        self._attributes = [dict(slot.param.__dict__) for slot in slots]
+        self._attributes = [
+            dict(vars(slot.param)) if part is None else part.attributes(slot.param)
+            for slot, part in zip(slots, parts)
+        ]
         self._marks = GradientMarks()
         self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
 
@@ -283,8 +290,8 @@ class Layout(ABC):
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
 
     def as_originals(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns views of an unsharded buffer as `DTensor`s where the original parameters were."""
-        return [view if part is None else part.tensor(view) for view, part in zip(views, self._parts)]
+        """Returns views of an unsharded buffer as modules had them: `DTensor`s where the originals were."""
+        return [view if part is None else part.shown(view) for view, part in zip(views, self._parts)]
 
     def parts(self, gathered: torch.Tensor) -> list[list[torch.Tensor]]:
         """Returns, for each original parameter, views of the boxes in which it lies in a gathered buffer."""

@@ -243,7 +243,7 @@ class Segment:
         leaf, part = self.leaves[index], (self.layout.distributed or [None] * (index + 1))[index]
         held = to_local(grad)
         held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
-        taken = held if part is None else part.tensor(held)
+        taken = held if part is None else part.shown_gradient(held)
         leaf.grad = taken if leaf.grad is None else leaf.grad + taken
 
     def take_in_place(self, index: int) -> None:

@@ -30,6 +30,7 @@ from fsdp_wrap._runtime.schedule import (
     joins,
     out_of_memory,
     require_idle,
+    schedule_kinds,
     schedule_of,
     set_kept_bytes,
 )

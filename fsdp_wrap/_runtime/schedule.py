@@ -513,7 +513,7 @@ class Schedule(StepState):
         unit = reference()
         if unit is None:
             return
-        self, arrivals, options = unit.schedule or Schedule(unit), unit.arrivals, unit.options
+        self, arrivals, options = unit.schedule or schedule_of(unit), unit.arrivals, unit.options
         assert isinstance(self, Schedule)
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
@@ -953,9 +953,13 @@ class Schedule(StepState):
             unit.end_load()
 
 
+schedule_kinds: list[type[Schedule]] = [Schedule]
+"""The last one makes schedules; an add-on appends its own."""
+
+
 def schedule_of(unit: Unit) -> Schedule:
     """Returns a unit's schedule; makes one, with the unit as root, if it has none yet."""
-    schedule = unit.schedule or Schedule(unit)
+    schedule = unit.schedule or schedule_kinds[-1](unit)
     assert isinstance(schedule, Schedule)
     return schedule
 

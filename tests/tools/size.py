@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-TOP, APART = "top level", ("_comm/shared_memory", "compat/_checking", "tools/tuning")
+TOP, APART = "top level", ("_comm/shared_memory", "compat/_checking", "compat/_spmd_types", "tools/tuning")
 NOT_CORE = {
     "checkpoint",
     "optim",

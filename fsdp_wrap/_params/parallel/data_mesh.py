@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_wrap._comm import ShardMesh, ranks_of
-from fsdp_wrap._core import DataParallelMeshDims, WrongKindError
+from fsdp_wrap._core import DataParallelMeshDims, Seam, WrongKindError
 from fsdp_wrap._core.torch_private import StridedShard, concatenated_mesh, flattened_mesh
 from fsdp_wrap._params.parallel.local_part import LocalPart, not_divisible
 
@@ -119,9 +120,16 @@ class DataMesh:
             )
         return DataMesh(_as_one(self.mesh, self.mesh.mesh_dim_names), only_copies=True)
 
+    def part_of(self, fqn: str, param: torch.Tensor) -> LocalPart | None:
+        """Returns the part of a parameter that is distributed, as a `DTensor` or by types, or None."""
+        library = sys.modules.get("spmd_types")
+        if library is not None and not isinstance(param, DTensor) and library.has_local_type(param):
+            return typed_part.needed(f"parameter '{fqn}' with types of spmd_types")(fqn, param, self)
+        return LocalPart.of(param, self.own_dims)
+
     def check(self, fqn: str, param: torch.Tensor) -> None:
         """Refuses a parameter whose distribution does not let it be sharded further."""
-        part = LocalPart.of(param)
+        part = self.part_of(fqn, param)
         if self.whole is not None:
             self._check_within(fqn, part, self.whole)
         if part is None:
@@ -189,6 +197,10 @@ class DataMesh:
                 meshes.append(part.mesh[name])
                 found.append(placement)
         return concatenated_mesh(meshes), tuple(found)
+
+
+typed_part: Seam[Callable[[str, torch.Tensor, DataMesh], LocalPart | None]]
+typed_part = Seam("parameters with types of spmd_types", "fsdp_wrap.compat._spmd_types")
 
 
 def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:

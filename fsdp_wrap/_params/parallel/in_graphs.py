@@ -73,4 +73,4 @@ class _ThroughLeaf(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         everywhere = [Replicate()] * grad.device_mesh.ndim
         whole = grad.redistribute(placements=everywhere).to_local().to(ctx.device)
-        return whole if ctx.part is None else ctx.part.tensor(ctx.part.cut(whole)), None, None
+        return whole if ctx.part is None else ctx.part.shown_gradient(ctx.part.cut(whole)), None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,22 @@ class LocalPart:
         param = nn.Parameter(self.tensor(local), requires_grad=False)
         param._local_tensor = local  # type: ignore[attr-defined]
         return param
+
+    def shown(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns what modules have of the original where `local` is its local part."""
+        return self.tensor(local)
+
+    def shown_gradient(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient for a leaf; `local` is the local part of one that is placed as the original."""
+        return self.tensor(local)
+
+    def attributes(self, param: torch.Tensor) -> dict[str, Any]:
+        """Returns the attributes that users gave the original."""
+        return dict(vars(param))
+
+    def arriving(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns a leaf's gradient as a `DTensor`, or as it is where that says enough."""
+        return grad
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Returns the spec of the original, in some dtype."""
@@ -234,9 +250,3 @@ def not_divisible(fqn: str, part: LocalPart) -> ValueError:
         f"parameter '{fqn}' is a DTensor with placements {part.placements}; only sharded and replicated ones "
         "have values that can be sharded further: redistribute it"
     )
-
-
-def local_parts(params: Sequence[torch.Tensor], own: Collection[str] = ()) -> list[LocalPart | None] | None:
-    """Returns the `LocalPart` of each parameter; None if none is a `DTensor`."""
-    found = [LocalPart.of(param, own) for param in params]
-    return found if any(found) else None

@@ -52,6 +52,7 @@ class PartialSums:
             if grad is None or part is None:
                 found.append(grad)
                 continue
+            grad = part.arriving(grad)
             dims = part.sums_over(grad)
             found.append(part.gradient(grad) if dims is None else arrived(grad))
             if dims and (self._waiting.get(index) == dims if used[index] else waits):
