@@ -71,6 +71,8 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | Llama, `spmd_backend="spmd_types"`, its default | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | the same with tensor parallelism, or over replicas | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | the same, types checked, with and without checkpointing | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | DeepSeek V3, `spmd_types`, also with tensor parallelism | equal to the bit |
+| torchtitan 0.3.0 | 2.14.1 | the same with expert parallelism | not run: over gloo it fails, torch's too |
 | OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
 | axolotl 0.19.0 | 2.14.1 | | not run: it takes a torch up to 2.13 |
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
