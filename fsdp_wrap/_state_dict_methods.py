@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,11 +50,11 @@ class StateDictMethods(nn.Module):
     """The state dict methods of a wrapped module."""
 
     _unit: Unit
+    _load_errors: list[str]  # of the load that has come here last
 
-    def _prepare_state_dicts(self) -> None:
-        self._state_dict_settings = resolve_settings()
-        self._load_errors: list[str] = []
-        self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
+    @cached_property
+    def _state_dict_settings(self) -> StateDictSettings:
+        return resolve_settings()
 
     @staticmethod
     def set_state_dict_type(
@@ -396,7 +396,7 @@ def _wrappers_in(module: nn.Module) -> list[StateDictMethods]:
     return [wrapper for wrapper in wrappers if isinstance(wrapper, StateDictMethods)]
 
 
-def _end_load(module: nn.Module, incompatible_keys: Any) -> None:
+def end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Writes the loaded parameters to the shards; a post-hook of `load_state_dict`."""
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():

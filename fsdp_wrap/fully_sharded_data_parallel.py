@@ -63,7 +63,6 @@ from fsdp_wrap._runtime import (
 )
 from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
-    GradientNorms,
     deepcopy_wrapper,
     full_units,
     is_summoned,
@@ -72,7 +71,8 @@ from fsdp_wrap._state import (
     register_comm_hook,
     summon_full_params,
 )
-from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods
+from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, end_load
+from fsdp_wrap.clip_grad import clip_grad_norm_, grad_norms
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -227,8 +227,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         unit.moves_to(self)
         for layout in unit.layouts if self.cpu_offload.only_state else ():
             offload_optimizer_state(layout.sharded_params)
-        self._gradient_norms = GradientNorms(self)
-        self._prepare_state_dicts()
+        self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
 
@@ -396,7 +395,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
                 encloses this one.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        return self._gradient_norms.clip(max_norm, norm_type)
+        return clip_grad_norm_(self, max_norm, norm_type)
 
     def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
@@ -410,7 +409,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
         """
-        return self._gradient_norms.by_name(norm_type)
+        return grad_norms(self, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Makes a hook reduce the gradients of all units; `fsdp_wrap.comm_hooks` has ready-made hooks.

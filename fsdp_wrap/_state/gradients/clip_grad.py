@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -40,20 +39,17 @@ _UNREDUCED = (
 
 
 class GradientNorms:
-    """The norms of a wrapper's gradients.
+    """The norms of a model's gradients.
 
     Their holders are looked up again only when modules or parameters have come or gone.
 
     Args:
-        module: The wrapper.
+        module: The model.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
+        self._module: Callable[[], Any] = weakref.ref(module)  # or it would keep the model alive
         self._known: HeldGradients | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
-        return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
