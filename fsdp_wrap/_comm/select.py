@@ -95,7 +95,7 @@ def _settings() -> list[str]:
 def _versions() -> list[str]:
     """Formats the versions of this library, which reads other ranks' notes, and of torch but its patch."""
     major, minor, *_ = torch.__version__.split(".")
-    own = __version__ if shared_memory_between.filled else f"{__version__} without shared memory"
+    own = __version__ if shared_memory_between.is_installed else f"{__version__} without shared memory"
     return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
 
 
