@@ -7,6 +7,7 @@ the gradient goes to the leaf, and is averaged with the unit's others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,34 +17,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._params.parallel.local_part import LocalPart
 
 
+@dataclass(eq=False)
 class Redistribution:
     """The method `redistribute` of one sharded parameter, which `full_tensor` calls as well.
 
-    Args:
+    Attributes:
         param_of: Returns the sharded parameter; None once its layout is gone.
         leaf_of: Returns the leaf that takes its gradients; None while its unit is in no schedule.
         part: The part of the parameter that is sharded, if it was distributed before.
     """
 
-    def __init__(
-        self,
-        param_of: Callable[[], nn.Parameter | None],
-        leaf_of: Callable[[], nn.Parameter | None],
-        part: LocalPart | None,
-    ) -> None:
-        self._param_of, self._leaf_of, self._part = param_of, leaf_of, part
+    param_of: Callable[[], nn.Parameter | None]
+    leaf_of: Callable[[], nn.Parameter | None]
+    part: LocalPart | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> DTensor:
-        param = self._param_of()
+        param = self.param_of()
         if param is None:
             raise RuntimeError("a copy of a sharded parameter has no unit: use param.detach().full_tensor()")
         placements = kwargs.get("placements", args[1] if len(args) > 1 else ()) or [None]
         whole = all(isinstance(placement, Replicate) for placement in placements)
-        leaf = self._leaf_of() if whole and param.requires_grad and torch.is_grad_enabled() else None
+        leaf = self.leaf_of() if whole and param.requires_grad and torch.is_grad_enabled() else None
         if leaf is None:
             return DTensor.redistribute(param, *args, **kwargs)  # type: ignore[arg-type]
         gathered = DTensor.redistribute(param.detach(), *args, **kwargs)  # type: ignore[arg-type]
-        result: DTensor = _ThroughLeaf.apply(leaf, [gathered], self._part)  # type: ignore[no-untyped-call]
+        result: DTensor = _ThroughLeaf.apply(leaf, [gathered], self.part)  # type: ignore[no-untyped-call]
         return result
 
     def __reduce__(self) -> Any:
