@@ -160,11 +160,6 @@ class Reduction:
             segment.gradients.drop()
 
 
-def batch_nbytes(segments: Sequence[Segment], ranks: int) -> int:
-    """Returns the bytes of a unit's shards in the buffer of a batch."""
-    return ranks * sum(round_up(segment.gathered.nbytes // ranks, ALIGNMENT_BYTES) for segment in segments)
-
-
 class BatchedGather:
     """One gather for several units, in one buffer of bytes.
 
@@ -176,7 +171,7 @@ class BatchedGather:
         self._communicator = communicator
         ranks = communicator.size
         self._buffer = communicator.buffer(
-            sum(batch_nbytes(segments, ranks) for segments in units), torch.uint8
+            ranks * sum(segment.batched_nbytes for segments in units for segment in segments), torch.uint8
         )
         parts = self._buffer.data.view(ranks, -1)
         self._own: list[torch.Tensor] = []
@@ -188,7 +183,7 @@ class BatchedGather:
                 nbytes = segment.gathered.nbytes // ranks
                 rows.append(parts[:, begin : begin + nbytes].view(segment.dtypes.param))
                 self._own.append(rows[-1][communicator.rank])
-                begin += round_up(nbytes, ALIGNMENT_BYTES)
+                begin += segment.batched_nbytes
             self._shares.append(GatherShare(self, rows))
         self._buffer.free()
         self.pending: Pending = Finished()

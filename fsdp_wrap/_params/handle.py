@@ -24,7 +24,6 @@ from fsdp_wrap._params.collectives import (
     Reduction,
     Summing,
     Transport,
-    batch_nbytes,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
 from fsdp_wrap._params.held_by import HeldBy
@@ -159,7 +158,7 @@ class ParamHandle:
     def _note_contents(self) -> None:
         self._extended = [each for each in self.segments if isinstance(each, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
-        self.batch_nbytes = batch_nbytes(self.segments, self.communicator.size)
+        self.batch_nbytes = self.communicator.size * sum(each.batched_nbytes for each in self.segments)
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         trained = [segment.gradients for segment in self.segments if segment.trainable]

@@ -10,10 +10,10 @@ from sys import getrefcount
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator, ResidentBuffer
-from fsdp_wrap._core import SegmentDtypes
+from fsdp_wrap._core import SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
-from fsdp_wrap._params.layout import Layout
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Layout
 from fsdp_wrap._params.parallel import to_local
 
 _VERSION = attrgetter("_version")
@@ -74,6 +74,11 @@ class Segment:
         else:
             full = self._communicator.buffer(layout.full_numel, dtype)
         return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
+
+    @property
+    def batched_nbytes(self) -> int:
+        """Bytes of the shard in the buffer of a batched gather."""
+        return round_up(self.gathered.nbytes // self._communicator.size, ALIGNMENT_BYTES)
 
     def describe(self) -> str:
         """Describes sizes, dtypes and alignment, for `repr`."""
