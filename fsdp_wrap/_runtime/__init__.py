@@ -7,10 +7,10 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.batching import set_travel_together_bytes
-from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module, over_replicas
+from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module, move, over_replicas
 from fsdp_wrap._runtime.custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
-from fsdp_wrap._runtime.materialize import MaterializationError, Values, move
+from fsdp_wrap._runtime.materialize import MaterializationError, Values
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
@@ -40,7 +40,5 @@ from fsdp_wrap._runtime.wrap_plan import (
     Targets,
     WrapPlan,
     describe,
-    is_container,
     plan_wrapping,
-    warn_of_container,
 )

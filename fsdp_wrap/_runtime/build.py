@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +30,17 @@ from fsdp_wrap._runtime.materialize import (
     broadcast,
     check_materializable,
     materialize,
-    move,
     refuse_together,
 )
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     drop_gradients,
+    guard_parametrizations,
     refuse_earlier_optimizers,
     refuse_pieces,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import InitialValues, sample
-from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 FLAT_PARAM = "_flat_param"
@@ -108,6 +107,13 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
     if values.synchronised:
         broadcast(tensors, spec.communicators(spec.mesh)[::-1], spec.mesh.groups)
     return assemble_unit(module, contents, spec)
+
+
+def move(named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Moves tensors to a device; they stay the same Python objects."""
+    for _, tensor in named:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def assemble_unit(

@@ -1,4 +1,4 @@
-"""Materialisation: initialises a unit's meta tensors, moves tensors to its device, and broadcasts them.
+"""Materialisation: initialises a unit's meta tensors, and broadcasts tensors.
 
 A tensor that leaves the meta device stays the same Python object. So ties and attributes stay, and a
 parameter that was ignored, or left to another unit, is still found as such.
@@ -95,13 +95,6 @@ def materialize(
             f"still on the meta device after initialisation: {left}; param_init_fn(module) must materialise "
             "all that a module holds directly (module.to_empty(device=..., recurse=False)) and initialise it"
         )
-
-
-def move(named: Iterable[_Named], device: torch.device) -> None:
-    """Moves tensors to a device; they stay the same Python objects."""
-    for _, tensor in named:
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
 
 
 def broadcast(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._core import (
     ChangedBetweenError,
@@ -354,6 +355,13 @@ class ParametrizationGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParametrizationGuard:
         unit = self._unit()
         return self if unit is None else ParametrizationGuard(memo.get(id(unit), unit))
+
+
+def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Makes parametrizations refuse sharded parameters, whose shards do not fit each other."""
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(ParametrizationGuard(unit))
 
 
 def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_wrap._core import Place, children_first, walk, warn_caller
+from fsdp_wrap._core import Place, children_first, is_container, walk, warn_caller
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]
@@ -24,7 +24,6 @@ Chain: TypeAlias = tuple[nn.Module, ...]
 MakeUnit: TypeAlias = Callable[[nn.Module, Kwargs, Set[nn.Parameter]], nn.Module]
 
 _COMPILED = "_orig_mod"  # name of the original module in the result of `torch.compile`
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -244,21 +243,6 @@ def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
             if compiled is not tree.root:
                 found[compiled] = kwargs
     return found
-
-
-def is_container(module: nn.Module) -> bool:
-    """Returns whether the module is a container without a forward, which would never be unsharded."""
-    forward = getattr(module.forward, "__func__", module.forward)
-    return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
-
-
-def warn_of_container(module: nn.Module) -> None:
-    """Warns if a module that the user wraps is a container without a forward."""
-    if is_container(module):
-        warn_caller(
-            f"a {type(module).__name__} was wrapped, and has no forward: its parameters are gathered for a "
-            "forward, so wrap the modules in it, or the one above"
-        )
 
 
 def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the all-gather methods of tensor subclasses.
+"""Tensor subclasses: which parameters are such, and calls of their all-gather methods.
 
 `torch.distributed.fsdp.fully_shard` defines `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import MixedPrecisionPolicy
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
@@ -44,6 +45,11 @@ def says_nothing(param: torch.Tensor) -> bool:
     if param.requires_grad or hasattr(local, PRE) or hasattr(local, POST):
         return False
     return is_traceable_wrapper_subclass(local)
+
+
+def is_packable(param: torch.Tensor) -> bool:
+    """Whether a parameter is a subclass with inner tensors, and no `DTensor`."""
+    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
 
 
 def check_extension(fqn: str, param: torch.Tensor) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import round_up
-from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
+from fsdp_wrap._params.extensions.methods import is_packable
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 
 _Inner = tuple[str, torch.dtype, torch.Size]
@@ -79,11 +78,6 @@ def check_packable(fqn: str, param: nn.Parameter) -> None:
     else:
         return
     raise TypeError(f"parameter '{fqn}' is a {type(param.detach()).__name__} that {why}")
-
-
-def is_packable(param: torch.Tensor) -> bool:
-    """Whether a parameter is a subclass with inner tensors, and no `DTensor`."""
-    return is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor)
 
 
 def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
