@@ -26,7 +26,6 @@ from fsdp_wrap._core import (
     UnitContents,
     check_kind,
     find_replicated,
-    is_container,
     watch_distributed_steps,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
@@ -38,6 +37,7 @@ from fsdp_wrap._runtime import (
     assemble_unit,
     check_tensors,
     drop_gradients,
+    is_container,
     move,
 )
 from fsdp_wrap._state import offload_optimizer_state

@@ -152,16 +152,13 @@ class Settings:
             keep_unsharded_bytes=self.keep_unsharded_bytes or 0,
         )
 
-    def kept(self) -> Settings:
-        """Returns settings without process groups, which a wrapper must not keep alive."""
-        return replace(self, process_group=None, device_mesh=None, param_init_fn=None)
-
 
 class ShowsSettings(nn.Module):
     """The read-only attributes of `torch.distributed.fsdp.FullyShardedDataParallel`'s instances."""
 
     def _show_settings(self, settings: Settings, mesh: ShardMesh, device: torch.device) -> None:
-        self._settings = settings.kept()
+        # Without process groups, which a wrapper must not keep alive.
+        self._settings = replace(settings, process_group=None, device_mesh=None, param_init_fn=None)
         self._group_reference = mesh.axes[0].reference
         self._compute_device = device
 

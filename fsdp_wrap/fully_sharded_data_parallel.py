@@ -38,10 +38,8 @@ from fsdp_wrap._core import (
     StateDictType,
     check_flag,
     clean_fqn,
-    is_container,
     listed,
     not_picklable,
-    warn_caller,
 )
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import (
@@ -61,6 +59,7 @@ from fsdp_wrap._runtime import (
     schedule_of,
     set_kept_bytes,
     units_in,
+    warn_of_container,
 )
 from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
@@ -498,11 +497,7 @@ def _check_wrappable(module: Any) -> None:
             "module once"
         )
     REGISTRY.refuse_taken(module)
-    if is_container(module):
-        warn_caller(
-            f"a {type(module).__name__} was wrapped, and has no forward: its parameters are gathered for a "
-            "forward, so wrap the modules in it, or the one above"
-        )
+    warn_of_container(module)
 
 
 def _spec_of(settings: Settings, module: nn.Module, mesh: ShardMesh, device: torch.device) -> UnitSpec:

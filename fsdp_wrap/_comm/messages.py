@@ -296,7 +296,7 @@ class ExchangeCommunicator(GroupCommunicator):
             operation = REDUCTIONS[op]
             return [all_reduce_at_once(group, self.rank, self.size, each, operation) for each in tensors]
 
-        return self._issue(self._reduce_lane, start)
+        return self._issue("reduce", start)
 
     def _by_rank(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         return dict(enumerate(full.chunk(self.size)))

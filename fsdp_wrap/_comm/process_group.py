@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.group_memory import GroupMemory, PooledBuffer
 from fsdp_wrap._comm.groups import Ranks, twin_of
-from fsdp_wrap._comm.lanes import Finished, Lane, Pending, lane_of
+from fsdp_wrap._comm.lanes import Finished, Pending, lane_of, lane_on
 from fsdp_wrap._comm.objects import (
     GATHER,
     TO_GATHER,
@@ -39,6 +39,7 @@ FillPart = Callable[[torch.Tensor], object]
 Lengths = tuple[Sequence[int], Sequence[int]]
 Op = dist.ReduceOp.RedOpType
 SUM = dist.ReduceOp.SUM
+Purpose = Literal["gather", "reduce"]  # of a collective: each has a lane
 Start = Callable[[dist.ProcessGroup, bool], list[Any]]
 """Issues collectives of a group, asynchronously or not; returns the works if so."""
 
@@ -218,9 +219,10 @@ class GroupCommunicator(Communicator):
         self._reducing = self._reference
         self._watch = Watch(ranks.group, device, positions)
         self._compare_first: Callable[[], object] | None = None
-        self._gather_lane = lane_of(device, "gather")
-        self._reduce_lane = lane_of(device, "reduce")
-        self._on_host = accelerator_of(device) is None
+        accelerator = accelerator_of(device)
+        self._on_host = accelerator is None
+        if accelerator is not None:
+            self._lanes = {each: lane_on(accelerator, each) for each in ("gather", "reduce")}
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
         self._reduction_in_flight: type[InFlight] = WorksWithoutLimit if self._on_host else Works
 
@@ -255,12 +257,12 @@ class GroupCommunicator(Communicator):
     def members(self) -> frozenset[int]:
         return frozenset(dist.get_process_group_ranks(self.group))
 
-    def _issue(self, lane: Lane, start: Start, in_flight: type[InFlight] = Works) -> Pending:
-        """Issues collectives on a lane; raises a RuntimeError if one fails.
+    def _issue(self, purpose: Purpose, start: Start, in_flight: type[InFlight] = Works) -> Pending:
+        """Issues collectives, on the lane of their purpose if there are lanes; raises if one fails.
 
         `start` issues them in the group, asynchronously or not, and returns the works if so.
         """
-        reference = self._reducing if lane is self._reduce_lane else self._reference
+        reference = self._reducing if purpose == "reduce" else self._reference
         group = reference()
         if group is None:
             raise destroyed()
@@ -271,7 +273,7 @@ class GroupCommunicator(Communicator):
         try:
             if not self._on_host:
                 # What is never waited for is held, but not the group; see __init__.
-                return lane.issue(
+                return self._lanes[purpose].issue(
                     lambda later: start(cast(dist.ProcessGroup, reference()), later), self._watch
                 )
             works = start(group, True)
@@ -288,7 +290,7 @@ class GroupCommunicator(Communicator):
             self._compare_first = None
 
     def all_gather(self, full: Tensors, fill: Fill) -> Pending:
-        return self._issue(self._gather_lane, partial(self._gather, full, fill))
+        return self._issue("gather", partial(self._gather, full, fill))
 
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         if self.memory is not None:
@@ -313,10 +315,10 @@ class GroupCommunicator(Communicator):
                 if part.numel() > 0
             ]
 
-        return self._issue(self._gather_lane, start)
+        return self._issue("gather", start)
 
     def reduce_scatter(self, shards: Tensors, full: Tensors) -> Pending:
-        return self._issue(self._reduce_lane, partial(self._reduce, shards, full), self._reduction_in_flight)
+        return self._issue("reduce", partial(self._reduce, shards, full), self._reduction_in_flight)
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         works = []
@@ -334,14 +336,14 @@ class GroupCommunicator(Communicator):
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
 
-        return self._issue(self._reduce_lane, start)
+        return self._issue("reduce", start)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._run(lambda later: dist.broadcast(tensor, group=self.group, group_src=0, async_op=later))
 
     def _run(self, start: Callable[[bool], Any]) -> None:
         """Runs one collective of the group to its end."""
-        self._issue(self._gather_lane, lambda _, later: [start(later)]).wait()
+        self._issue("gather", lambda _, later: [start(later)]).wait()
 
     def gather(self, own: torch.Tensor, full: torch.Tensor | None) -> None:
         collective = partial(dist.gather, as_transport(own), self._parts(full), group=self.group)
@@ -368,4 +370,4 @@ class GroupCommunicator(Communicator):
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             return [dist.all_to_all_single(received, sent, coming, going, group, async_op)]
 
-        return self._issue(self._reduce_lane, start)
+        return self._issue("reduce", start)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +32,14 @@ _MOST_RANKS = 8
 
 _GLOO = "FSDP_WRAP_GLOO"
 _SHARED_MEMORY = "FSDP_WRAP_SHARED_MEMORY"
+_FOLDER = "fsdp_wrap._comm.shared_memory"  # of the add-on, which need not be there
 _SAME_ENVIRONMENT = "Set it alike on all ranks before wrapping: it chooses the way of communicating"
 SAME_SETTINGS = "Set variables and pass shared_memory alike on all ranks: they choose how to communicate"
 
 _SAME_VERSIONS = "Install the same on all ranks: others communicate in ways of their own"
 
 shared_memory_between: Seam[Callable[[Ranks, torch.device, float], GroupCommunicator]] = Seam(
-    "shared memory", "fsdp_wrap._comm.shared_memory"
+    "shared memory", _FOLDER
 )
 """Makes the communicator of ranks of which some may share a host, given as to `between_any`."""
 
@@ -95,7 +97,7 @@ def _settings() -> list[str]:
 def _versions() -> list[str]:
     """Formats the versions of this library, which reads other ranks' notes, and of torch but its patch."""
     major, minor, *_ = torch.__version__.split(".")
-    own = __version__ if shared_memory_between.is_installed else f"{__version__} without shared memory"
+    own = __version__ if find_spec(_FOLDER) else f"{__version__} without shared memory"
     return [f"fsdp_wrap {own}", f"torch {major}.{minor}"]
 
 

@@ -89,7 +89,6 @@ from fsdp_wrap._core.modules import (
     added_params,
     announce_sharded,
     find_replicated,
-    is_container,
     is_owned,
     mark_managed,
     mark_owned,

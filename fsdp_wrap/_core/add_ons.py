@@ -29,14 +29,9 @@ class Seam(Generic[T]):
         self._folder = folder
 
     @cached_property
-    def is_installed(self) -> bool:
-        """Whether the files of the add-on are there; nothing is imported."""
-        return find_spec(self._folder) is not None
-
-    @cached_property
     def filled(self) -> T | None:
         """The content from the add-on, which is imported now; None if its files are not there."""
-        if not self.is_installed:
+        if find_spec(self._folder) is None:
             return None
         import_module(self._folder)
         brought: T = vars(self)["filled"]  # by `fill`

@@ -24,7 +24,6 @@ UNIT_ATTR = "_fsdp_unit"
 """Key in the `__dict__` of a module that a front-end has made a unit."""
 
 _MANAGED = "_is_fsdp_managed_module"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 added_names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 """By module of a unit, the names of parameters and modules that programs have registered since."""
@@ -124,12 +123,6 @@ def own_modules(module: nn.Module, ignored: Collection[nn.Module] = ()) -> Itera
         return UNIT_ATTR not in child.__dict__ and child not in ignored
 
     return iter(()) if module in ignored else walk(module, into=is_own)
-
-
-def is_container(module: nn.Module) -> bool:
-    """Returns whether the module is a container without a forward, which would never be unsharded."""
-    forward = getattr(module.forward, "__func__", module.forward)
-    return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

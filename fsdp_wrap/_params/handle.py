@@ -90,7 +90,7 @@ class ParamHandle:
         self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
         self.in_full = False
         self.contributors: float = communicator.size * replicas.size
-        self.segments = [*map(self._segment, layouts, self._dtypes())]
+        self.segments = [*map(self._segment, layouts, self._dtypes(self.in_full))]
         self._note_contents()
         self.state = HandleState.SHARDED
         self.shown = UnitDisplay(self.segments)
@@ -140,12 +140,9 @@ class ParamHandle:
         """Whether gathers and reductions take two stages, of which the second is among fewer ranks."""
         return self.transport.positions is not self.communicator.positions
 
-    def _dtypes(self) -> list[SegmentDtypes]:
-        if self.in_full:
+    def _dtypes(self, in_full: bool) -> list[SegmentDtypes]:
+        if in_full:
             return [SegmentDtypes.full(layout.dtype) for layout in self.layouts]
-        return self._mixed_dtypes()
-
-    def _mixed_dtypes(self) -> list[SegmentDtypes]:
         masters = (layout.dtype for layout in self.layouts)
         return segment_dtypes([*zip(masters, self._policies, self._trained)])
 
@@ -402,7 +399,7 @@ class ParamHandle:
     @property
     def mixes(self) -> bool:
         """Whether its policies ask for another dtype than the master dtype."""
-        return any(dtypes.mixed for dtypes in self._mixed_dtypes())
+        return any(dtypes.mixed for dtypes in self._dtypes(in_full=False))
 
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and the dtypes of its policies."""
@@ -423,7 +420,7 @@ class ParamHandle:
         self.values += 1
         self._changed = True
         self.hookings += 1
-        for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes())):
+        for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes(self.in_full))):
             if anew or dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.layout, dtypes)
                 self.generation += 1

@@ -16,12 +16,14 @@ from fsdp_wrap._runtime.refusals import (
     check_tensors,
     converted,
     drop_gradients,
+    is_container,
     refuse_pieces,
     refuse_replaced,
     refuse_sharing,
     refuse_steps_between_sums,
     refuse_unsharded,
     require_root,
+    warn_of_container,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import communicators_of, ranks_of

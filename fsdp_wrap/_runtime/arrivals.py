@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import nn
@@ -16,6 +17,7 @@ class Progress(Enum):
     FINISHED = "finished"
 
 
+@dataclass(eq=False)
 class Arrivals:
     """Gradients that a unit has and awaits in the running backward of its tree.
 
@@ -33,14 +35,18 @@ class Arrivals:
         needed_to_end: Whether the leaves may be needed until the tree's backward ends.
     """
 
-    def __init__(self) -> None:
-        self.progress = Progress.UNREACHED
-        self.missing: dict[int, int] = {}
-        self.quarter_came = False
-        self.open_calls = 0
-        self.needed_to_end = self.inputs_done = self.owes = False
-        self._weights: dict[int, int] = {}
-        self._total = self._to_come = self._quarter = self._next_stop = 0
+    progress: Progress = Progress.UNREACHED
+    missing: dict[int, int] = field(default_factory=dict)
+    quarter_came: bool = False
+    open_calls: int = 0
+    inputs_done: bool = False
+    owes: bool = False
+    needed_to_end: bool = False
+    _weights: dict[int, int] = field(default_factory=dict)
+    _total: int = 0
+    _to_come: int = 0
+    _quarter: int = 0
+    _next_stop: int = 0
 
     def expect(self, leaves: Iterable[nn.Parameter]) -> None:
         """Sets the leaves whose gradients each backward brings."""

@@ -35,12 +35,12 @@ from fsdp_wrap._runtime.materialize import (
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     drop_gradients,
-    guard_parametrizations,
     refuse_earlier_optimizers,
     refuse_pieces,
 )
 from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import InitialValues, sample
+from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 FLAT_PARAM = "_flat_param"
@@ -101,7 +101,8 @@ def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Valu
     """Makes a unit of a checked module, with the parameters that no unit below it owns."""
     left = (param for unit in units_in(module).values() for param in unit.left)
     contents = UnitContents.of(module, ignored, {param for param in left if not is_owned(param)})
-    materialize(contents, values, spec.device, _stand_ins(contents))
+    if any(tensor.is_meta for _, tensor in contents.tensors()):
+        materialize(contents, values, spec.device, _stand_ins(contents))
     tensors = contents.tensors()
     move(tensors, spec.device)
     if values.synchronised:
@@ -159,7 +160,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
     """Shards the parameters of a unit; returns the arguments of `Unit` for them."""
     segments = [*by_kind.values()]
     communicator, replicas = spec.communicators(spec.mesh)
-    samples = sample([slot.param for slot in segment] for segment in segments)
+    samples = [torch.stack([sample(slot.param) for slot in segment]) for segment in segments]
     layouts = [
         spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
         for number, segment in enumerate(segments)

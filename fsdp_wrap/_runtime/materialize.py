@@ -48,13 +48,15 @@ class Values:
 
 def check_materializable(contents: UnitContents, values: Values) -> None:
     """Checks that every tensor on the meta device can get values."""
+    empty = [(fqn, tensor) for fqn, tensor in contents.tensors() if tensor.is_meta]
+    if not empty or values.received or values.param_init_fn is not None:
+        return
     holders: dict[torch.Tensor, list[nn.Module]] = {}
     for _, module in contents.modules:
         for tensor in _direct(module).values():
             holders.setdefault(tensor, []).append(module)
-    given = values.received or values.param_init_fn is not None
-    for fqn, tensor in contents.tensors():
-        if tensor.is_meta and not given and not any(map(_reset_method, holders[tensor])):
+    for fqn, tensor in empty:
+        if not any(map(_reset_method, holders[tensor])):
             raise ValueError(
                 f"'{fqn}' is on the meta device and has no values, and {type(holders[tensor][0]).__name__}, "
                 "which holds it, has no reset_parameters(); pass param_init_fn, or materialise the module "

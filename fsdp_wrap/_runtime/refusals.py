@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._core import (
     ChangedBetweenError,
@@ -48,6 +47,7 @@ from fsdp_wrap._params import (
 from fsdp_wrap._runtime.unit import ForwardCall, Unit
 
 _VERSION = attrgetter("_version")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _OUTSIDE = (
     "If this is {} used outside of its module's forward: it was sharded then (on rank {}). Use its "
     "full_tensor() (fully_shard), keep it from resharding, or make one unit of the modules that use it"
@@ -96,6 +96,21 @@ def check_tensors(contents: UnitContents, instead: str | None, extended: bool = 
             )
     for fqn, (user, _), _ in contents.borrowed:
         _refuse_scripted(fqn, user)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Returns whether the module is a container without a forward, which would never be unsharded."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return isinstance(module, _CONTAINERS) and forward is nn.Module.forward
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """Warns if a module that the user wraps is a container without a forward."""
+    if is_container(module):
+        warn_caller(
+            f"a {type(module).__name__} was wrapped, and has no forward: its parameters are gathered for a "
+            "forward, so wrap the modules in it, or the one above"
+        )
 
 
 def drop_gradients(contents: UnitContents) -> None:
@@ -355,13 +370,6 @@ class ParametrizationGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> ParametrizationGuard:
         unit = self._unit()
         return self if unit is None else ParametrizationGuard(memo.get(id(unit), unit))
-
-
-def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
-    """Makes parametrizations refuse sharded parameters, whose shards do not fit each other."""
-    for module in modules:
-        if isinstance(module, ParametrizationList):
-            module.register_forward_pre_hook(ParametrizationGuard(unit))
 
 
 def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,11 @@ _CURE = (
 )
 
 
-def sample(segments: Iterable[Iterable[nn.Parameter]]) -> list[torch.Tensor]:
-    """Samples every unsharded parameter: one float32 tensor of (parameters, elements) per segment.
+def sample(param: nn.Parameter) -> torch.Tensor:
+    """Returns a few elements of an unsharded parameter, in float32.
 
-    Parameters without values to compare (on the meta device, empty, tensor extensions) give NaN.
+    They are NaN where there are no values to compare: on the meta device, empty, a tensor extension.
     """
-    return [torch.stack([_elements(param) for param in params]) for params in segments]
-
-
-def _elements(param: nn.Parameter) -> torch.Tensor:
     if param.is_meta or not param.numel() or is_extension(param):
         return torch.full((_SAMPLED,), math.nan, device=param.device)
     flat = to_local(param).detach().reshape(-1)
@@ -46,7 +42,12 @@ def _elements(param: nn.Parameter) -> torch.Tensor:
 
 
 class InitialValues:
-    """Samples of the initial values of a unit's parameters, valid until the shards are written to."""
+    """Samples of the initial values of a unit's parameters, valid until the shards are written to.
+
+    Args:
+        samples: For each segment, the `sample` of each parameter.
+        layouts: The segments' layouts.
+    """
 
     def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
         self._samples = samples

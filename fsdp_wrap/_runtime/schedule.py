@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._comm import GroupCommunicator, accelerator_of
 from fsdp_wrap._core import (
@@ -48,6 +49,7 @@ from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
 from fsdp_wrap._runtime.refusals import (
+    ParametrizationGuard,
     name_sharded,
     refuse_added,
     refuse_changes,
@@ -980,3 +982,10 @@ def set_kept_bytes(units: Iterable[Unit], nbytes: int) -> None:
         unit.set(keep_unsharded_bytes=nbytes or 0)
         if unit.handle is not None:
             unit.handle.free_kept_segments()
+
+
+def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Makes parametrizations refuse sharded parameters, whose shards do not fit each other."""
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(ParametrizationGuard(unit))

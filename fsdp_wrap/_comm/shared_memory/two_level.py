@@ -51,7 +51,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
             fill()
             return [self._gather_between(of_hosts, group) for of_hosts in blocks]
 
-        between = self._issue(self._gather_lane, start)
+        between = self._issue("gather", start)
         every = [block for of_hosts in blocks for block in of_hosts]
         return _InTurn(self._unfinished, between, lambda: self._gathers.all_gather(every, _nothing))
 
@@ -69,7 +69,7 @@ class TwoLevelCommunicator(ExchangeCommunicator):
             [each for of_hosts in sums for each in of_hosts],
             [block for tensor in full for block in self._blocks(tensor)],
         )
-        return _InTurn(self._unfinished, within, lambda: self._issue(self._reduce_lane, start))
+        return _InTurn(self._unfinished, within, lambda: self._issue("reduce", start))
 
     def _reduce_between(self, shard: torch.Tensor, of_hosts: Tensors, group: dist.ProcessGroup) -> Messages:
         parts = dict(zip(self._counterparts, of_hosts))
