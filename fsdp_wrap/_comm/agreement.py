@@ -42,7 +42,7 @@ class Agreement:
         RuntimeError, which ends with `rule`, if lines differ.
         """
         rank, other = self.first(what, lines)
-        if [*map(_compared, other)] != [*map(_compared, lines)]:
+        if other != lines and [*map(_compared, other)] != [*map(_compared, lines)]:
             error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
             assert self.store is not None
             self.store.set(self._word, error)
