@@ -9,7 +9,7 @@ wrapped or sharded, and go on calling torch's own for all other models. `fsdp_wr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -50,85 +50,77 @@ def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, A
 @cache
 def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
-    for name, own in (
-        ("_get_model_state_dict", _model_state),
-        ("_get_optim_state_dict", _optim_state),
-        ("_load_model_state_dict", load_model_state),
-        ("_load_optim_state_dict", _load_optim_state),
-    ):
-        setattr(theirs, name, _asking_first(own, getattr(theirs, name)))
-    theirs._load_model_state_dict = _as_the_first_rank(theirs._load_model_state_dict)
-    distribute = _cutting_unevenly(theirs._distribute_state_dict)  # type: ignore[attr-defined]
-    theirs._distribute_state_dict = distribute  # type: ignore[attr-defined]
-    theirs._verify_options = _checking_ours(theirs._verify_options)
+    rebound: list[tuple[Any, str, Callable[..., Any]]] = [
+        (theirs, "_get_model_state_dict", partial(_ask_first, _model_state)),
+        (theirs, "_get_optim_state_dict", partial(_ask_first, _optim_state)),
+        (theirs, "_load_model_state_dict", _load_model_state),
+        (theirs, "_load_optim_state_dict", partial(_ask_first, _load_optim_state)),
+        (theirs, "_distribute_state_dict", _distribute),
+        (theirs, "_verify_options", _verify_options),
+    ]
     if not PASSES_FOR_DTENSOR:
-        torch_gathers._iterate_state_dict = _gathering_pieces(torch_gathers._iterate_state_dict)
+        rebound.append((torch_gathers, "_iterate_state_dict", _iterate))
+    for module, name, own in rebound:
+        torchs = getattr(module, name)
+        setattr(module, name, wraps(torchs)(partial(own, torchs)))
 
 
-def _asking_first(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(torchs)
-    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not units_in(model):
-            return torchs(model, *args, **kwargs)
-        with deaths_told():
-            return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
-
-    return call
+# each gets torch's own function, and then its arguments
 
 
-def _as_the_first_rank(load: Callable[..., Any]) -> Callable[..., Any]:
+def _ask_first(
+    own: Callable[..., Any], torchs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    if not units_in(model):
+        return torchs(model, *args, **kwargs)
+    with deaths_told():
+        return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
+
+
+def _load_model_state(
+    torchs: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any], info: Any
+) -> Any:
     """Lets the first rank, where it sends its model, decide for all that there is one to load.
 
     Torch takes the empty dict of another rank for "the optimizer only": it goes on, and the first one hangs.
     """
-
-    @wraps(load)
-    def call(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-        if units_in(model):
-            info.handle_model = is_to_load(info.handle_model, info)
-        return load(model, state_dict, info) if info.handle_model else IncompatibleKeys([], [])
-
-    return call
+    if units_in(model):
+        info.handle_model = is_to_load(info.handle_model, info)
+    if not info.handle_model:
+        return IncompatibleKeys([], [])
+    return _ask_first(load_model_state, torchs, model, state_dict, info)
 
 
-def _cutting_unevenly(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets each rank cut its part of full tensors where torch cannot scatter them.
+def _distribute(
+    torchs: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], **kwargs: Any
+) -> Any:
+    return torchs({key: _cut(each, local.get(key)) for key, each in full.items()}, local, **kwargs)
+
+
+def _cut(full: Any, target: Any) -> Any:
+    """Lets each rank cut its part of a full tensor where torch cannot scatter it.
 
     So it is where tensor parallelism and sharding cut one dimension whose size does not divide.
     """
-
-    def cut(full: Any, target: Any) -> Any:
-        if not isinstance(full, torch.Tensor) or not isinstance(target, DTensor) or not full.dim():
-            return full
-        if not any(isinstance(each, StridedShard) for each in target.placements):
-            return full
-        return distribute_tensor(full.detach(), target.device_mesh, target.placements, src_data_rank=None)
-
-    @wraps(torchs)
-    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return torchs({key: cut(each, local.get(key)) for key, each in full.items()}, local, *args, **kwargs)
-
-    return distribute
+    if not isinstance(full, torch.Tensor) or not isinstance(target, DTensor) or not full.dim():
+        return full
+    if not any(isinstance(each, StridedShard) for each in target.placements):
+        return full
+    return distribute_tensor(full.detach(), target.device_mesh, target.placements, src_data_rank=None)
 
 
-def _checking_ours(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(torchs)
-    def verify_options(model: nn.Module, optims: Any, *args: Any, **kwargs: Any) -> Any:
-        if units_in(model):
-            refuse_shared(model, optims)
-        info = torchs(model, optims, *args, **kwargs)
-        if info.submodule_prefixes:
-            info.submodule_prefixes = {clean_fqn(prefix) for prefix in info.submodule_prefixes}
-        return info
-
-    return verify_options
+def _verify_options(torchs: Callable[..., Any], model: nn.Module, optims: Any, **kwargs: Any) -> Any:
+    if units_in(model):
+        refuse_shared(model, optims)
+    info = torchs(model, optims, **kwargs)
+    if info.submodule_prefixes:
+        info.submodule_prefixes = {clean_fqn(prefix) for prefix in info.submodule_prefixes}
+    return info
 
 
-def _gathering_pieces(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(torchs)
-    def iterate(value: Any, of_sharded: Any, of_dtensor: Any, of_tensor: Any, **kwargs: Any) -> Any:
-        if isinstance(value, IntervalTensor):  # which `isinstance` takes for a plain tensor
-            of_tensor = of_dtensor
-        return torchs(value, of_sharded, of_dtensor, of_tensor, **kwargs)
-
-    return iterate
+def _iterate(
+    torchs: Callable[..., Any], value: Any, of_sharded: Any, of_dtensor: Any, of_tensor: Any, **kwargs: Any
+) -> Any:
+    if isinstance(value, IntervalTensor):  # which `isinstance` takes for a plain tensor
+        of_tensor = of_dtensor
+    return torchs(value, of_sharded, of_dtensor, of_tensor, **kwargs)
