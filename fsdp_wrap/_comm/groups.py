@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_wrap._comm.device import device_type_for
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, all_groups
+from fsdp_wrap._core.torch_private import FakeProcessGroup, HashStore, groups_alive
 
 _Made = TypeVar("_Made")
 
@@ -149,7 +149,7 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
     `known` is the one to take unless it was destroyed. Raises a RuntimeError if there is none.
     """
     found = known or _found(ranks)
-    if found is not None and found in all_groups():
+    if found is not None and found in groups_alive().pg_map:
         return found
     raise RuntimeError(
         f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
@@ -164,7 +164,9 @@ def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
 
 def _found(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Returns a process group of these global ranks in this order, if there is one."""
-    return next((each for each in all_groups() if dist.get_process_group_ranks(each) == list(ranks)), None)
+    return next(
+        (each for each in groups_alive().pg_map if dist.get_process_group_ranks(each) == list(ranks)), None
+    )
 
 
 def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ from fsdp_wrap._comm.objects import (
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import InFlight, Watch, Works, WorksWithoutLimit
 from fsdp_wrap._core import step_watchers
-from fsdp_wrap._core.torch_private import all_groups
+from fsdp_wrap._core.torch_private import groups_alive
 
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
@@ -250,7 +250,7 @@ class GroupCommunicator(Communicator):
 
     def require_group(self) -> None:
         """Raises a RuntimeError if the process group was destroyed."""
-        if self._reference() not in all_groups():  # it may live on, destroyed
+        if self._reference() not in groups_alive().pg_map:  # it may live on, destroyed
             raise destroyed()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_wrap._core.events import Phase
-from fsdp_wrap._core.torch_private import torch_profiler
+from fsdp_wrap._core.torch_private import profiler_runs
 
 
 class SpanKind(Enum):
@@ -208,7 +208,7 @@ _ranges = ProfilerRanges()
 
 def follow_profiler() -> None:
     """Starts or stops showing units as ranges of `torch.profiler`, depending on whether it is active."""
-    active = torch_profiler._is_profiler_enabled
+    active = profiler_runs()
     if active != (_ranges in step_watchers):
         _ranges.close()
         (step_watchers.append if active else step_watchers.remove)(_ranges)

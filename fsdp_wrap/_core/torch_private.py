@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,9 +249,12 @@ concatenated_mesh = DeviceMesh._concatenate
 flattened_mesh = DeviceMesh._flatten
 
 
-def all_groups() -> Any:
-    """Returns all process groups that were not destroyed; where ranks are threads, those of this one."""
-    return dist.distributed_c10d._world.pg_map
+# Functions of C: every step asks these.
+groups_alive: Callable[[], Any] = partial(getattr, dist.distributed_c10d, "_world")
+"""Returns an object whose `pg_map` has the process groups that were not destroyed, of this thread's ranks."""
+
+profiler_runs: Callable[[], bool] = partial(getattr, torch_profiler, "_is_profiler_enabled")
+"""Returns whether `torch.profiler` is active."""
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:

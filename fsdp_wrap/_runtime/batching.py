@@ -224,12 +224,14 @@ class CollectiveBatcher:
     """Plans batches of collectives for the units of a schedule, and issues them.
 
     Attributes:
+        asked: The argument of the last `allow`.
         most: Maximum bytes of a batch, and so of each unit in it.
         waiting: The batched reduction that waits for gradients of more units.
     """
 
     def __init__(self, order: ExecOrder) -> None:
         self._order = order
+        self.asked: int | None = -1  # nothing yet
         self.most = 0
         self.waiting: BatchedReduction | None = None
         self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the issuing unit
@@ -240,6 +242,7 @@ class CollectiveBatcher:
 
         None is the default: none on accelerators, where no measurement favours them.
         """
+        self.asked = nbytes
         if nbytes is None:
             nbytes = _ON_CPU if device.type == "cpu" else 0
         if self.most != nbytes // 2:

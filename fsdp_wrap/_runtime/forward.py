@@ -30,7 +30,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime.refusals import refuse_alone, refuse_edits
+from fsdp_wrap._runtime.refusals import refuse_alone
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
 from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit
 
@@ -85,7 +85,6 @@ def run_forward(
         for schedule, call, nodes in calls:
             handle = call.unit.handle
             if handle is not None:
-                refuse_edits(call.unit, handle)
                 output, tensors = _without_parameters(handle, output)
                 schedule.post_forward(call, tensors, nodes)
         if own.lasting and own.depth == len(calls):

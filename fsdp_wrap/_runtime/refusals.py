@@ -246,18 +246,17 @@ def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
     return ((interval.fqn, interval.data.numel()) for interval in layout.intervals())
 
 
-def refuse_edits(unit: Unit, handle: ParamHandle) -> None:
+def refuse_edits(unit: Unit, segment: Segment) -> None:
     """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    for segment in handle.segments if handle.state is HandleState.UNSHARDED else ():
-        if [*map(_VERSION, segment.counted)] != segment.versions:
-            for index in segment.edited():
-                name = unit.name_of(segment.layout.fqns[index])
-                raise RuntimeError(
-                    f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
-                    f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the "
-                    "unit reshards: compute with a changed copy, edit parameters between steps (inside "
-                    "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
-                )
+    assert unit.handle is not None
+    for index in segment.edited() if unit.handle.state is HandleState.UNSHARDED else ():
+        name = unit.name_of(segment.layout.fqns[index])
+        raise RuntimeError(
+            f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
+            f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the unit "
+            "reshards: compute with a changed copy, edit parameters between steps (inside "
+            "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
+        )
 
 
 def refuse_changes(unit: Unit, handle: ParamHandle) -> None:

@@ -41,7 +41,7 @@ from fsdp_wrap._core import (
     value_watchers,
     with_optimizers,
 )
-from fsdp_wrap._core.torch_private import execution_engine, graph_task
+from fsdp_wrap._core.torch_private import execution_engine, graph_task, profiler_runs
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
@@ -53,6 +53,7 @@ from fsdp_wrap._runtime.refusals import (
     name_sharded,
     refuse_added,
     refuse_changes,
+    refuse_edits,
     refuse_graph,
     refuse_outdated,
     refuse_steps_between_sums,
@@ -63,6 +64,7 @@ from fsdp_wrap._runtime.same_model import SameModel, communicators_of
 from fsdp_wrap._runtime.unit import SHOWN_TO_USERS, ForwardCall, StepState, Unit, refuse_shown, units_in
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
 _NONE_RUNS: Callable[[], object] = weakref.ref(set())  # dead, as the callback of a backward that is over
 
 out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
@@ -233,6 +235,9 @@ class Schedule(StepState):
         """
         unit, handle = call.unit, call.unit.handle
         assert handle is not None
+        for segment in handle.segments:
+            if [*map(_VERSION, segment.counted)] != segment.versions:
+                refuse_edits(unit, segment)
         if value_watchers:
             tell_values(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
@@ -355,14 +360,16 @@ class Schedule(StepState):
         self.ending.require_waited("a forward")
         if self.joining is not None:
             self.joining.begin_forward(self)
-        follow_profiler()
+        if step_watchers or profiler_runs():
+            follow_profiler()
         self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
         for watcher in tuple(value_watchers):
             watcher.begin(self)
-        self.batches.allow(self.root.options.travel_together_bytes, self.device)
+        if self.batches.asked != self.root.options.travel_together_bytes:
+            self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
         checks_order = self._trains and self.root.trains and self.joining is None
         self._order_check.begin_forward(checks_order, self.iteration)
@@ -394,7 +401,8 @@ class Schedule(StepState):
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
                     unit.follow_mode()
-                refuse_changes(unit, handle)
+                if not handle.shown.untouched:
+                    refuse_changes(unit, handle)
             if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
                 self._hook_leaves(unit)

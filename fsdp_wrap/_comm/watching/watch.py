@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._core.torch_private import all_groups, dump_flight_records
+from fsdp_wrap._core.torch_private import dump_flight_records, groups_alive
 
 _FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
 _FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
@@ -44,12 +44,12 @@ class Watch:
         self._group = weakref.ref(group)
         self._device = device
         self.positions = positions
-        self._registry = id(all_groups())  # of this thread, where ranks are threads
+        self._registry = id(groups_alive().pg_map)  # of this thread, where ranks are threads
 
     @property
     def lives(self) -> bool:
         """Whether the group was not destroyed, as far as the calling thread can know."""
-        group, groups = self._group(), all_groups()
+        group, groups = self._group(), groups_alive().pg_map
         return group is not None and (group in groups or id(groups) != self._registry)
 
     def when_gone(self, wakes: SimpleQueue[None]) -> None:

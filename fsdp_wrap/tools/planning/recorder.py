@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
-from fsdp_wrap._core.torch_private import all_groups, copying_operators, pytree
+from fsdp_wrap._core.torch_private import copying_operators, groups_alive, pytree
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, HELP, OPTIMIZER, STEP, Place
 from fsdp_wrap.tools.planning.kernels import flops_of
@@ -311,8 +311,8 @@ def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             group = dist.ProcessGroup.unbox(value)
         elif isinstance(value, str):
-            group = next((each for each in all_groups() if each.group_name == value), None)
+            group = next((each for each in groups_alive().pg_map if each.group_name == value), None)
         if group is not None:
-            known = group in all_groups()
+            known = group in groups_alive().pg_map
             return tuple(dist.get_process_group_ranks(group) if known else range(group.size()))
     return tuple(range(dist.get_world_size()))
