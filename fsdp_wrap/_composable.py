@@ -191,7 +191,7 @@ def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[
     for over, _ in locations.values():
         if over not in found:
             found.append(over)
-    return sorted(found, key=lambda over: over != data) or [data]
+    return sorted(found, key=data.__ne__) or [data]
 
 
 def without_dimensions(slot: ParamSlot) -> ValueError:

@@ -97,7 +97,9 @@ class SegmentPolicy:
 
         Raises a ValueError, with the parameter's name, for a dtype that the policy's function may not return.
         """
-        computed = _overridden(param, fqn, policy)
+        override, computed = policy.param_dtype_override_fn, policy.param_dtype
+        if override is not None:
+            computed = _overridden(param, fqn, override(param), computed)
         if not _REDUCED_IN_GRAD_DTYPE:
             return cls(computed, policy.reduce_dtype)
         asked: bool = param._has_grad_dtype_override  # type: ignore[attr-defined]
@@ -150,15 +152,15 @@ def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) 
     return [policy.dtypes(master, widest.get(master)) for master, policy, _ in segments]
 
 
-def _overridden(param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    override = policy.param_dtype_override_fn
-    chosen = None if override is None else override(param)
-    if chosen is None or chosen == policy.param_dtype:
-        return policy.param_dtype
+def _overridden(
+    param: nn.Parameter, fqn: str, chosen: torch.dtype | None, usual: torch.dtype | None
+) -> torch.dtype | None:
+    if chosen is None or chosen == usual:
+        return usual
     if not isinstance(chosen, torch.dtype) or chosen != param.dtype:
         raise ValueError(
             f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; it must return None, "
-            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})"
+            f"param_dtype ({usual}) or the parameter's own dtype ({param.dtype})"
         )
     return chosen
 

@@ -53,14 +53,15 @@ class Cut(Extent):
     @property
     def chunk_numel(self) -> int:
         """Elements of a whole chunk."""
-        return self._shape_of(self.chunk).numel()
+        return self.shape_of(self.chunk).numel()
 
     @property
     def end(self) -> int:
         """Index after a rank's whole chunk in its part."""
         return self.offset + self.chunk_numel
 
-    def _shape_of(self, rows: int) -> torch.Size:
+    def shape_of(self, rows: int) -> torch.Size:
+        """Returns the shape of so many rows."""
         return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
 
     def first_row(self, rank: int) -> int:
@@ -71,18 +72,14 @@ class Cut(Extent):
         """Returns the number of a rank's rows."""
         return self.first_row(rank + 1) - self.first_row(rank)
 
-    def held_shape(self, rank: int) -> torch.Size:
-        """Returns the shape of a rank's rows."""
-        return self._shape_of(self.rows(rank))
-
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of all parts (ranks x shard): (ranks, rows, others); the rest (rows, others)."""
         found = []
         if self.whole:
             chunks = parts[: self.whole, self.offset : self.end]
-            found.append(chunks.view(self.whole, *self._shape_of(self.chunk)).movedim(self.dim + 1, 1))
+            found.append(chunks.view(self.whole, *self.shape_of(self.chunk)).movedim(self.dim + 1, 1))
         if self.rest or not self.whole:  # an empty view as well
-            shape = self._shape_of(self.rest)
+            shape = self.shape_of(self.rest)
             chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
             found.append(chunk.view(shape).movedim(self.dim, 0))
         return found
@@ -103,7 +100,7 @@ class Cut(Extent):
 
     def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of the elements that belong to no row."""
-        first = self.offset + self._shape_of(self.rest).numel()
+        first = self.offset + self.shape_of(self.rest).numel()
         return [
             parts[self.whole : self.whole + 1, first : self.end],
             parts[self.whole + 1 :, self.offset : self.end],

@@ -63,7 +63,7 @@ class DTensorLayout(Layout):
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)
         self._offsets = [cut.offset for cut in cuts]
-        self._shapes = [cut.held_shape(self._rank) for cut in cuts]
+        self._shapes = [cut.shape_of(cut.rows(self._rank)) for cut in cuts]
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]
         self._lay_out(cuts, self._used.stop)
         if not self.in_place:

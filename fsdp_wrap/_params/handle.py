@@ -149,7 +149,8 @@ class ParamHandle:
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
         kind: Callable[..., Segment] = ExtensionSegment if layout.extended else Segment
         segment = kind(layout, dtypes, self.communicator, self.contributors)
-        segment.keep_memory(self.keeps_storage)
+        if self.keeps_storage:
+            segment.keep_memory(True)
         return segment
 
     def _note_contents(self) -> None:
@@ -490,9 +491,7 @@ class ParamHandle:
         """Replaces the reduction by one that averages; the shards are averaged over `replicas` afterwards."""
         self._reduce_scatter, self._summing = reduce_scatter, replicas
         self.has_own_reduction = True
-        self.contributors = replicas.size
-        for segment in self.segments:
-            segment.gradients.average_over(self.contributors)
+        self.divide_gradients_by(replicas.size)
 
     def divide_gradients_by(self, factor: float) -> None:
         """Divides summed gradients by another number than the number of ranks."""
