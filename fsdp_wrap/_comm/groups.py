@@ -164,9 +164,7 @@ def group_over(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
 
 def _found(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Returns a process group of these global ranks in this order, if there is one."""
-    return next(
-        (each for each in groups_alive().pg_map if dist.get_process_group_ranks(each) == list(ranks)), None
-    )
+    return next((one for one in groups_alive().pg_map if dist.get_process_group_ranks(one) == [*ranks]), None)
 
 
 def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -343,8 +343,7 @@ class GroupPositions:
         if not self._mixed_up(number, all_came):
             return
         time.sleep(0.001)  # an entry may have been overwritten after its word was read
-        mixed_up = self._mixed_up(number, all_came)
-        if mixed_up:
+        if mixed_up := self._mixed_up(number, all_came):
             raise self.mixed_up(" while ".join(mixed_up))
 
     def mixed_up(self, told: str) -> RuntimeError:

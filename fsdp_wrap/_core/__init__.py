@@ -99,7 +99,7 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
-    note_pieces,
+    note_piece,
     reason_against_pieces,
     refuse_in_steps,
     shard_steps,

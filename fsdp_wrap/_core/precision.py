@@ -99,7 +99,7 @@ class SegmentPolicy:
         """
         override, computed = policy.param_dtype_override_fn, policy.param_dtype
         if override is not None:
-            computed = _overridden(param, fqn, override(param), computed)
+            computed = _checked(override(param), param, fqn, computed)
         if not _REDUCED_IN_GRAD_DTYPE:
             return cls(computed, policy.reduce_dtype)
         asked: bool = param._has_grad_dtype_override  # type: ignore[attr-defined]
@@ -152,9 +152,7 @@ def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) 
     return [policy.dtypes(master, widest.get(master)) for master, policy, _ in segments]
 
 
-def _overridden(
-    param: nn.Parameter, fqn: str, chosen: torch.dtype | None, usual: torch.dtype | None
-) -> torch.dtype | None:
+def _checked(chosen: Any, param: nn.Parameter, fqn: str, usual: torch.dtype | None) -> torch.dtype | None:
     if chosen is None or chosen == usual:
         return usual
     if not isinstance(chosen, torch.dtype) or chosen != param.dtype:

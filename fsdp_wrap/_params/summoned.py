@@ -68,10 +68,8 @@ class SummonedSegment:
 
     def leave(self) -> None:
         """Makes optimizers refuse the shown parameters, if users have kept them there."""
-        refuse_in_steps(
-            (param, functools.partial(_REASON.format, fqn))
-            for fqn, param in zip(self._layout.fqns, self._params)
-        )
+        for fqn, param in zip(self._layout.fqns, self._params):
+            refuse_in_steps(param, functools.partial(_REASON.format, fqn))
 
     def take_edits(self, prefix: str) -> None:
         """Notes the parameters that modules show now, for `write_back`; refuses other shapes and dtypes."""

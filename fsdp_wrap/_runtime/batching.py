@@ -26,7 +26,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.unit import Unit, UnitOptions
+from fsdp_wrap._runtime.unit import Unit, UnitOptions, handle_of
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
@@ -65,7 +65,7 @@ class _Member(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> _Member:
-        return cls(unit, unit.options, _handle_of(unit).generation)
+        return cls(unit, unit.options, handle_of(unit).generation)
 
 
 class _GatherPlan(NamedTuple):
@@ -150,7 +150,7 @@ class BatchedReduction:
 
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
-        handle, gradients = _handle_of(unit), self._plan.gradients
+        handle, gradients = handle_of(unit), self._plan.gradients
         found, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
         same = [*map(handle.segments.index, found)] == expected
@@ -170,7 +170,7 @@ class BatchedReduction:
         taken, plan = self.taken, self._plan
         if not taken:
             return
-        first, handle = taken[0], _handle_of(taken[0])
+        first, handle = taken[0], handle_of(taken[0])
         assert first.schedule is not None
         note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
         note.issue(phase, first.schedule.iteration)
@@ -272,7 +272,7 @@ class CollectiveBatcher:
         assert unit.schedule is not None
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
-        segments = [_handle_of(each).segments for each in units]
+        segments = [handle_of(each).segments for each in units]
         with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
             shares = plan.batch.issue(segments)
         for each, share in zip(units, shares):
@@ -288,15 +288,13 @@ class CollectiveBatcher:
         """Plans a batched gather of a unit and coming ones; returns None if no other unit fits."""
         self._gathers.pop((unit, phase), None)
         run = [unit]
-        if phase is Phase.BACKWARD:
-            expected = [each for each in coming if each.options.unshards_in_backward]
-        else:
-            expected = coming
+        backward = phase is Phase.BACKWARD
+        expected = [each for each in coming if each.options.unshards_in_backward or not backward]
         if expected and self._can_join(unit):
             run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
             return None
-        handles = [*map(_handle_of, run)]
+        handles = [*map(handle_of, run)]
         batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
         first, *others = [each.positions.gather for each in run]
         members, note = [*map(_Member.of, run)], first.with_others(others)
@@ -324,12 +322,12 @@ class CollectiveBatcher:
         size: Callable[[ParamHandle], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
-        kin, left = _same_ways(unit), self.most - size(_handle_of(unit))
+        kin, left = _same_ways(unit), self.most - size(handle_of(unit))
         found: list[Unit] = []
         for each in coming:
             if each is unit or each in found or not may(each) or _same_ways(each) != kin:
                 continue
-            left -= size(_handle_of(each))
+            left -= size(handle_of(each))
             if left < 0:
                 break
             found.append(each)
@@ -373,13 +371,13 @@ class CollectiveBatcher:
         first: dict[Unit, int] = {}
         taking: list[Segment] = []
         for each in units:
-            handle, first[each] = _handle_of(each), len(taking)
+            handle, first[each] = handle_of(each), len(taking)
             found = handle.reduced_segments()
             numbers[each] = [*map(handle.segments.index, found)]
             taking += found
-        gradients = BatchedGradients(_handle_of(unit).communicator, taking)
+        gradients = BatchedGradients(handle_of(unit).communicator, taking)
         members, note = [*map(_Member.of, units)], _noted_reduction(units)
-        nbytes = {each: _handle_of(each).reduced_nbytes for each in units}
+        nbytes = {each: handle_of(each).reduced_nbytes for each in units}
         plan = _ReductionPlan(coming, members, numbers, first, gradients, note, nbytes)
         self._reductions[unit, defers] = plan
         return plan
@@ -406,14 +404,9 @@ class CollectiveBatcher:
         self.waiting = None
 
 
-def _handle_of(unit: Unit) -> ParamHandle:
-    assert unit.handle is not None
-    return unit.handle
-
-
 def _same_ways(unit: Unit) -> tuple[object, ...]:
     """Returns a key of groups, communicators and memory, equal for units that may share a collective."""
-    handle = _handle_of(unit)
+    handle = handle_of(unit)
     communicator, replicas = handle.communicator, handle.replicas
     ways = communicator, type(communicator), replicas, type(replicas)
     return *ways, communicator.memory, unit.options.reduces_apart
@@ -435,5 +428,5 @@ def _noted_reduction(units: Iterable[Unit]) -> UnitCollective:
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns (buffer dtype, reduce dtype) of a unit's gradients."""
-    segments = _handle_of(unit).reduced_segments()
+    segments = handle_of(unit).reduced_segments()
     return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

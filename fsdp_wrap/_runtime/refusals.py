@@ -27,7 +27,7 @@ from fsdp_wrap._core import (
     added_params,
     clean_fqn,
     joined,
-    note_pieces,
+    note_piece,
     own_modules,
     refuse_in_steps,
     warn_caller,
@@ -44,7 +44,7 @@ from fsdp_wrap._params import (
     is_packable,
     to_local,
 )
-from fsdp_wrap._runtime.unit import ForwardCall, Unit
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, handle_of
 
 _VERSION = attrgetter("_version")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -199,8 +199,8 @@ def refuse_outdated(call: ForwardCall) -> None:
 
 def _forget_changed(unit: Unit) -> str | None:
     """Returns the name of a parameter that was changed while shown in full, and clears the record."""
-    assert unit.handle is not None
-    changed, unit.handle.shown.changed = unit.handle.shown.changed, []
+    shown = handle_of(unit).shown
+    changed, shown.changed = shown.changed, []
     return unit.name_of(changed[0]) if changed else None
 
 
@@ -248,8 +248,7 @@ def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
 
 def refuse_edits(unit: Unit, segment: Segment) -> None:
     """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    assert unit.handle is not None
-    for index in segment.edited() if unit.handle.state is HandleState.UNSHARDED else ():
+    for index in segment.edited() if handle_of(unit).state is HandleState.UNSHARDED else ():
         name = unit.name_of(segment.layout.fqns[index])
         raise RuntimeError(
             f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
@@ -375,11 +374,9 @@ def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]
     """Makes optimizers raise on `step` if they hold Parameter objects from before sharding."""
     slots = chain.from_iterable(segments)
     sources = chain.from_iterable(layout.sources for layout in unit.layouts)
-    refuse_in_steps(
-        (slot.param, _why(_LEFT, unit, slot.fqn))
-        for slot, source in zip(slots, sources)
-        if slot.param is not source
-    )
+    for slot, source in zip(slots, sources):
+        if slot.param is not source:
+            refuse_in_steps(slot.param, _why(_LEFT, unit, slot.fqn))
 
 
 def require_root(unit: Unit, doing: str) -> None:
@@ -409,14 +406,9 @@ def refuse_pieces(unit: Unit) -> None:
         for extent, source in zip(layout.extents, layout.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
-    note_pieces(
-        (
-            source,
-            OptimizerPiece(_why("{name}", unit, each[0][0]), dims, cut, _why(_IN_PIECES, unit, each[0][0])),
-        )
-        for source, each in found.items()
-        for dims in [tuple(dim for _, dim in each)]
-    )
+    for source, each in found.items():
+        fqn, dims = each[0][0], tuple(dim for _, dim in each)
+        note_piece(source, OptimizerPiece(_why("{name}", unit, fqn), dims, cut, _why(_IN_PIECES, unit, fqn)))
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
@@ -425,7 +417,7 @@ def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
         for layout in unit.layouts:
             trained = next((source for source in layout.sources if source.requires_grad), None)
             if trained is not None:  # one parameter is enough: all of a layout are summed together
-                refuse_in_steps([(trained, partial(_why_not_between, weakref.ref(unit)))])
+                refuse_in_steps(trained, partial(_why_not_between, weakref.ref(unit)))
 
 
 def _why_not_between(reference: weakref.ref[Unit]) -> str | None:

@@ -61,7 +61,15 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
-from fsdp_wrap._runtime.unit import SHOWN_TO_USERS, ForwardCall, StepState, Unit, refuse_shown, units_in
+from fsdp_wrap._runtime.unit import (
+    SHOWN_TO_USERS,
+    ForwardCall,
+    StepState,
+    Unit,
+    handle_of,
+    refuse_shown,
+    units_in,
+)
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
@@ -270,10 +278,8 @@ class Schedule(StepState):
 
         They stay until that backward or until their values change: outer forwards may have used them too.
         """
-        handle = unit.handle
-        assert handle is not None
-        unit.reshard(Phase.FORWARD, keep=handle.segments)
-        for segment in handle.kept_segments:
+        unit.reshard(Phase.FORWARD, keep=unit.segments)
+        for segment in handle_of(unit).kept_segments:
             segment.let_use()
 
     def _drop_aside(self, unit: Unit) -> None:
@@ -419,9 +425,8 @@ class Schedule(StepState):
 
     def _hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
-        assert unit.handle is not None
         leaves = unit.newly_trainable()
-        sources = (source for segment in unit.handle.segments for source in segment.layout.sources)
+        sources = (source for layout in unit.layouts for source in layout.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
         # Weak, since the leaf holds the hook and the unit the leaf: such a cycle is never collected.

@@ -422,8 +422,7 @@ class Unit:
 
     def drop_outdated(self, phase: Phase) -> None:
         """Frees kept segments whose shards may have changed since."""
-        assert self.handle is not None
-        freed = self.handle.drop_outdated()
+        freed = handle_of(self).drop_outdated()
         if freed:
             self.tell(EventKind.RESHARD, phase, freed)
 
@@ -591,11 +590,9 @@ class Unit:
 
     def newly_trainable(self) -> list[nn.Parameter]:
         """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""
-        handle = self.handle
-        assert handle is not None
-        leaves = [leaf for segment in handle.segments for leaf in segment.leaves]
+        leaves = [leaf for segment in self.segments for leaf in segment.leaves]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
-        self.hooked = handle.hookings
+        self.hooked = handle_of(self).hookings
         self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
@@ -605,12 +602,11 @@ class Unit:
     @torch.inference_mode(False)
     def watch_own_gradients(self) -> None:
         """Hooks the sharded parameters, for graphs that lead to them and not to their leaves."""
-        handle, this = self.handle, weakref.ref(self)
-        assert handle is not None
+        this = weakref.ref(self)
         for _, watching in self._own_gradients:
             watching.remove()
         self._own_gradients = []
-        for segment in handle.segments:
+        for segment in self.segments:
             sources = {source: index for index, source in enumerate(segment.layout.sources)}
             for source, index in sources.items():
                 if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
@@ -738,6 +734,12 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad are not executed
         return 0
+
+
+def handle_of(unit: Unit) -> ParamHandle:
+    """Returns the handle of a unit that is known to have parameters."""
+    assert unit.handle is not None
+    return unit.handle
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:

@@ -7,7 +7,7 @@ noted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -68,15 +68,13 @@ def _offer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     return take and take(optimizer, args, kwargs)
 
 
-def refuse_in_steps(params: Iterable[tuple[nn.Parameter, Callable[[], str | None]]]) -> None:
-    """Lets optimizers that hold these parameters raise before they step.
+def refuse_in_steps(param: nn.Parameter, reason: Callable[[], str | None]) -> None:
+    """Lets optimizers that hold a parameter raise before they step.
 
-    Each comes with a function that returns the end of a sentence about the optimizer, or None where it may
-    step now.
+    `reason` returns the end of a sentence about the optimizer, or None where it may step now.
     """
-    for param, reason in params:
-        param.__dict__[_ASKED] = True
-        _refused[param] = reason
+    param.__dict__[_ASKED] = True
+    _refused[param] = reason
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,9 @@ class OptimizerPiece:
     reason: Callable[[], str]
 
 
-def note_pieces(pieces: Iterable[tuple[nn.Parameter, OptimizerPiece]]) -> None:
-    """Lets optimizers that hold these raise, before their first step, if they compute with wholes."""
-    for param, piece in pieces:
-        _pieces[param] = piece
+def note_piece(param: nn.Parameter, piece: OptimizerPiece) -> None:
+    """Lets optimizers that hold a piece raise, before their first step, if they compute with wholes."""
+    _pieces[param] = piece
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
