@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ from fsdp_wrap._runtime import (
 )
 from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
+    GradientNorms,
     deepcopy_wrapper,
     full_units,
     is_summoned,
@@ -72,7 +74,6 @@ from fsdp_wrap._state import (
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, end_load
-from fsdp_wrap.clip_grad import clip_grad_norm_, grad_norms
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -378,6 +379,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         """
         set_kept_bytes(units_in(self).values(), nbytes)
 
+    @cached_property
+    def _gradient_norms(self) -> GradientNorms:
+        return GradientNorms(self)
+
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.
 
@@ -395,7 +400,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
                 encloses this one.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        return clip_grad_norm_(self, max_norm, norm_type)
+        return self._gradient_norms.clip(max_norm, norm_type)
 
     def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
@@ -409,7 +414,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
         """
-        return grad_norms(self, norm_type)
+        return self._gradient_norms.by_name(norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Makes a hook reduce the gradients of all units; `fsdp_wrap.comm_hooks` has ready-made hooks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -48,8 +49,11 @@ class GradientNorms:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module: Callable[[], Any] = weakref.ref(module)  # or it would keep the model alive
+        self._module: Callable[[], Any] = weakref.ref(module)  # which may hold this
         self._known: HeldGradients | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
+        return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
