@@ -582,9 +582,8 @@ class UnitPositions:
         self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
 
         @cache
-        def gather_part(
-            numbers: tuple[int, ...],
-        ) -> UnitCollective:  # after a full gather, which compares units
+        def gather_part(numbers: tuple[int, ...]) -> UnitCollective:
+            # It comes after a full gather, which compares units.
             told = ", ".join(map(str, numbers))
             return UnitCollective([f"gathers segments {told} of {name}"], tree, gathering, gathers)
 

@@ -288,8 +288,7 @@ class CollectiveBatcher:
         """Plans a batched gather of a unit and coming ones; returns None if no other unit fits."""
         self._gathers.pop((unit, phase), None)
         run = [unit]
-        backward = phase is Phase.BACKWARD
-        expected = [each for each in coming if each.options.unshards_in_backward or not backward]
+        expected = [each for each in coming if each.options.unshards_in_backward or phase is Phase.FORWARD]
         if expected and self._can_join(unit):
             run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
@@ -361,8 +360,7 @@ class CollectiveBatcher:
         dtypes = _dtypes_of(unit)
 
         def may(each: Unit) -> bool:
-            same = each.defers == defers and self._may_wait(each)
-            return same and _dtypes_of(each) == dtypes
+            return each.defers == defers and self._may_wait(each) and _dtypes_of(each) == dtypes
 
         units = [unit, *self._companions(unit, coming, may, _REDUCED_NBYTES)]
         if len(units) == 1:

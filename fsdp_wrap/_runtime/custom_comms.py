@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,9 @@ from fsdp_wrap._comm import (
     symmetric_memory,
 )
 from fsdp_wrap._core import OtherCommsError
+from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params import ParamHandle
-
-if TYPE_CHECKING:
-    from fsdp_wrap._runtime.unit import Unit
+from fsdp_wrap._runtime.unit import Unit
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -177,10 +177,7 @@ class CustomTransport:
                 works.append(comm(output_tensor=target, input_tensor=own, group=group, async_op=async_op))
             return [work for work in works if work is not None]
 
-        def copy() -> None:
-            for target, source in zip(full, staged):
-                target.copy_(source)
-
+        copy = partial(foreach_copy_, full, staged)
         return Then([lane_of(communicator.device, "gather").issue(start)], [copy])
 
     def reduce_scatter(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:

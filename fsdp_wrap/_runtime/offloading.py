@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
 from fsdp_wrap._core import SpanKind, span
-from fsdp_wrap._params import HandleState, ParamHandle
+from fsdp_wrap._params import HandleState, Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
 
@@ -107,16 +107,17 @@ class Offloading:
         """Waits for all copies, and adds all gradients to those of the sharded parameters."""
         self._recall()
         self._await_copies(units)
-        arrived, self._arriving = self._arriving, []
-        for unit in arrived:
-            for layout in unit.layouts:
-                layout.release_arriving()
-                layout.add_arrived()
+        for layout in self._arriving_layouts():
+            layout.release_arriving()
+            layout.add_arrived()
 
     def abandon(self) -> None:
         """Drops copies and gradients that a failed backward left."""
         self._recall()
+        for layout in self._arriving_layouts():
+            layout.drop_arriving()
+
+    def _arriving_layouts(self) -> Iterator[Layout]:
+        """Yields the layouts whose gradients are on their way; from now on none is."""
         arriving, self._arriving = self._arriving, []
-        for unit in arriving:
-            for layout in unit.layouts:
-                layout.drop_arriving()
+        return (layout for unit in arriving for layout in unit.layouts)

@@ -84,9 +84,8 @@ class Registry:
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
         for fqn, place, param in contents.borrowed:
             layouts = (layout for unit in self._users.get(place[0], ()) for layout in unit.layouts)
-            if not any(
-                place in places for layout in layouts for places in layout.places
-            ):  # units may share it
+            shown = (places for layout in layouts for places in layout.places)
+            if not any(place in places for places in shown):  # units may share it
                 unit, layout, index = self.owner(fqn, param)
                 layout.add_place(index, place)
                 lenders[unit] = None

@@ -357,9 +357,8 @@ def begin_load(
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
     own = {each for _, each in own_modules(_wrapped(unit))}
-    within = all(
-        module in own for module, _ in owned_places([unit])
-    )  # else other units' modules show them too
+    # Else other units' modules show them too.
+    within = all(module in own for module, _ in owned_places([unit]))
     into = (lambda module: UNIT_ATTR not in module.__dict__) if within else None
     named_originals = [*owned_names(_wrapped(unit), [unit], into)]
     for name, _ in named_originals:

@@ -65,11 +65,11 @@ class Monitor:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
-        self._lock = threading.Lock()
         self._reset()
         _all.add(self)
 
     def _reset(self) -> None:
+        self._lock = threading.Lock()
         self._noted: deque[_Issued] = deque()  # written by all threads, read by ours
         self._pending: dict[str, deque[_Issued]] = {}  # by lane, in the order of completion
         self._watched: dict[GroupPositions, Watch] = {}
@@ -82,7 +82,6 @@ class Monitor:
     def forget_parent(self) -> None:
         """Begins anew in a forked process, which has no thread; the parent's events are left alone."""
         self._of_parent = self._noted, self._pending
-        self._lock = threading.Lock()
         self._reset()
 
     def note(self, event: Any, lane: str, watch: Watch) -> None:
