@@ -137,10 +137,10 @@ class UnitDisplay:
     @property
     def untouched(self) -> bool:
         """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
-        for segment in self._segments if self.state is Showing.SHARDED else ():
-            if not segment.layout.display.is_untouched():
-                return False
-        return not self.changed
+        if self.changed:
+            return False
+        shown = self._segments if self.state is Showing.SHARDED else ()
+        return all(segment.layout.display.is_untouched() for segment in shown)
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""

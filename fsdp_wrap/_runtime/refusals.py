@@ -261,15 +261,14 @@ def refuse_edits(unit: Unit, segment: Segment) -> None:
 def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
     for segment in handle.segments:
-        if not segment.layout.display.is_untouched():
-            refuse_replaced(unit, segment.layout)
-            for fqn in segment.layout.display.hooked():
-                raise ValueError(
-                    f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
-                    f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
-                    "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
-                    "module's parameter inside its forward"
-                )
+        refuse_replaced(unit, segment.layout)
+        for fqn in segment.layout.display.hooked():
+            raise ValueError(
+                f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
+                f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
+                "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
+                "module's parameter inside its forward"
+            )
     if handle.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "

@@ -407,8 +407,9 @@ class Schedule(StepState):
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
                     unit.follow_mode()
-                if not handle.shown.untouched:
-                    refuse_changes(unit, handle)
+                for segment in handle.segments:
+                    if handle.shown.changed or not segment.layout.display.is_untouched():
+                        refuse_changes(unit, handle)
             if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
                 self._hook_leaves(unit)
