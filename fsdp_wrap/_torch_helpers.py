@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._comm import deaths_told
-from fsdp_wrap._core import clean_fqn
+from fsdp_wrap._core import clean_fqn, joined
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
-from fsdp_wrap._params import PASSES_FOR_DTENSOR, IntervalTensor
+from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import refuse_shared
 from fsdp_wrap.distributed_state_dict import (
@@ -33,30 +33,17 @@ from fsdp_wrap.distributed_state_dict import (
 )
 
 
-def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
-    return model_state(model, info.submodule_prefixes or None, info) if info.handle_model else {}
-
-
-def _optim_state(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
-    prefixes = info.submodule_prefixes or None
-    return optim_state(model, optimizers, prefixes, info) if info.handle_optim else {}
-
-
-def _load_optim_state(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
-    if info.handle_optim:
-        load_optim_state(model, optimizers, state_dict, info)
-
-
 @cache
 def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
     rebound: list[tuple[Any, str, Callable[..., Any]]] = [
-        (theirs, "_get_model_state_dict", partial(_ask_first, _model_state)),
-        (theirs, "_get_optim_state_dict", partial(_ask_first, _optim_state)),
+        (theirs, "_get_model_state_dict", partial(_ask_first, model_state)),
+        (theirs, "_get_optim_state_dict", partial(_ask_first, optim_state)),
         (theirs, "_load_model_state_dict", _load_model_state),
-        (theirs, "_load_optim_state_dict", partial(_ask_first, _load_optim_state)),
+        (theirs, "_load_optim_state_dict", partial(_ask_first, load_optim_state)),
         (theirs, "_distribute_state_dict", _distribute),
         (theirs, "_verify_options", _verify_options),
+        (theirs, "_get_fqns", _fqns),
     ]
     if not PASSES_FOR_DTENSOR:
         rebound.append((torch_gathers, "_iterate_state_dict", _iterate))
@@ -116,6 +103,17 @@ def _verify_options(torchs: Callable[..., Any], model: nn.Module, optims: Any, *
     if info.submodule_prefixes:
         info.submodule_prefixes = {clean_fqn(prefix) for prefix in info.submodule_prefixes}
     return info
+
+
+def _fqns(
+    torchs: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any
+) -> set[str]:
+    """Returns torch's names; its walk finds no `FlatParameter` beside the module that a compiled one has."""
+    owner, _, last = name.rpartition(".")
+    flat = last.startswith("_flat_param") and model.get_submodule(owner)._parameters.get(last)
+    if isinstance(flat, FlatParameter):
+        return {joined(each, last) for each in torchs(model, owner, *args, **kwargs)}
+    return torchs(model, name, *args, **kwargs)
 
 
 def _iterate(

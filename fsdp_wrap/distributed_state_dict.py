@@ -93,10 +93,10 @@ def _detached(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def model_state(
-    model: nn.Module, prefixes: Iterable[str] | None, options: StateDictOptions
-) -> dict[str, Any]:
-    """Returns `get_model_state_dict` of a wrapped model, for names with one of the prefixes."""
+def model_state(model: nn.Module, options: Any) -> dict[str, Any]:
+    """Returns `get_model_state_dict` of a wrapped model; `options` are what torch has made of the user's."""
+    if not options.handle_model:
+        return {}
     on_first = options.full_state_dict and options.cpu_offload
     others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
@@ -110,27 +110,24 @@ def model_state(
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
     frozen = _frozen_names(model) if options.ignore_frozen_params else ()
     state = {uncompiled_fqn(name): value for name, value in state.items() if name not in frozen}
-    return state if prefixes is None else _selected(state, prefixes, options)
+    return _selected(state, options) if options.submodule_prefixes else state
 
 
-def optim_state(
-    model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
-    prefixes: Iterable[str] | None,
-    options: StateDictOptions,
-) -> dict[str, Any]:
-    """Returns `get_optimizer_state_dict` of a wrapped model, for names with one of the prefixes."""
+def optim_state(model: nn.Module, optims: Iterable[torch.optim.Optimizer], options: Any) -> dict[str, Any]:
+    """Returns `get_optimizer_state_dict` of a wrapped model; `options` as for `model_state`."""
+    if not options.handle_optim:
+        return {}
     if options.full_state_dict:
         # Torch's functions also give an optimizer that was never stepped something to load into.
         wanted = is_first_rank(model) or not (options.cpu_offload or options.broadcast_from_rank0)
         how: dict[str, Any] = {"to_host": options.cpu_offload, "wanted": wanted, "initial": True}
-        parts = [full_optim_state_dict(model, optimizer, None, **how) for optimizer in optimizers]
+        parts = [full_optim_state_dict(model, optimizer, None, **how) for optimizer in optims]
     else:
         with _kind(model, options):
-            parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optimizers]
+            parts = [OptimStateDictMethods.optim_state_dict(model, optimizer) for optimizer in optims]
     if not any(parts):
         return {}
-    within = ("",) if prefixes is None else tuple(prefixes)
+    within = tuple(options.submodule_prefixes) or ("",)
     entries = chain.from_iterable(part["state"].items() for part in parts)
     state = {name: entry for name, entry in entries if name.startswith(within)}
     groups = [group for part in parts for group in part["param_groups"]]
@@ -151,21 +148,20 @@ def load_model_state(model: nn.Module, state_dict: Mapping[Any, Any], options: S
 
 
 def load_optim_state(
-    model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
-    state_dict: Mapping[str, Any],
-    options: StateDictOptions,
+    model: nn.Module, optims: Iterable[torch.optim.Optimizer], state_dict: Mapping[str, Any], options: Any
 ) -> None:
-    """Loads optimizers' state by names of parameters, nested or flattened.
+    """Loads optimizers' state by names of parameters, nested or flattened; `options` as for `model_state`.
 
     With `strict=False`, parameters that the model does not have are left out.
     """
+    if not options.handle_optim:
+        return
     if state_dict and "state" not in state_dict and "param_groups" not in state_dict:
         state_dict = _unflattened(model, state_dict)
     if state_dict and not options.strict:
         state_dict = _without_others(model, state_dict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
-    for optimizer in optimizers:
+    for optimizer in optims:
         fitting = load_optim_state_dict(model, optimizer, state_dict, from_first_rank=first)
         own_method(optimizer, "load_state_dict")(state_dict=fitting)
 
@@ -219,10 +215,10 @@ def _without_others(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any
     return {"state": state, "param_groups": cut}
 
 
-def _selected(state: Mapping[str, Any], prefixes: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
+def _selected(state: Mapping[str, Any], options: Any) -> dict[str, Any]:
     return {
         name if options.keep_submodule_prefixes else name[len(prefix) :]: value
-        for prefix in prefixes
+        for prefix in options.submodule_prefixes
         for name, value in state.items()
         if name.startswith(prefix)
     }

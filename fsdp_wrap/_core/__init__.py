@@ -101,6 +101,7 @@ from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
     note_piece,
     reason_against_pieces,
+    refuse_as,
     refuse_in_steps,
     shard_steps,
     steps_taken,

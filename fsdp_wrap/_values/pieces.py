@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import joined
-from fsdp_wrap._params import Cut, Layout, to_local
+from fsdp_wrap._params import Cut, FlatPiece, Layout, to_local
 from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
 
 
@@ -98,8 +98,18 @@ def gradient_pieces(unit: Unit, layout: Layout, name: str, reduced: torch.Tensor
         yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))
 
 
-def step_pieces(unit: Unit, name: str, held: Collection[int]) -> Iterator[Piece]:
-    """Yields the pieces of the gradients of the parameters with these ids, as an optimizer sees them."""
+def key_of(param: nn.Parameter) -> object:
+    """Returns what tells a parameter of an optimizer from others, also one that is a piece."""
+    return (id(param.flat), param.fqn) if isinstance(param, FlatPiece) else id(param)
+
+
+def keys_of(source: nn.Parameter, fqn: str) -> tuple[object, object]:
+    """Returns the keys of a sharded parameter, and of the piece of it that has this name in the unit."""
+    return id(source), (id(source), fqn)
+
+
+def step_pieces(unit: Unit, name: str, held: Set[object]) -> Iterator[Piece]:
+    """Yields the pieces of the gradients of the parameters with these keys, as an optimizer sees them."""
     for layout in unit.layouts:
         if cuts := _cuts(layout):
             seen = [(cut, source.grad) for cut, source in zip(cuts, layout.sources) if id(source) in held]
@@ -107,7 +117,7 @@ def step_pieces(unit: Unit, name: str, held: Collection[int]) -> Iterator[Piece]
             yield from _runs(unit, name, [cut for cut, _ in there], [grad for _, grad in there])
             continue
         for each in layout.intervals():
-            if each.source.grad is not None and id(each.source) in held:
+            if each.source.grad is not None and not held.isdisjoint(keys_of(each.source, each.fqn)):
                 data = to_local(each.source.grad).reshape(-1)
                 if not isinstance(each.source.grad, DTensor):
                     data = data.narrow(0, each.offset, each.data.numel())

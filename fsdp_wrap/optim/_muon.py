@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.extend(each.param_groups)
             self.state.update(each.state)  # some make it at once, as Adagrad does
         note_knows_shards(self)
-        self._pieces = _pieces_in(self.param_groups)
+        self._pieces = [p for group in self.param_groups for p in group["params"] if isinstance(p, FlatPiece)]
         self._entries = 0  # of the state, when it was put in order
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -316,7 +316,3 @@ def _checked(factory: Factory, held: Sequence[ShardedParam]) -> torch.optim.Opti
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"other must make a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     return on_shards(optimizer)
-
-
-def _pieces_in(groups: Iterable[Mapping[str, Any]]) -> list[FlatPiece]:
-    return [param for group in groups for param in group["params"] if isinstance(param, FlatPiece)]

@@ -20,11 +20,11 @@ from fsdp_wrap._comm import (
     make_communicator,
     ranks_in,
 )
-from fsdp_wrap._core import Place, named, params
+from fsdp_wrap._core import Place, named, params, refuse_as
 from fsdp_wrap._core.torch_private import StridedShard
 from fsdp_wrap._params import FlatParameter, FlatPiece, boxes_of, to_local
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state import Original, owned_places
+from fsdp_wrap._state import Original, is_state_offloaded, offload_optimizer_state, owned_places
 from fsdp_wrap.optim._views import Block
 
 
@@ -54,8 +54,7 @@ class Overlap:
     def of_held(self, held: torch.Tensor) -> torch.Tensor:
         """Returns the overlap as a view of the rank's flattened local part."""
         part = self.part
-        numel = torch.Size(part.sizes).numel()
-        return held.narrow(0, part.begin, numel).view(part.sizes)[self.within]
+        return held.narrow(0, part.begin, torch.Size(part.sizes).numel()).view(part.sizes)[self.within]
 
 
 def overlaps(parts: Iterable[LocalBox], block: Block) -> list[Overlap]:
@@ -141,7 +140,10 @@ def _sharded_param(names: Sequence[str], places: Iterable[Place], source: Any) -
     )
     param: nn.Parameter = interval.source
     if isinstance(param, FlatParameter):
-        param = FlatPiece(param, interval)
+        flat, param = param, FlatPiece(param, interval)
+        refuse_as(param, flat)
+        if is_state_offloaded(flat):
+            offload_optimizer_state([param])
     return ShardedParam(fqn, every, source.shape, param, parts, embeds, source)
 
 

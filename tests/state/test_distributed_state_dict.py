@@ -176,7 +176,7 @@ def test_frozen_parameters_left_out_and_submodules(rank, world_size):
 
 
 @pytest.mark.parametrize("front", ["orig", "flat"])
-@pytest.mark.parametrize("compiled", ["all", "a block", "a unit"])
+@pytest.mark.parametrize("compiled", ["all", "a block", "a unit", "what a unit wraps"])
 @ranks(2)
 def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front, compiled, tmp_path):
     def made(compiling: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -187,7 +187,8 @@ def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front,
 
         torch.manual_seed(0)
         block = by("a block", nn.Linear(WIDTH, WIDTH).double())
-        unit = by("a unit", shard(front, nn.Sequential(block, nn.BatchNorm1d(WIDTH).double())))
+        pair = by("what a unit wraps", nn.Sequential(block, nn.BatchNorm1d(WIDTH).double()))
+        unit = by("a unit", shard(front, pair))
         model = by("all", shard(front, nn.Sequential(unit, nn.Linear(WIDTH, WIDTH).double())))
         return model, adamw(model)
 

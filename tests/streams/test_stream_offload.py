@@ -14,6 +14,7 @@ from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPreci
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_wrap.optim import Muon
 from stream_programs import BF16, OFFLOAD, STATE, batch, net, offloads, one_step, products_beside, wrapped
 
 _UNITS = 4
@@ -241,6 +242,27 @@ def test_optimizer_state_alone_on_the_host(front, make):
     # Without counts in host memory, which would be recorded.
     program = partial(_stepping, front=front, offload=STATE, told=found, make=_MOMENTA)
     run_simulated(2, program, records=True, seeds=1)
+
+
+def test_momentum_of_matrices_in_flat_parameters_on_the_host():
+    found: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+
+    def program(rank, device):
+        for offload, told in zip((STATE, CPUOffload()), found):
+            model = wrapped("flat", cpu_offload=offload)
+            optimizer = Muon(model, ns_dtype=torch.float32)
+            for step in range(2):
+                one_step(model, optimizer, rank, step)
+            with device.aside():
+                tensors = [each for state in optimizer.state.values() for each in state.values()]
+                places = {device.is_on_host(each) for each in tensors if each.numel() and each.dim()}
+                told[rank] = places, full_state(model)
+
+    run_simulated(2, program)
+    for rank in range(2):
+        (places, params), (usual, expected) = (each[rank] for each in found)
+        assert places == {True} and usual == {False}
+        assert all(torch.equal(params[name], expected[name]) for name in expected)
 
 
 @either_front

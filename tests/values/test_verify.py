@@ -20,6 +20,7 @@ from fsdp_wrap._values.verifying.launch import Launch
 from fsdp_wrap._values.verifying.observe import Errand, Observed, observe, places_of, seed_as_of
 from fsdp_wrap._values.verifying.pair import Pair
 from fsdp_wrap._values.verifying.report import Verification, verification_of
+from fsdp_wrap.optim import Muon
 from trainings import setup
 
 
@@ -113,6 +114,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "frozen parameters": {"mistake": "freeze"},
     "kept parameters": {"mistake": "optimizer", "front": "orig"},
     "decay by p.ndim of DTensors": {"mistake": "decay"},
+    "Muon of flat parameters": {"front": "flat", "optim": Muon},
 }
 FIRST = 5
 slow = pytest.mark.slow

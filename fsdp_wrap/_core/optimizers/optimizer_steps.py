@@ -77,6 +77,11 @@ def refuse_in_steps(param: nn.Parameter, reason: Callable[[], str | None]) -> No
     _refused[param] = reason
 
 
+def refuse_as(param: nn.Parameter, whole: nn.Parameter) -> None:
+    """Lets optimizers that hold a parameter raise when those would that hold what it is a piece of."""
+    refuse_in_steps([(param, lambda: _refused[whole]() if whole in _refused else None)])
+
+
 @dataclass(frozen=True)
 class OptimizerPiece:
     """A parameter of an optimizer that is a flat piece of one or several of the model's parameters.
@@ -99,12 +104,10 @@ def note_piece(param: nn.Parameter, piece: OptimizerPiece) -> None:
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _try_once(optimizer)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if _ASKED in param.__dict__ and param in _refused:  # others have copied the attribute
-                reason = _refused[param]()
-                if reason is not None:
-                    raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if _ASKED in param.__dict__ and param in _refused:  # others have copied the attribute
+            if (reason := _refused[param]()) is not None:
+                raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
 
 
 def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
@@ -131,8 +134,7 @@ def _try_once(optimizer: torch.optim.Optimizer) -> None:
     lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     if optimizer in _tried and _tried[optimizer].lists.issuperset(lists):
         return
-    reason = reason_against_pieces(optimizer)
-    if reason is not None:
+    if (reason := reason_against_pieces(optimizer)) is not None:
         raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
     warn_of_lost_decay(optimizer)
 

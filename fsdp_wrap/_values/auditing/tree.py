@@ -128,9 +128,8 @@ class TreeAudit(ValueWatcher):
         if self._begun:
             draw = self._random("parameter", self._number)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            with_closure = (
-                getattr(closure, "__wrapped__", closure) is not None
-            )  # a step may be taken on shards
+            # What takes a step on shards wraps the closure that was given, which may be None.
+            with_closure = getattr(closure, "__wrapped__", closure) is not None
             self._updates.before(optimizer, self._owners, draw, with_closure)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

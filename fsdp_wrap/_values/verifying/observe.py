@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import held_params, to_local
+from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._values import files
-from fsdp_wrap._values.pieces import Piece, shard_pieces, step_pieces, whole_name
+from fsdp_wrap._values.pieces import Piece, key_of, keys_of, shard_pieces, step_pieces, whole_name
 from fsdp_wrap._values.plain import PlainSeams
 from fsdp_wrap._values.record import ShardedSeams, ValueRecord, header_of, seams_of
 from fsdp_wrap._values.rows import Rows
@@ -146,7 +146,8 @@ class _Witness:
     """Sees, beside the seams, what optimizers get and how random numbers go on."""
 
     def __init__(self, model: nn.Module, seams: ShardedSeams | PlainSeams, rows: Rows) -> None:
-        self._model, self._seams, self._rows = model, seams, rows
+        self._model, self._rows = model, rows
+        self._plain = seams.by_unit if isinstance(seams, PlainSeams) else {}
         self.units = units_in(model)
         self.given: set[str] = set()
         self.trained: set[str] = set()
@@ -177,51 +178,47 @@ class _Witness:
             self.randoms.append((self._begun, _state_of_randoms(self._devices)))
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        units = [*self.units, *(self._seams.by_unit if isinstance(self._seams, PlainSeams) else ())]
-        backward = any(self._rows.has(files.GRADIENT, unit) for unit in units)
-        self.early |= not backward
-        held = {*map(id, held_params(optimizer))}
+        self.early |= not any(self._rows.has(files.GRADIENT, unit) for unit in (*self.units, *self._plain))
+        held = {key_of(param) for group in optimizer.param_groups for param in group["params"]}
         for unit, piece in self._step_pieces(held):
             self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
             self.given.add(piece.fqn)
             if piece.data.any():
                 self.trained.add(piece.fqn)
 
-    def _step_pieces(self, held: set[int]) -> Iterator[tuple[str, Piece]]:
+    def _step_pieces(self, held: set[object]) -> Iterator[tuple[str, Piece]]:
         for name, unit in self.units.items():
             yield from ((name, piece) for piece in step_pieces(unit, name, held))
-        if isinstance(self._seams, PlainSeams):
-            for name, params in self._seams.by_unit.items():
-                for fqn, param in params.items():
-                    if param.grad is not None and id(param) in held:
-                        yield name, Piece(fqn, param.shape, 0, to_local(param.grad))
+        for name, params in self._plain.items():
+            for fqn, param in params.items():
+                if param.grad is not None and id(param) in held:
+                    yield name, Piece(fqn, param.shape, 0, to_local(param.grad))
 
-    def _sources(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that an optimizer should hold, by the names of the original ones."""
+    def _holdings(self) -> Iterator[tuple[str, object]]:
+        """Yields names of original parameters, with the keys of what an optimizer should hold of them."""
         for name, unit in self.units.items():
             for layout in unit.layouts:
-                yield from ((whole_name(name, fqn), param) for fqn, param in zip(layout.fqns, layout.sources))
-        if isinstance(self._seams, PlainSeams):
-            for params in self._seams.by_unit.values():
-                yield from params.items()
+                for fqn, param in zip(layout.fqns, layout.sources):
+                    yield from ((whole_name(name, fqn), key) for key in keys_of(param, fqn))
+        for params in self._plain.values():
+            yield from ((fqn, id(param)) for fqn, param in params.items())
 
     def options(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, str]]:
         """Returns the options of the parameters that optimizers hold."""
-        told = {}
+        told: dict[object, dict[str, str]] = {}
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             values = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
-            told.update({id(param): values for param in group["params"]})
-        return {name: told[id(param)] for name, param in self._sources() if id(param) in told}
+            told.update({key_of(param): values for param in group["params"]})
+        return {name: told[key] for name, key in self._holdings() if key in told}
 
     def begins(self, asked: frozenset[Place]) -> dict[Place, int]:
         """Returns checksums of buffers, and of pieces: this rank's, or those asked for of a plain module."""
         pieces = [piece for name, unit in self.units.items() for piece in shard_pieces(unit, name)]
-        if isinstance(self._seams, PlainSeams):
-            params = {fqn: param for held in self._seams.by_unit.values() for fqn, param in held.items()}
-            for fqn, start, numel in asked:
-                if fqn in params and start + numel <= params[fqn].numel():
-                    data = params[fqn].detach().reshape(-1)[start : start + numel]
-                    pieces.append(Piece(fqn, params[fqn].shape, start, data))
+        params = {fqn: param for held in self._plain.values() for fqn, param in held.items()}
+        for fqn, start, numel in asked:
+            if fqn in params and start + numel <= params[fqn].numel():
+                data = params[fqn].detach().reshape(-1)[start : start + numel]
+                pieces.append(Piece(fqn, params[fqn].shape, start, data))
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
                 pieces.append(Piece(f"buffer {clean_fqn(name)}", buffer.shape, 0, to_local(buffer)))
