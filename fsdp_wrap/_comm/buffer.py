@@ -45,8 +45,7 @@ class Buffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this buffer's memory."""
-        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
-        return same
+        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
 
     def allocate(self) -> None:
         """Gets memory, with undefined content."""

@@ -162,9 +162,8 @@ def device_type_for(group: dist.ProcessGroup) -> str:
 def check_present(device: torch.device, argument: str) -> None:
     """Raises a ValueError if this process does not have the device that an argument names."""
     there = _accelerator_type()
-    count = 0
-    if device.type == there != "cpu":
-        count = 1 if _planned else torch.accelerator.device_count()
+    fitting = device.type == there != "cpu"
+    count = (1 if _planned else torch.accelerator.device_count()) if fitting else 0
     if device.type == "cpu" or (count and (device.index is None or device.index < count)):
         return
     if there == "cpu":

@@ -55,9 +55,9 @@ class PooledBuffer(Buffer):
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:
     """Returns the memory of a group's own allocator; None where the backend has none for tensors."""
     accelerator, backend = accelerator_of(device), _backend_of(group, device)
-    if accelerator is None or backend is None or not backend.supports_tensor_alloc(device):
-        return None
-    if getattr(backend, "register_mem_pool", None) is None:  # it cannot serve memory that comes and goes
+    allocates = accelerator is not None and backend is not None and backend.supports_tensor_alloc(device)
+    # Without the method it cannot serve memory that comes and goes.
+    if accelerator is None or not allocates or getattr(backend, "register_mem_pool", None) is None:
         return None
 
     def make() -> GroupMemory:

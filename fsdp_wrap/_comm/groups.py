@@ -177,9 +177,8 @@ def host_group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
         return world
 
     def make() -> Any:
-        return _new_group(
-            [*ranks], dist.constants.default_pg_timeout, "gloo", group_desc="fsdp_wrap agreements"
-        )
+        limit = dist.constants.default_pg_timeout
+        return _new_group([*ranks], limit, "gloo", group_desc="fsdp_wrap agreements")
 
     return ranks_in(once_for(world, ("agreements", *ranks), make)).group
 

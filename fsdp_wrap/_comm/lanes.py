@@ -143,8 +143,7 @@ class HostLane:
     def finish(self) -> None:
         """Waits for all that was issued, and raises the first error."""
         issued, self._issued = self._issued, deque()
-        failed = [each.exception() for each in issued]  # which waits
-        for error in failed:
+        for error in [each.exception() for each in issued]:  # which waits for all
             if error is not None:
                 raise error
 

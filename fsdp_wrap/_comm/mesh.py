@@ -108,6 +108,9 @@ def _mesh_groups(mesh: Any, shards: bool) -> tuple[dist.ProcessGroup, ...]:
         raise ValueError(f"rank {dist.get_rank()} is not part of device_mesh {mesh}: wrap only on its ranks")
     groups = tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
     row, members = mesh.mesh[tuple(here[:-1])].tolist(), dist.get_process_group_ranks(groups[0])
+    if row == members == sorted(row):  # or other ranks would raise alone
+        row = next((each for each in mesh.mesh.reshape(-1, len(row)).tolist() if each != sorted(each)), row)
+        members = sorted(row)
     if shards and row != members:
         raise ValueError(
             f"{mesh} has the ranks {row} to shard over, and its process group has them as {members}: parts "

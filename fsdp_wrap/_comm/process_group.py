@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -96,12 +97,10 @@ class Communicator:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialised 1-D tensor that can travel."""
-        if self.memory is not None:
-            with self.memory.allocating(), torch.inference_mode(False):
-                return torch.empty(numel, dtype=dtype, device=self.device)
-        if not torch.is_inference_mode_enabled():
+        if self.memory is None and not torch.is_inference_mode_enabled():
             return torch.empty(numel, dtype=dtype, device=self.device)
-        with torch.inference_mode(False):
+        allocating = nullcontext() if self.memory is None else self.memory.allocating()
+        with allocating, torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_on_host(self, numel: int, dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
@@ -189,6 +188,13 @@ class Communicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every rank's small picklable value, by rank; blocks."""
         return [value]
+
+    def agree(self, call: str, chosen: object) -> None:
+        """Raises a ValueError on all ranks if they pass other arguments to a call; blocks."""
+        by_rank = self.all_gather_object(chosen)
+        if any(other != chosen for other in by_rank):
+            told = "; ".join(f"rank {rank} chose {each}" for rank, each in zip(sorted(self.members), by_rank))
+            raise ValueError(f"all ranks must call {call} with the same arguments: {told}")
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns the small picklable value of the group's first rank; blocks."""
@@ -324,9 +330,8 @@ class GroupCommunicator(Communicator):
         works = []
         for shard, each in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
-            summed = each
-            if each.dtype != shard.dtype:
-                summed = self.empty(each.numel(), shard.dtype).copy_(each)
+            same = each.dtype == shard.dtype
+            summed = each if same else self.empty(each.numel(), shard.dtype).copy_(each)
             if self.memory is not None:
                 self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))

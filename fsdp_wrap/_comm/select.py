@@ -73,9 +73,8 @@ def make_communicator(ranks: Ranks | None, device: torch.device, shared_memory: 
 
 def between_any(ranks: Ranks, device: torch.device, least: float) -> GroupCommunicator:
     """Returns a communicator for ranks wherever they run."""
-    if least == math.inf:
-        return GroupCommunicator(ranks, device)
-    return ExchangeCommunicator(ranks, device, least)
+    plain = least == math.inf
+    return GroupCommunicator(ranks, device) if plain else ExchangeCommunicator(ranks, device, least)
 
 
 def _least_exchanged(size: int) -> float:

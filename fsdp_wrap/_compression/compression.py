@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Buffer, Communicator, Pending, Then
+from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
 from fsdp_wrap._params import ParamHandle
@@ -28,7 +28,7 @@ def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) 
     gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
     handles = _handles_in(module, reductions)
     for communicator in dict.fromkeys(handle.communicator for handle in handles):
-        _check_agreement(communicator, {"gathers": gathers, "reductions": reductions})
+        communicator.agree("compress()", {"gathers": gathers, "reductions": reductions})
     for handle in handles:
         if handle.communicator.size > 1:
             codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
@@ -53,14 +53,6 @@ def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
                 "gathers only"
             )
     return handles_of(units)
-
-
-def _check_agreement(communicator: Communicator, chosen: dict[str, str | None]) -> None:
-    by_rank = communicator.all_gather_object(chosen)
-    if any(other != chosen for other in by_rank):
-        by_member = zip(sorted(communicator.members), by_rank)
-        told = "; ".join(f"rank {rank} chose {other}" for rank, other in by_member)
-        raise ValueError(f"all ranks must call compress() with the same arguments: {told}")
 
 
 def _reducing(codec: Codec, handle: ParamHandle) -> Codec:

@@ -6,12 +6,10 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import check_flag
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._reproducible.refusals import (
@@ -140,7 +138,7 @@ def reproducible(
     for communicator in dict.fromkeys(
         each for _, one in handles for each in (one.communicator, one.replicas)
     ):
-        _check_agreement(communicator, chosen)
+        communicator.agree("reproducible()", chosen)
     warn_of_kernels(schedules)
     each = micro_batches // ranks
     return Reproducible(schedules, range(rank * each, (rank + 1) * each), micro_batches, seed, average)
@@ -189,10 +187,3 @@ def _check_count(micro_batches: int, ranks: int) -> None:
             f"micro_batches={micro_batches} cannot be dealt out evenly to {ranks} ranks: choose a multiple "
             "of each number of ranks on which the run may be"
         )
-
-
-def _check_agreement(communicator: Communicator, chosen: dict[str, Any]) -> None:
-    by_rank = communicator.all_gather_object(chosen)
-    if any(other != chosen for other in by_rank):
-        told = "; ".join(f"rank {rank}: {each}" for rank, each in zip(sorted(communicator.members), by_rank))
-        raise ValueError(f"all ranks must call reproducible() with the same arguments: {told}")

@@ -292,7 +292,7 @@ def iter_full_params(
             the meta device.
         TypeError: If `budget` is no int, or `dtype` no dtype.
         ValueError: If `budget` is not positive, `dtype` not a floating-point type, or `module` a part of a
-            unit.
+            unit; on all ranks, if they pass another `budget`, `dtype` or `buffers`.
     """
     params = FullParams(module, "iter_full_params()", dtype=dtype, buffers=buffers)
     return params.stream(budget=budget, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
@@ -321,6 +321,7 @@ class FullParams:
         check_dtype(dtype)
         units = settled_units(module, doing)
         self._module, names = module, Originals(module)
+        self._doing, self._chosen = doing, {"dtype": dtype, "buffers": buffers}
         self._values = [_cast(value, dtype) for value in _params(names)]
         self._budget = 2 * names.largest_unit_nbytes()
         if buffers:
@@ -354,8 +355,11 @@ class FullParams:
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Gathers them, as `iter_full_params`; collective."""
         check_budget(budget)
+        budget = budget or self._budget
+        for communicator in dict.fromkeys(value.communicator for value in self._values):
+            communicator.agree(self._doing, {**self._chosen, "budget": budget})
         wanted = not rank0_only or is_first_rank(self._module)
-        return stream(self._values, budget or self._budget, wanted=wanted, to_host=offload_to_cpu)
+        return stream(self._values, budget, wanted=wanted, to_host=offload_to_cpu)
 
 
 def settled_units(module: nn.Module, doing: str) -> list[Unit]:

@@ -133,7 +133,7 @@ def test_models_that_cannot_be_reproducible(rank, world_size):
     for count, told in ((3, "cannot be dealt out evenly to 2 ranks"), (0, "positive whole number")):
         with pytest.raises(ValueError, match=told):
             reproducible(model, micro_batches=count)
-    with pytest.raises(ValueError, match="with the same arguments: rank 0: .*'seed': 0.*; rank 1"):
+    with pytest.raises(ValueError, match="with the same arguments: rank 0 chose .*'seed': 0.*; rank 1"):
         reproducible(model, micro_batches=COUNT, seed=rank)
     with pytest.raises(ValueError, match="no wrapped or sharded module"):
         reproducible(nn.Linear(2, 2), micro_batches=COUNT)

@@ -273,6 +273,10 @@ def test_wrong_arguments_are_refused(rank, world_size):
     for dtype, error in ((torch.int64, ValueError), ("float16", TypeError)):
         with pytest.raises(error, match="dtype must be a"):
             iter_full_params(model, dtype=dtype)  # type: ignore[arg-type]
+    for given in ({"dtype": torch.bfloat16}, {"buffers": True}, {"budget": 7}):
+        told = rf"with the same arguments: rank 0 chose .*{[*given][0]}.*; rank 1 chose"
+        with pytest.raises(ValueError, match=told):
+            iter_full_params(model, **(given if rank else {}))
     with pytest.raises(RuntimeError, match="'1.weight' is on the meta device"):
         iter_full_params(nn.Sequential(model, nn.Linear(3, 3, device="meta")))
     with pytest.raises(TypeError, match="optim must be"):

@@ -240,15 +240,18 @@ def test_groups_of_other_ranks(rank, world_size):
 def test_ranks_to_shard_over_stand_in_a_mesh_as_in_its_groups(rank, world_size):
     """Torch sorts the ranks of a group, and not those of its mesh; replicas may stand in any order."""
     line, square = DeviceMesh("cpu", [3, 2, 1, 0]), DeviceMesh("cpu", [[3, 1], [2, 0]])
-    crossed = DeviceMesh("cpu", [[1, 3], [0, 2]])
+    crossed, half = DeviceMesh("cpu", [[1, 3], [0, 2]]), DeviceMesh("cpu", [[0, 1], [3, 2]])
     wrong = [
         lambda net: per_block(net, device_mesh=line),
         lambda net: per_block(net, device_mesh=square, sharding_strategy=HYBRID),
         lambda net: fully_shard(net, mesh=line),
         lambda net: fully_shard(net, mesh=square),
+        lambda net: per_block(net, device_mesh=half, sharding_strategy=HYBRID),
+        lambda net: fully_shard(net, mesh=half),
     ]
     for number, wrap in enumerate(wrong):
-        net, order = Net().double(), [[3, 2, 1, 0], [3, 1] if rank % 2 else [2, 0]][number % 2]
+        net = Net().double()
+        order = [3, 2] if number > 3 else [[3, 2, 1, 0], [3, 1] if rank % 2 else [2, 0]][number % 2]
         with refused(net, ValueError, f"the ranks {order} to", f"has them as {sorted(order)}"):
             wrap(net)
     replicated = {"device_mesh": line, "sharding_strategy": ShardingStrategy.NO_SHARD}
