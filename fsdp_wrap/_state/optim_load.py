@@ -88,7 +88,7 @@ def load_optim_state_dict(
     }
     result: dict[str, Any] = {"state": {**state, **others}}
     if saved is not None:
-        result["param_groups"] = [group.saved_in(saved) for group in groups]
+        result["param_groups"] = [group.saved_in(saved, place) for place, group in enumerate(groups)]
     return result
 
 

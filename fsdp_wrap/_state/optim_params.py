@@ -43,8 +43,13 @@ class ParamGroup:
             found.sort(key=lambda original: original.order)
         return [original.fqn for original in found]
 
-    def saved_in(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the group with the options of the saved group that has the same parameters."""
+    def saved_in(self, groups: Sequence[Mapping[str, Any]], place: int) -> dict[str, Any]:
+        """Returns the group with the options of the saved group that has the same parameters.
+
+        Of groups without parameters it is the one at the same place.
+        """
+        if not self.params and place < len(groups) and not groups[place]["params"]:
+            return copy.deepcopy({**groups[place]})
         options = saved_options(self.names, self.options, groups)
         if options is None:
             names = ", ".join(map(repr, self.names)) or "nothing"

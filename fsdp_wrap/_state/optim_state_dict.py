@@ -347,7 +347,8 @@ def rekey_optim_state_dict(
     if by_name or len(grouped) == 1 < len(saved):  # the latter: which groups there are was not said
         return {"state": state, "param_groups": [_rekeyed(group, renamed, by_name) for group in saved]}
     numbered = [
-        {**group.saved_in(saved), "params": [renamed[name] for name in group.names]} for group in grouped
+        {**group.saved_in(saved, place), "params": [renamed[name] for name in group.names]}
+        for place, group in enumerate(grouped)
     ]
     return {"state": state, "param_groups": numbered}
 

@@ -24,6 +24,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._state import sharded_optim_state_dict, small_states
+from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from optim_states import assert_same, by_name, grouped, resume
 from params.fake_ranks import fake_ranks
 from state_nets import (
@@ -104,6 +105,27 @@ def test_full_state_goes_to_a_plain_optimizer_and_back(rank, world_size, make, n
         assert_same(FSDP.optim_state_dict(model, back), expected, check_dtype=False)
         train_side_by_side(2, model, back, plain, fresh)
         assert_close(model.state_dict(), plain.state_dict())
+
+
+@each_form
+@ranks(2)
+def test_a_group_without_parameters_has_the_options_that_it_had(rank, world_size, use_orig_params):
+    def make(module: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": [*module.parameters()]}, {"params": []}]
+        return torch.optim.AdamW([{**group, "lr": lr * place} for place, group in enumerate(groups, 1)])
+
+    model, plain = wrapped_and_plain(Net, per_block, use_orig_params)
+    expected, fresh = make(plain), make(plain, 1.0)
+    fresh.load_state_dict(expected.state_dict())
+    for way in ("one by one", "by torch's function"):
+        ours = make(model, 1.0)
+        if way == "one by one":
+            ours.load_state_dict(
+                FSDP.optim_state_dict_to_load(model, ours, FSDP.optim_state_dict(model, make(model)))
+            )
+        else:
+            set_optimizer_state_dict(model, ours, get_optimizer_state_dict(model, make(model)))
+        assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in fresh.param_groups]
 
 
 @pytest.mark.parametrize(("rank0_only", "use_orig_params"), [(False, False), (True, True)])
