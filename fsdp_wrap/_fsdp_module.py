@@ -248,7 +248,12 @@ class FSDPModule(nn.Module):
         """Sets the divisor of this unit's summed gradients, by default the number of ranks.
 
         It holds for all parameters of the unit, on every mesh.
+
+        Raises:
+            ValueError: If it is 0, infinite or not a number.
         """
+        if not 0 < abs(factor) < float("inf"):  # nor NaN
+            raise ValueError(f"the divisor of gradients must be finite and not 0, but is {factor}")
         for handle in self.__handles(False):
             handle.divide_gradients_by(factor)
 

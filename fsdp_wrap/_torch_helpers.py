@@ -13,6 +13,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,7 +25,6 @@ from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state import refuse_shared
 from fsdp_wrap.distributed_state_dict import (
-    is_to_load,
     is_wrapped,
     load_model_state,
     load_optim_state,
@@ -71,8 +71,11 @@ def _load_model_state(
 
     Torch takes the empty dict of another rank for "the optimizer only": it goes on, and the first one hangs.
     """
-    if units_in(model):
-        info.handle_model = is_to_load(info.handle_model, info)
+    if units_in(model) and info.broadcast_from_rank0:
+        found = [info.handle_model]
+        with deaths_told():
+            dist.broadcast_object_list(found)
+        info.handle_model = found[0]
     if not info.handle_model:
         return IncompatibleKeys([], [])
     return _ask_first(load_model_state, torchs, model, state_dict, info)

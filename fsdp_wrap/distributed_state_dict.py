@@ -12,7 +12,6 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import (
     FullStateDictConfig,
     ShardedOptimStateDictConfig,
@@ -164,15 +162,6 @@ def load_optim_state(
     for optimizer in optims:
         fitting = load_optim_state_dict(model, optimizer, state_dict, from_first_rank=first)
         own_method(optimizer, "load_state_dict")(state_dict=fitting)
-
-
-def is_to_load(given: bool, options: StateDictOptions | None) -> bool:
-    """Returns whether a model state dict is to be loaded; the first rank decides where its own is sent."""
-    found = [given]
-    if options is not None and options.broadcast_from_rank0:
-        with deaths_told():
-            dist.broadcast_object_list(found)
-    return found[0]
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -67,7 +67,10 @@ class ShardAlignment:
         common = math.lcm(*grains)
         numel = sum(shape.numel() for shape in shapes)
         if self.elements is None and common > max(numel, max(grains)):
-            (first, one), (second, other) = _largest_two([*zip(fqns, grains)])
+            named = [*zip(fqns, grains)]
+            pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
+            # Those that coincide most seldom.
+            (first, one), (second, other) = max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))
             raise ValueError(
                 f"shard_alignment='rows' cannot hold for parameters '{first}', with rows of {one} elements, "
                 f"and '{second}', with rows of {other}, in one unit of {numel} elements: even shards end at "
@@ -75,9 +78,3 @@ class ShardAlignment:
                 "apart, or give a number of elements"
             )
         return common
-
-
-def _largest_two(named: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns the two parameters whose grains coincide most seldom."""
-    pairs = [(one, two) for index, one in enumerate(named) for two in named[:index]]
-    return [*max(pairs, key=lambda pair: math.lcm(pair[0][1], pair[1][1]))]

@@ -91,7 +91,8 @@ def check_kind(name: str, value: object, kind: type, optional: bool = True) -> N
             f"{name} must be a {path}, not a {found.__module__}.{found.__qualname__}, which is another class "
             f"of that name: import {kind.__name__} from fsdp_wrap (given: {value!r})"
         )
-    raise TypeError(f"{name} must be a {kind.__name__}{' or None' if optional else ''}, not {value!r}")
+    wanted = f"{'an' if kind is int else 'a'} {kind.__name__}{' or None' if optional else ''}"
+    raise TypeError(f"{name} must be {wanted}, not {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:

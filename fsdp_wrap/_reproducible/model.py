@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from fsdp_wrap._core import check_flag
+from fsdp_wrap._core import check_flag, check_kind
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._reproducible.refusals import (
     norms_over_batches,
@@ -121,10 +121,12 @@ def reproducible(
     Raises:
         ValueError: If nothing in the model is wrapped or sharded, the ranks do not divide `micro_batches`, or
             ranks pass other arguments.
+        TypeError: If `seed` is no int.
         RuntimeError: For a model that cannot be reproducible, inside a forward or backward, or while
             gradients of `no_sync` wait.
     """
     check_flag("average", average)
+    check_kind("seed", seed, int, optional=False)
     units = [*dict.fromkeys(units_in(model).values())]
     if not units:
         refuse_unsharded(model, "reproducible()")

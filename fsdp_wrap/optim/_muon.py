@@ -220,9 +220,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum_buffer"] = copyable(holding(param, torch.zeros_like(grad)))
         momentum = [to_local(self.state[param]["momentum_buffer"]) for param in params]
         foreach_lerp_(momentum, grads, 1 - group["momentum"])
-        if not group["nesterov"]:
-            return momentum
-        return foreach_lerp(grads, momentum, group["momentum"])
+        return foreach_lerp(grads, momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _apply(
         self, updates: Sequence[torch.Tensor | None], active: Sequence[bool], group: Mapping[str, Any]

@@ -194,8 +194,7 @@ class _Guarded:
 
     def tell(self, communicator: Communicator) -> None:
         """Raises on all ranks if the function has raised on any; collective."""
-        told = [each for each in communicator.all_gather_object(self._told) if each]
-        if told:
+        if told := [each for each in communicator.all_gather_object(self._told) if each]:
             raise RuntimeError(told[0]) from self._error
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import check_kind
 from fsdp_wrap._params import to_local
 from fsdp_wrap._state import Originals, placed_like
 from fsdp_wrap.optim._on_shards import (
@@ -54,12 +55,13 @@ def stochastic_rounding(optimizer: AnyOptimizer, model: nn.Module, *, seed: int 
         The same optimizer.
 
     Raises:
-        TypeError: If it is no `torch.optim.Optimizer`.
+        TypeError: If it is no `torch.optim.Optimizer`, or `seed` no int.
         ValueError: If it cannot step so, or has parameters that are not the model's, that tensor parallelism
             has distributed, or that are cut along another dimension than the first.
 
     The rounding is that of Gupta et al., 2015, arXiv:1502.02551.
     """
+    check_kind("seed", seed, int, optional=False)
     check_elementwise(optimizer, "stochastic_rounding")
     if _ROUNDING in optimizer.__dict__:
         raise ValueError(f"this {type(optimizer).__name__} rounds stochastically already")

@@ -767,6 +767,8 @@ def test_what_cannot_round_is_refused():
     for optimizer, error, rule in cases:
         with pytest.raises(error, match=rule):
             stochastic_rounding(optimizer, model)
+    with pytest.raises(TypeError, match=r"seed must be an int, not 0\.5"):
+        stochastic_rounding(torch.optim.SGD(model.parameters()), model, seed=0.5)  # type: ignore[arg-type]
 
 
 def test_a_trial_has_the_gradients_of_its_loss():

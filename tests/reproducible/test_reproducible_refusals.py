@@ -135,6 +135,9 @@ def test_models_that_cannot_be_reproducible(rank, world_size):
             reproducible(model, micro_batches=count)
     with pytest.raises(ValueError, match="with the same arguments: rank 0 chose .*'seed': 0.*; rank 1"):
         reproducible(model, micro_batches=COUNT, seed=rank)
+    for seed in ("0", 0.5, None):
+        with pytest.raises(TypeError, match="seed must be an int, not"):
+            reproducible(model, micro_batches=COUNT, seed=seed)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no wrapped or sharded module"):
         reproducible(nn.Linear(2, 2), micro_batches=COUNT)
     with model.no_sync():

@@ -183,6 +183,9 @@ def test_what_an_override_and_inputs_and_outputs_may_be(rank, world_size):
     linear = nn.Linear(8, 3)
     linear.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
     fully_shard(linear, mp_policy=MixedPrecisionPolicy(BF16, FP32, output_dtype=FP64))
+    for wrong in (0, 0.0, float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ValueError, match="the divisor of gradients must be finite and not 0, but is"):
+            linear.set_gradient_divide_factor(wrong)
     averaged = []
     for factor in (None, 1.0):
         if factor is not None:

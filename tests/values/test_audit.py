@@ -471,5 +471,7 @@ def test_wrong_arguments_are_refused():
         audit(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="every=0"):
         audit(nn.Linear(1, 1), every=0)
+    with pytest.raises(TypeError, match="seed must be an int, not '0'"):
+        audit(nn.Linear(1, 1), seed="0")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_fault='stop'"):
         audit(nn.Linear(1, 1), on_fault="stop")  # type: ignore[arg-type]

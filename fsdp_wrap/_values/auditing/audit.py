@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from fsdp_wrap._core import warn_caller
+from fsdp_wrap._core import check_kind, warn_caller
 from fsdp_wrap._runtime import schedule_of
 from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, text_of
 from fsdp_wrap._values.auditing.tree import TreeAudit
@@ -106,6 +106,7 @@ def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", see
     Raises:
         ValueError: If nothing in the model is wrapped or sharded, `every` is no positive number, or
             `on_fault` is none of these.
+        TypeError: If `seed` is no int.
         CorruptionError: In a step, by `on_fault="raise"`: a RuntimeError, on all ranks alike.
 
     Example:
@@ -113,6 +114,7 @@ def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", see
             train(model)
     """
     check_every(every)
+    check_kind("seed", seed, int, optional=False)
     if on_fault not in ("warn", "raise") and not callable(on_fault):
         raise ValueError(f"on_fault={on_fault!r} must be 'warn', 'raise' or a function")
     return Audit(model, every, on_fault, seed)
