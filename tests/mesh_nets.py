@@ -82,6 +82,11 @@ def net(seed: int, stage: int | None = None) -> Net:
     return Net(stage).double()
 
 
+def has_experts(front: str) -> bool:
+    """Whether a front-end can put experts on a mesh of their own: torch 2.11 cannot."""
+    return front != "torch" or hasattr(torch_common, "ShardPlacementResult")
+
+
 def on_mesh(front: str, kind: str, seed: int) -> nn.Module:
     """Makes the model as a front-end shards it; with pipelines this rank's stage."""
     if front == PLAIN:
