@@ -46,7 +46,7 @@ class ParamGroup:
     def saved_in(self, groups: Sequence[Mapping[str, Any]], place: int) -> dict[str, Any]:
         """Returns the group with the options of the saved group that has the same parameters.
 
-        Of groups without parameters it is the one at the same place.
+        A group without parameters takes those of the one at its place.
         """
         if not self.params and place < len(groups) and not groups[place]["params"]:
             return copy.deepcopy({**groups[place]})
