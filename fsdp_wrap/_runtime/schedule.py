@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ class Schedule(StepState):
         self._awaited: dict[Unit, None] = {}
         self._backward_open, self._gradients_came, self._end = False, False, _NONE_RUNS
         self._deferred: set[Unit] = set()
-        self._trains = False
-        self._keeps_graph = False
+        self._trains, self._keeps_graph = False, False
+        self._thread = get_ident()  # that of the last forward
         self._reducing: deque[Unit | BatchedReduction] = deque()
         self.batches = CollectiveBatcher(self._order)
         self._prefetching_later: Unit | None = None
@@ -290,12 +291,11 @@ class Schedule(StepState):
     def _show_again(self, unit: Unit) -> None:
         """Shows segments that were set aside: recomputed outer forwards read them."""
         handle = unit.handle
-        if handle is None or handle.state is not HandleState.SHARDED:
-            return
-        unit.drop_outdated(Phase.BACKWARD)
-        if len(handle.kept_segments) == len(handle.segments):  # else gathered on demand
-            unit.unshard(Phase.BACKWARD)
-            handle.shown.show_kept()
+        if handle is not None and handle.state is HandleState.SHARDED:
+            unit.drop_outdated(Phase.BACKWARD)
+            if len(handle.kept_segments) == len(handle.segments):  # else gathered on demand
+                unit.unshard(Phase.BACKWARD)
+                handle.shown.show_kept()
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends, with the outermost forward, the forwards of units that have stayed full.
@@ -352,10 +352,8 @@ class Schedule(StepState):
 
     def _prefetch_forward(self, unit: Unit) -> None:
         expected, options = self._order.next_in_forward(), unit.options
-        targets = options.forward_targets
-        if options.forward_prefetch and expected is not None:
-            targets = targets or (expected,)
-        for target in targets:
+        next_one = (expected,) if options.forward_prefetch and expected is not None else ()
+        for target in options.forward_targets or next_one:
             if target.handle is not None and target.handle.state is HandleState.SHARDED:
                 self._drop_aside(target)
                 coming = self._order.coming_in_forward(target)
@@ -372,6 +370,7 @@ class Schedule(StepState):
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
+        self._thread = get_ident()
         for watcher in tuple(value_watchers):
             watcher.begin(self)
         if self.batches.asked != self.root.options.travel_together_bytes:
@@ -639,10 +638,9 @@ class Schedule(StepState):
         )
         for unit in self._units:
             handle = unit.handle
-            if handle is None:
-                continue
-            finished = unit.arrivals.progress is Progress.FINISHED
-            if not finished or handle.state is not HandleState.SHARDED:  # or prefetched by mistake
+            over = unit.arrivals.progress is Progress.FINISHED
+            # Where it is over, a unit may have been prefetched by mistake.
+            if handle is not None and not (over and handle.state is HandleState.SHARDED):
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
@@ -685,8 +683,13 @@ class Schedule(StepState):
 
     def end_failed_backward(self) -> None:
         """Shows the sharded parameters again after a backward that raised."""
-        if self._backward_open and graph_task() == -1:
+        if self._backward_open and not self._in_backward:
             self._abandon_backward()
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether a backward runs, in this thread or in another than the forward's."""
+        return graph_task() != -1 or (self._end() is not None and get_ident() != self._thread)
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
@@ -776,6 +779,8 @@ class Schedule(StepState):
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running; ends a backward that raised."""
+        if graph_task() == -1 and self._in_backward:
+            raise NotIdleError(f"{unit.name} is in another thread's backward: reshard it when that has ended")
         self.end_failed_backward()
         unit.reshard(Phase.IDLE)
         if unit.handle is not None and not unit.running:
@@ -817,7 +822,6 @@ class Schedule(StepState):
         self._abandon_backward()
         self.ending.finish()
         for unit in self._units:
-            unit.reshard(Phase.IDLE)
             for segment in unit.segments:
                 segment.gradients.drop_all()
 
@@ -893,9 +897,8 @@ class Schedule(StepState):
 
     def _completes(self, unit: Unit, handle: ParamHandle) -> bool:
         """Whether a backward without gradients for a unit must sum earlier ones over the replicas."""
-        if handle.reduction is not None or unit.defers or not (self.syncs and unit.options.syncs):
-            return False
-        return handle.keeps_partial
+        syncs = self.syncs and unit.options.syncs and not unit.defers
+        return syncs and handle.keeps_partial and handle.reduction is None
 
     def _send_waiting(self, phase: Phase, in_flight: int = 0) -> None:
         """Issues the waiting batched reduction, complete or not; `in_flight` others may stay in flight."""
@@ -955,7 +958,7 @@ class Schedule(StepState):
     def require_idle(self, doing: str) -> None:
         """Raises a `NotIdleError` inside a forward or backward; ends a backward, or a load, that raised."""
         running = next((unit for unit in self._units if unit.running), None)
-        where = "" if graph_task() == -1 else "a backward"
+        where = "a backward" if self._in_backward else ""
         if running is not None:
             where = f"the forward of {running.name}"
         elif not where and self.joining is not None and self.joining.separates:

@@ -18,9 +18,10 @@ import models
 from bed import ranks
 from bed.references import count_collectives
 from beside import assert_close_grads
-from fronts import FULL, KEPT, assert_same_grads, either_front
+from fronts import FULL, KEPT, assert_same_grads, each_front, either_front
 from fsdp_wrap import BackwardPrefetch, EventKind, MixedPrecision, Phase, ShardingStrategy, record_events
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._core import events as core_events
 from fsdp_wrap._runtime.arrivals import Arrivals
 from fsdp_wrap.wrap import CustomPolicy, ModuleWrapPolicy
@@ -369,6 +370,27 @@ def test_several_uses_heads_forwards_and_backwards(rank, world_size):
             first.backward()
             second.backward()
         assert_close_grads(model, plain)
+
+
+@each_front
+@ranks(2)
+def test_another_thread_during_a_backward(rank, world_size, front):
+    """It may walk the parameters, as for a log. What would free them, or read them half full, is refused."""
+    plain, model = fronts.twins(front, Transformer, auto_wrap_policy=WRAPPINGS["block"]())
+
+    def look_on(*_):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: len([*model.parameters()])).result()
+            for refused in (model.state_dict, getattr(model, "reshard", model.state_dict)):
+                with pytest.raises(NotIdleError, match="backward"):
+                    pool.submit(refused).result()
+
+    for block in fronts.inner(model).blocks:
+        fronts.inner(block).register_full_backward_pre_hook(look_on)
+    for module in (DDP(plain), model):
+        _run(module, rank)
+    assert_same_grads(model, plain)
+    assert model.state_dict()
 
 
 class _InTwoThreads(nn.Module):
