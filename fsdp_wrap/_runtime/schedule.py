@@ -604,8 +604,8 @@ class Schedule(StepState):
             self._abandon_backward()
         if self.joining is not None:
             self.joining.begin_backward(self)
+        self._end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
         self.begin_backward()
-        self._end = weakref.ref(end := self._end_backward)
         execution_engine.queue_callback(end)  # autograd alone holds it, as long as this backward runs
 
     def begin_backward(self) -> None:
