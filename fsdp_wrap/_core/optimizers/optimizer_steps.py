@@ -79,7 +79,7 @@ def refuse_in_steps(param: nn.Parameter, reason: Callable[[], str | None]) -> No
 
 def refuse_as(param: nn.Parameter, whole: nn.Parameter) -> None:
     """Lets optimizers that hold a parameter raise when those would that hold what it is a piece of."""
-    refuse_in_steps([(param, lambda: _refused[whole]() if whole in _refused else None)])
+    refuse_in_steps(param, lambda: _refused[whole]() if whole in _refused else None)
 
 
 @dataclass(frozen=True)
