@@ -399,6 +399,9 @@ class Record:
 
     def note(self, mutant: Mutant, tier: str, test: str | None) -> None:
         print(f"{mutant.name}: {test}", flush=True)
+        before = self._known.get(mutant.name, {})
+        if test and before.get("test") == test:  # which is of the other tier, perhaps
+            tier = before["tier"]
         self._known[mutant.name] = {"mutant": mutant.name, "tier": tier if test else None, "test": test}
         entries = [self._known[name] for name in sorted(self._known)]
         RECORD.write_text(json.dumps(entries, indent=1) + "\n")
