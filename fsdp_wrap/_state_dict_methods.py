@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +50,8 @@ class StateDictMethods(nn.Module):
     """The state dict methods of a wrapped module."""
 
     _unit: Unit
+    _state_dict_settings: StateDictSettings
     _load_errors: list[str]  # of the load that has come here last
-
-    @cached_property
-    def _state_dict_settings(self) -> StateDictSettings:
-        return resolve_settings()
 
     @staticmethod
     def set_state_dict_type(

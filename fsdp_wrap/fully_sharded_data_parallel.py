@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,6 +70,7 @@ from fsdp_wrap._state import (
     iter_full_params,
     offload_optimizer_state,
     register_comm_hook,
+    resolve_settings,
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, end_load
@@ -228,6 +228,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         unit.moves_to(self)
         for layout in unit.layouts if self.cpu_offload.only_state else ():
             offload_optimizer_state(layout.sharded_params)
+        self._state_dict_settings, self._load_errors = resolve_settings(), []
+        self._gradient_norms = GradientNorms(self)
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -378,10 +380,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             ValueError: If `nbytes` is negative.
         """
         set_kept_bytes(units_in(self).values(), nbytes)
-
-    @cached_property
-    def _gradient_norms(self) -> GradientNorms:
-        return GradientNorms(self)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.

@@ -35,10 +35,10 @@ CODE_LINES = {
     "optim": 2139,
     "tools": 4499,
     "tools/tuning": 748,
-    "top level": 2219,
+    "top level": 2216,
     "weights": 795,
-    "core": 16403,
-    "all": 34940,
+    "core": 16400,
+    "all": 34937,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
