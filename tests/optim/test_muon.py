@@ -31,6 +31,7 @@ from fsdp_wrap import (
     reproducible,
     uneven,
 )
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.optim import Muon, batch, per_head, split
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -469,3 +470,19 @@ def test_groups_that_others_have_changed_and_gradients_that_some_ranks_lack_are_
     assert not optimizer.state
     assert all(torch.equal(param.to_local(), value) for param, value in zip(model.parameters(), before))
     step(model, optimizer, 1)
+
+
+@ranks(4)
+def test_flat_parameters_are_not_stepped_before_the_last_sum(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    options: dict[str, Any] = {"auto_wrap_policy": POLICY, "device_mesh": mesh, "sharding_strategy": strategy}
+    model = FSDP(tp_nets.net(), use_orig_params=False, **options)
+    optimizer = Muon(model)
+    with fronts.accumulating(model, "C"):
+        tp_nets.loss_of(model, batch_of(0, rank))
+    with pytest.raises(RuntimeError, match=rf"Muon must not step now: gradients of .*rank {rank}"):
+        optimizer.step()
+    assert not optimizer.state
+    tp_nets.loss_of(model, batch_of(1, rank))
+    optimizer.step()

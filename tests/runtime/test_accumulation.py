@@ -25,7 +25,6 @@ from fsdp_wrap import (
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._core import NotIdleError
-from fsdp_wrap.optim import Muon
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens, transformer_twins
 
@@ -220,18 +219,6 @@ def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
     backwards(model, rank, "C")
     optimizer.zero_grad()
     optimizer.step()  # as there is nothing left
-
-
-@ranks(4)
-def test_muon_does_not_step_flat_parameters_before_the_last_sum(rank, world_size):
-    _, model = hybrid_twins("flat")
-    optimizer = Muon(model)
-    backwards(model, rank, "C")
-    with pytest.raises(RuntimeError, match=rf"Muon must not step now: gradients of .*rank {rank}"):
-        optimizer.step()
-    assert not optimizer.state
-    backwards(model, rank, "F", 1)
-    optimizer.step()
 
 
 @ranks(4)
