@@ -225,10 +225,9 @@ class GroupCommunicator(Communicator):
         self._reducing = self._reference
         self._watch = Watch(ranks.group, device, positions)
         self._compare_first: Callable[[], object] | None = None
-        accelerator = accelerator_of(device)
-        self._on_host = accelerator is None
-        if accelerator is not None:
-            self._lanes = {each: lane_on(accelerator, each) for each in ("gather", "reduce")}
+        on = accelerator_of(device)
+        self._on_host = on is None
+        self._lanes = {} if on is None else {each: lane_on(on, each) for each in ("gather", "reduce")}
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
         self._reduction_in_flight: type[InFlight] = WorksWithoutLimit if self._on_host else Works
 

@@ -31,7 +31,7 @@ class Seam(Generic[T]):
     @cached_property
     def filled(self) -> T | None:
         """The content from the add-on, which is imported now; None if its files are not there."""
-        if find_spec(self._folder) is None:
+        if not all(map(find_spec, (self._folder.rpartition(".")[0] or self._folder, self._folder))):
             return None
         import_module(self._folder)
         brought: T = vars(self)["filled"]  # by `fill`

@@ -23,7 +23,7 @@ from fsdp_wrap._runtime import Schedule, schedule_kinds
 _unchecked = spmd.no_typecheck()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnnotatedPart(LocalPart):
     """The local part of a parameter that is stored as a `DTensor`, and plain where modules compute with it.
 
@@ -37,9 +37,9 @@ class AnnotatedPart(LocalPart):
         partition: How several axes cut one dimension, if they do.
     """
 
-    gradients: LocalPart | None = None
-    types: Mapping[Any, Any] | None = None
-    partition: Any = None
+    gradients: LocalPart
+    types: Mapping[Any, Any]
+    partition: Any
 
     @classmethod
     def of_annotated(cls, fqn: str, param: torch.Tensor, data: DataMesh) -> AnnotatedPart | None:
@@ -74,16 +74,8 @@ class AnnotatedPart(LocalPart):
         )
         assert whole is not None
         gradients = replace(whole, placements=tuple(of_gradients))
-        return cls(
-            whole.mesh,
-            whole.placements,
-            whole.shape,
-            whole.stride,
-            whole.own,
-            gradients,
-            _completed(local, mesh),
-            partition,
-        )
+        carried = _completed(local, mesh)
+        return cls(**vars(whole), gradients=gradients, types=carried, partition=partition)
 
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
         param = nn.Parameter(local, requires_grad=False)
@@ -95,16 +87,19 @@ class AnnotatedPart(LocalPart):
         return local
 
     def attributes(self, param: torch.Tensor) -> dict[str, Any]:
-        ours = {id(spmd.get_local_type(param)), id(spmd.get_partition_spec(param))} - {id(None)}
-        return {name: value for name, value in vars(param).items() if id(value) not in ours}
+        # The names of its types are private: their values are told apart.
+        types = spmd.get_local_type(param), spmd.get_partition_spec(param)
+        return {
+            name: value
+            for name, value in vars(param).items()
+            if value is None or not any(value is each for each in types)
+        }
 
     def arriving(self, grad: torch.Tensor) -> torch.Tensor:
-        assert self.gradients is not None
         return grad if isinstance(grad, DTensor) else self.gradients.tensor(grad)
 
     def shown_gradient(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a gradient that ranks will sum: whole on the first of them, and zero on the others."""
-        assert self.gradients is not None
         placements, here = self.gradients.placements, self.mesh.get_coordinate() or ()
         summed = [dim for dim, each in enumerate(placements) if isinstance(each, Partial)]
         first = not any(here[dim] for dim in summed if dim not in self.own)

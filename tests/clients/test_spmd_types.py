@@ -156,10 +156,12 @@ def test_leaves_carry_the_types_under_which_a_forward_is_checked(rank, world_siz
     model, reference = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
     reference.load_state_dict(model.state_dict())
     spmd.assert_type(model.weight, {axis: spmd.R})
-    model.weight.note = "kept"
+    model.weight.note, model.weight.nothing = "kept", None
     spmd.assert_type(model.bias, {axis: spmd.R})
     fully_shard(model, mesh=storage, dp_mesh_dims=DataParallelMeshDims(shard="shard", replicate="rep"))
-    assert model.weight.note == "kept" and not spmd.has_local_type(model.weight)
+    assert (
+        model.weight.note == "kept" and model.weight.nothing is None and not spmd.has_local_type(model.weight)
+    )
     for step in range(2):
         every = [batch.float() for batch in batches(step, world_size)]
         x = spmd.assert_type(every[rank].clone(), {axis: spmd.S(0)})

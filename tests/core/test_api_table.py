@@ -193,10 +193,11 @@ def test_public_names_are_found_when_asked_for():
 
 
 def test_a_seam_imports_what_fills_it_and_says_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    seam: Seam[Any] = Seam("fish", "folder_of_fish")
-    assert seam.filled is None
-    with pytest.raises(ImportError, match="dinner needs the add-on for fish"):
-        seam.needed("dinner")
+    for folder in ("folder_of_fish", "folder_of_fish.in_another"):
+        seam: Seam[Any] = Seam("fish", folder)
+        assert seam.filled is None
+        with pytest.raises(ImportError, match="dinner needs the add-on for fish"):
+            seam.needed("dinner")
 
     seam = Seam("fish", "folder_of_fish")
     imported = []

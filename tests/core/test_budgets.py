@@ -16,7 +16,7 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2176,
+    "_comm": 2175,
     "_comm/shared_memory": 1049,
     "_compression": 200,
     "_core": 1696,
@@ -31,14 +31,14 @@ CODE_LINES = {
     "checkpoint": 2385,
     "compat": 795,
     "compat/_checking": 175,
-    "compat/_spmd_types": 109,
+    "compat/_spmd_types": 103,
     "optim": 2139,
     "tools": 4499,
     "tools/tuning": 748,
     "top level": 2216,
     "weights": 795,
-    "core": 16400,
-    "all": 34937,
+    "core": 16399,
+    "all": 34930,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
