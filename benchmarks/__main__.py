@@ -19,6 +19,7 @@ from benchmarks.page import write_page
 
 SCRIPTS = (
     "step",
+    "floor",
     "host",
     "memory",
     "in_backward",

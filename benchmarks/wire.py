@@ -51,15 +51,23 @@ def _phases(name: str, case: Case) -> dict[str, float]:
     return {"forward MB": forward, "backward MB": backward, "step MB": forward + backward + update}
 
 
-def _needed(case: Case) -> float:
-    """Returns the megabytes of two gathers of the blocks, one of the root's parameters, and one reduction."""
+def transfers(case: Case) -> list[int]:
+    """Returns the bytes of all ranks together that the collectives of a step move at the least.
+
+    These are two gathers of each block, one of the root's other parameters, and a reduction of what trains.
+    """
     model = sizes(case)
-    blocks = (module for module in model.modules() if isinstance(module, Block))
-    again = sum(param.nbytes for block in blocks for param in block.parameters())
-    params = list(model.parameters())
-    reduced = sum(param.nbytes for param in params if param.requires_grad)
-    others = 1 - 1 / dist.get_world_size()
-    return others * (sum(param.nbytes for param in params) + again + reduced) / 1e6
+    blocks = [[*module.parameters()] for module in model.modules() if isinstance(module, Block)]
+    inside = {id(param) for block in blocks for param in block}
+    root = [param for param in model.parameters() if id(param) not in inside]
+    gathers = [*blocks, *blocks, root]
+    reductions = [[param for param in unit if param.requires_grad] for unit in (*blocks, root)]
+    return [sum(param.nbytes for param in unit) for unit in (*gathers, *reductions)]
+
+
+def _needed(case: Case) -> float:
+    """Returns the megabytes that a rank receives at the least."""
+    return (1 - 1 / dist.get_world_size()) * sum(transfers(case)) / 1e6
 
 
 def ask(settings: Settings) -> Figures:

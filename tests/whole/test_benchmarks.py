@@ -35,7 +35,7 @@ MB = 1 << 20
 
 
 OF_WAYS = {"accumulation", "collectives", "counts", "latency", "compression", "travel"}
-OF_WAYS |= {"in_backward", "host_step", "recording", "uneven"}
+OF_WAYS |= {"in_backward", "host_step", "recording", "uneven", "floor"}
 """Questions whose tables tell of something else than implementations."""
 
 
@@ -100,6 +100,9 @@ def test_every_question_is_answered_and_shown(folder, answers):
     wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
     assert 1 <= wire["/ needed"] < 2
     assert wire["forward MB"] < wire["backward MB"] < wire["step MB"] * 1.01
+    floor = answers["floor"]["figures"]["tiny"]
+    parts = [floor[part]["ms"] for part in ("computing", "AdamW", "bytes")]
+    assert floor["floor"]["ms"] == pytest.approx(sum(parts)) and min(parts) > 0  # of one round
 
 
 @pytest.mark.slow
