@@ -52,8 +52,8 @@ $ pytest -m slow tests/clients/test_loops.py -k torchtune --junitxml=torchtune.x
 $ python docs/clients.py --add torchtune.xml
 ```
 
-There are two tables: of the clients that `.ci/constraints.txt` pins, which the slow tier runs, and of the
-newest clients on the newest torch, with which nothing broke. `FSDP_WRAP_NEWEST=1 .ci/run` tells what has
+Each torch has a table: 2.13.0 with the clients that `.ci/constraints.txt` pins, which the slow tier runs, and
+newer ones with the newest clients, with which nothing broke. `FSDP_WRAP_NEWEST=1 .ci/run` tells what has
 broken since.
 Whether the names that a program imports are served, `python -m fsdp_wrap.compat --check` says
 [without running it](reference/compat.md).
