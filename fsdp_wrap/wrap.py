@@ -8,13 +8,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Set
+from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.fsdp.wrap import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._runtime import Kwargs, Targets, WrapPlan, describe, plan_wrapping
@@ -34,87 +40,14 @@ __all__ = [
     "wrap",
 ]
 
-# --- policies that are functions: (module, recurse, nonwrapped_numel) -> bool -------------------------
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Makes every submodule a unit."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
-    """Makes a submodule a unit if `lambda_fn(module)` is true."""
-    return True if recurse else bool(lambda_fn(module))
-
-
-def _module_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: Set[type[nn.Module]]
-) -> bool:
-    """Makes units of the instances of `module_classes` and of their subclasses."""
-    return recurse or isinstance(module, tuple(module_classes))
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Set[type[nn.Module]]
-) -> bool:
-    """Makes units of the instances of the model's layer classes; the usual choice for transformers."""
-    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: Set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Set[type[nn.Module]] | None = None,
-) -> bool:
-    """Makes a submodule a unit if it has at least `min_num_params` elements outside of nested units.
-
-    Args:
-        module: The module to decide on.
-        recurse: True to ask whether to visit the module's children, False to ask whether to wrap the module.
-        nonwrapped_numel: Elements of the module's parameters that are in no nested unit.
-        min_num_params: Least number of elements in a unit.
-        force_leaf_modules: Classes whose children are never visited; by default this function's
-            attribute `FORCE_LEAF_MODULES`.
-        exclude_wrap_modules: Classes that are never wrapped themselves; by default this function's
-            attribute `EXCLUDE_WRAP_MODULES`.
-    """
-    if nonwrapped_numel < min_num_params:
-        return False
-    barred = force_leaf_modules if recurse else exclude_wrap_modules
-    if barred is None:
-        name = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
-        barred = getattr(size_based_auto_wrap_policy, name)  # read late: users change these sets
-    return not isinstance(module, tuple(barred))
-
-
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-
-
-def _or_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
-) -> bool:
-    """Answers True if any of `policies` does."""
-    return any(each(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for each in policies)
-
+# Names that programs take from torch's file.
+_Policy = torch_wrap._Policy
+_module_wrap_policy, _or_policy = torch_wrap._module_wrap_policy, torch_wrap._or_policy
 
 # --- policies that are objects, which see the whole tree ----------------------------------------------
 
 
-class _Policy(torch_wrap._Policy):
-    """The base of policies that see the whole tree; torch's helpers accept them too.
-
-    `_run_policy(root_module, ignored_modules, root_kwargs)` returns the chosen modules, each with the
-    keyword arguments of its wrapper.
-    """
-
-
-class ModuleWrapPolicy(_Policy):
+class ModuleWrapPolicy(torch_wrap.ModuleWrapPolicy):
     """Policy that makes units of the instances of the given classes and of their subclasses.
 
     Args:
@@ -122,8 +55,9 @@ class ModuleWrapPolicy(_Policy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes = set(module_classes)
-        if not all(isinstance(cls, type) for cls in self._module_classes):
+        self._classes = set(module_classes)
+        super().__init__(self._classes)
+        if not all(isinstance(cls, type) for cls in self._classes):
             raise TypeError(
                 f"ModuleWrapPolicy takes module classes, not {module_classes!r}; "
                 "NameWrapPolicy takes the names of classes"
@@ -132,7 +66,7 @@ class ModuleWrapPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> Targets:
-        classes = tuple(self._module_classes)
+        classes = tuple(self._classes)
         chosen = [module for module in root_module.modules() if isinstance(module, classes)]
         if not chosen:
             present = Counter(type(module) for module in root_module.modules())
@@ -141,16 +75,12 @@ class ModuleWrapPolicy(_Policy):
             warn_caller(message + _suggest([cls.__name__ for cls in classes], present))
         return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answers as a policy function, for use inside of one."""
-        return _module_wrap_policy(module, recurse, -1, self._module_classes)
-
     def __repr__(self) -> str:
-        names = ", ".join(sorted(_class_path(cls) for cls in self._module_classes))
+        names = ", ".join(sorted(_class_path(cls) for cls in self._classes))
         return f"ModuleWrapPolicy({{{names}}})"
 
 
-class CustomPolicy(_Policy):
+class CustomPolicy(torch_wrap.CustomPolicy):
     """Policy that asks a function about every module; the function may choose the unit's arguments.
 
     Args:
@@ -159,7 +89,8 @@ class CustomPolicy(_Policy):
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
-        self._lambda_fn = lambda_fn
+        super().__init__(lambda_fn)
+        self._choose = lambda_fn
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
@@ -168,7 +99,7 @@ class CustomPolicy(_Policy):
         for name, module in root_module.named_modules():
             if module in ignored_modules:
                 continue
-            answer = self._lambda_fn(module)
+            answer = self._choose(module)
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
                     "the function of a CustomPolicy must return True, False or a dict of arguments, "
