@@ -1,4 +1,7 @@
-"""The wrapper's arguments: `Settings` checks and reads them, `ShowsSettings` shows them as attributes."""
+"""The wrapper's arguments: `Settings` checks and reads them, `ShowsSettings` shows them as attributes.
+
+`resolve_settings` checks those of its state dicts.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,24 @@ from fsdp_wrap._core import (
     UNIT_ATTR,
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     FullPrecision,
+    FullStateDictConfig,
     Ignored,
     InputCasts,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
     ParamSlot,
     ShardAlignment,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    WrongConfigError,
     WrongKindError,
     check_kind,
     check_own,
@@ -219,3 +233,34 @@ class ShowsSettings(nn.Module):
     def limit_all_gathers(self) -> bool:
         """The argument as given, without effect: at most two units' gathers are ever in flight."""
         return self._settings.limit_all_gathers
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def resolve_settings(
+    kind: StateDictType = StateDictType.FULL_STATE_DICT,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Checks configurations and completes them by their defaults."""
+    check_kind("state_dict_type", kind, StateDictType, optional=False)
+    config_type, optim_type = _CONFIGS[kind]
+    return StateDictSettings(
+        kind,
+        _completed("state_dict_config", kind, config, config_type),
+        _completed("optim_state_dict_config", kind, optim_config, optim_type),
+    )
+
+
+def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
+    given = wanted() if given is None else given
+    if type(given) is not wanted:
+        if type(given).__name__ == wanted.__name__:  # of another package
+            check_kind(name, given, wanted)
+        raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
+    return given

@@ -24,6 +24,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._settings import resolve_settings
 from fsdp_wrap._state import (
     Targets,
     begin_load,
@@ -32,7 +33,6 @@ from fsdp_wrap._state import (
     load_optim_state_dict,
     refitted,
     rekey_optim_state_dict,
-    resolve_settings,
     sharded_handles,
     sharded_optim_state_dict,
     take_state_dict,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from fsdp_wrap._runtime import refuse_unsharded, units_in
-from fsdp_wrap._state import GradientNorms, clip_parameters
+from fsdp_wrap._runtime import refuse_unsharded
+from fsdp_wrap._state import GradientNorms, clip_parameters, norms_of
 
 __all__ = ["GradientNorms", "clip_grad_norm_", "grad_norms"]
-
-_known: MutableMapping[nn.Module, GradientNorms] = WeakKeyDictionary()
 
 
 def clip_grad_norm_(
@@ -48,7 +45,7 @@ def clip_grad_norm_(
     """
     if not isinstance(model_or_parameters, nn.Module):
         return clip_parameters(model_or_parameters, max_norm, norm_type, error_if_nonfinite)
-    norms = _norms_of(model_or_parameters)
+    norms = norms_of(model_or_parameters)
     if norms is None:
         return clip_parameters(model_or_parameters.parameters(), max_norm, norm_type, error_if_nonfinite)
     return norms.clip(max_norm, norm_type, error_if_nonfinite)
@@ -74,14 +71,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, torch.Tens
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"grad_norms takes a model, not a {type(model).__name__}")
-    norms = _norms_of(model)
+    norms = norms_of(model)
     if norms is None:
         refuse_unsharded(model, "grad_norms()")
     return norms.by_name(norm_type)
-
-
-def _norms_of(model: nn.Module) -> GradientNorms | None:
-    """Returns the gradient norms of a model, or None if no module is wrapped or sharded."""
-    if model not in _known and units_in(model):
-        _known[model] = GradientNorms(model)
-    return _known.get(model)

@@ -36,6 +36,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._runtime import units_in
+from fsdp_wrap._settings import resolve_settings
 from fsdp_wrap._state import (
     FirstRank,
     Originals,
@@ -44,7 +45,6 @@ from fsdp_wrap._state import (
     is_sharded,
     load_optim_state_dict,
     owned_places,
-    resolve_settings,
     uncompiled_fqn,
     unsharded,
 )

@@ -61,19 +61,18 @@ from fsdp_wrap._runtime import (
     units_in,
     warn_of_container,
 )
-from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
 from fsdp_wrap._state import (
-    GradientNorms,
     deepcopy_wrapper,
     full_units,
     is_summoned,
     iter_full_params,
     offload_optimizer_state,
     register_comm_hook,
-    resolve_settings,
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, end_load
+from fsdp_wrap.clip_grad import clip_grad_norm_, grad_norms
 from fsdp_wrap.forward_methods import register_forward_method
 
 __all__ = [
@@ -229,7 +228,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         for layout in unit.layouts if self.cpu_offload.only_state else ():
             offload_optimizer_state(layout.sharded_params)
         self._state_dict_settings, self._load_errors = resolve_settings(), []
-        self._gradient_norms = GradientNorms(self)
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -398,7 +396,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
                 encloses this one.
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
-        return self._gradient_norms.clip(max_norm, norm_type)
+        return clip_grad_norm_(self, max_norm, norm_type)
 
     def grad_norms(self, norm_type: float | int = 2.0) -> dict[str, torch.Tensor]:
         """Returns the norm of each parameter's gradient over all ranks, by original name; unshards nothing.
@@ -412,7 +410,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             RuntimeError: Inside a forward, a backward or `summon_full_params`.
             ValueError: If `norm_type` is not positive.
         """
-        return self._gradient_norms.by_name(norm_type)
+        return grad_norms(self, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Makes a hook reduce the gradients of all units; `fsdp_wrap.comm_hooks` has ready-made hooks.

@@ -20,7 +20,7 @@ from fsdp_wrap._state.full_values import (
     settled_units,
     unsharded,
 )
-from fsdp_wrap._state.gradients.clip_grad import GradientNorms
+from fsdp_wrap._state.gradients.clip_grad import GradientNorms, clip_parameters, norms_of
 from fsdp_wrap._state.gradients.hooks import (
     DefaultState,
     LowPrecisionState,
@@ -35,7 +35,6 @@ from fsdp_wrap._state.gradients.hooks import (
 )
 from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.norms import AllReduce, Summand, exact_powers, reduced
-from fsdp_wrap._state.gradients.over_meshes import clip_parameters
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets
 from fsdp_wrap._state.optim_initial import innermost
@@ -53,7 +52,6 @@ from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_pl
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,
-    resolve_settings,
     take_state_dict,
     taking,
     to_load,

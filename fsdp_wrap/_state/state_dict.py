@@ -21,19 +21,11 @@ from torch import nn
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     OptimStateDictConfig,
     Place,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    WrongConfigError,
-    check_kind,
     clean_fqn,
     joined,
     named,
@@ -56,27 +48,6 @@ from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, 
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def resolve_settings(
-    kind: StateDictType = StateDictType.FULL_STATE_DICT,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings:
-    """Checks configurations and completes them by their defaults."""
-    check_kind("state_dict_type", kind, StateDictType, optional=False)
-    config_type, optim_type = _CONFIGS[kind]
-    return StateDictSettings(
-        kind,
-        _completed("state_dict_config", kind, config, config_type),
-        _completed("optim_state_dict_config", kind, optim_config, optim_type),
-    )
-
 
 def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSettings:
     """Returns settings with sharded values as `DTensor`s, if one of the wrappers was given a mesh."""
@@ -89,15 +60,6 @@ def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSett
         state_dict_config=replace(of_model, _use_dtensor=True),  # type: ignore[call-arg]
         optim_state_dict_config=replace(of_optim, _use_dtensor=True),  # type: ignore[call-arg]
     )
-
-
-def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
-    given = wanted() if given is None else given
-    if type(given) is not wanted:
-        if type(given).__name__ == wanted.__name__:  # of another package
-            check_kind(name, given, wanted)
-        raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
-    return given
 
 
 # saving

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import reduce
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from fsdp_wrap._core import warn_caller
+from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import require_idle, require_root, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
-from fsdp_wrap._state.gradients.held import HeldGradients, Named, Share
+from fsdp_wrap._state.gradients.held import HeldGradients, Over, over_of
 from fsdp_wrap._state.gradients.norms import (
-    Summand,
     accumulation_dtype,
     by_kind,
     check_finite,
     checked_bound,
     checked_norm,
     exact_power_of,
-    merged,
     over_ranks,
-    power,
     powers_and_presence,
     root,
     scale,
-    sums_over,
+    summand_of,
+    total_power,
 )
-from fsdp_wrap._state.gradients.over_meshes import power_over, summed_over
 
 _UNREDUCED = (
     "gradients that no_sync() has left unreduced are not clipped; call clip_grad_norm_() after a backward "
     "outside of no_sync()"
 )
+
+
+_known: MutableMapping[nn.Module, GradientNorms] = WeakKeyDictionary()
+
+
+def norms_of(model: nn.Module) -> GradientNorms | None:
+    """Returns the gradient norms of a model, or None if no module is wrapped or sharded."""
+    if model not in _known and units_in(model):
+        _known[model] = GradientNorms(model)
+    return _known.get(model)
 
 
 class GradientNorms:
@@ -51,9 +60,6 @@ class GradientNorms:
     def __init__(self, module: nn.Module) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)  # which may hold this
         self._known: HeldGradients | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientNorms:
-        return GradientNorms(copy.deepcopy(self._module(), memo))
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -83,23 +89,11 @@ class GradientNorms:
         require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
             warn_caller(_UNREDUCED)
-        if known.distributed:  # one all-reduce for each mesh, or dimension of one, over which it is cut
-            of_ranks = known.by_ranks()
-            powers = [power_over(over, parts, p, known.device) for over, parts in of_ranks.items()]
-            kept = known.by_ranks(unreduced) if unreduced else of_ranks
-            grads = by_kind(chain.from_iterable(kept.values()))
-        else:
-            held = {share: by_kind(known.held(share)) for share in known.shares}
-            exact = exact_power_of(known.params())
-            if exact is None:
-                powers = over_ranks({share: power(each, p, known.device) for share, each in held.items()}, p)
-            else:
-                summands = [_summand(share, chain.from_iterable(kinds)) for share, kinds in held.items()]
-                powers = [exact(summands, p, known.device)]
-            if unreduced:
-                held = {share: by_kind(known.held(share, without=unreduced)) for share in known.shares}
-            grads = [*chain.from_iterable(held.values())]
-        total = root(merged(powers, p), p).squeeze(0)
+        kinds = {over: by_kind(parts) for over, parts in known.by_ranks().items()}
+        total = root(total_power(kinds, p, known.params(), known.device), p).squeeze(0)
+        if unreduced:
+            kinds = {over: by_kind(parts) for over, parts in known.by_ranks(unreduced).items()}
+        grads = [*chain.from_iterable(kinds.values())]
         if error_if_nonfinite:
             check_finite(total, p)
         trained = (each.requires_grad and each.numel() for each in known.params())
@@ -129,9 +123,20 @@ class GradientNorms:
         """
         p = checked_norm(norm_type)
         known = self._found("grad_norms()")
-        named, values = _powers_by_mesh(known, p) if known.distributed else _powers_by_share(known, p)
-        powers, present = torch.cat([part.view(2, -1) for part in values], dim=1)
-        originals = [original for each in named for original, _ in each]
+        named = known.named()
+        values = {
+            over: powers_and_presence([piece for _, piece in each], p, known.device)
+            for over, each in named.items()
+        }
+        powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
+        if (exact := exact_power_of(known.params())) is not None:
+            summands = [
+                summand_of(over, [] if piece is None else [piece])
+                for over, each in named.items()
+                for _, piece in each
+            ]
+            powers = torch.cat([exact([summand], p, known.device) for summand in summands])
+        originals = [original for each in named.values() for original, _ in each]
         found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
         found.sort(key=lambda each: each[0].order)
         return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
@@ -145,34 +150,44 @@ class GradientNorms:
         return self._known
 
 
-def _powers_by_share(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
-    """Returns parameters, and for each list the powers of their norms and which there are, over all ranks."""
-    named = known.named()
-    values = {
-        share: powers_and_presence([piece for _, piece in each], p, known.device)
-        for share, each in named.items()
-    }
-    found, exact = over_ranks(values, p), exact_power_of(known.params())
-    if exact is None:
-        return [*named.values()], found
-    for number, (share, each) in enumerate(named.items()):
-        summands = [_summand(share, [] if piece is None else [piece]) for _, piece in each]
-        powers = [exact([summand], p, known.device) for summand in summands]
-        found[number] = torch.cat([*powers, found[number][len(each) :]])
-    return [*named.values()], found
+@torch.no_grad()
+def clip_parameters(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scales gradients so that their total norm is at most `max_norm`, whatever meshes they lie on.
 
+    Collective over the ranks of all meshes: one all-reduce of a number for each dimension over which
+    parameters are cut.
 
-def _summand(share: Share, tensors: Iterable[torch.Tensor]) -> Summand:
-    """Returns this rank's parts of tensors as a summand of their norm over all ranks."""
-    all_reduces = [] if share.group is None else [sums_over(share.group)]
-    return Summand([each for each in tensors if each.numel()], all_reduces, share.copies)
+    Args:
+        parameters: Sharded by `fully_shard`, or with gradients that are `DTensor`s or the same on all ranks.
+        max_norm: Upper bound of the norm.
+        norm_type: The p of the p-norm.
+        error_if_nonfinite: Refuse a norm that is not finite; else all gradients are scaled by it.
 
+    Returns:
+        The total norm before clipping: 0-d, the same on all ranks, in the widest dtype of the gradients.
 
-def _powers_by_mesh(known: HeldGradients, p: float) -> tuple[list[Named], list[torch.Tensor]]:
-    """The same, where tensor parallelism has distributed parameters: ranks of two meshes hold them."""
-    named = known.named_by_ranks()
-    values = [
-        summed_over(over, powers_and_presence([piece for _, piece in each], p, known.device), p)
-        for over, each in named.items()
-    ]
-    return [*named.values()], values
+    Raises:
+        ValueError: If `norm_type` is not positive or `max_norm` negative.
+        RuntimeError: If the norm is not finite and that is to be refused.
+    """
+    p, bound = checked_norm(norm_type), checked_bound(max_norm)
+    params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    by_ranks: dict[Over, list[torch.Tensor]] = {}
+    for grad in grads:
+        held = by_ranks.setdefault(over_of(grad), [])
+        held += [to_local(grad)] if to_local(grad).numel() else []
+    device = to_local(grads[0]).device
+    kinds = {over: by_kind(parts) for over, parts in by_ranks.items()}
+    total = root(total_power(kinds, p, params, device), p).squeeze(0)
+    if error_if_nonfinite:
+        check_finite(total, p)
+    scale(chain.from_iterable(kinds.values()), total, bound)
+    return total.to(reduce(torch.promote_types, {grad.dtype for grad in grads}).to_real())

@@ -6,9 +6,8 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
-from fsdp_wrap._params import Layout, ParamHandle, Segment, to_local
+from fsdp_wrap._params import Layout, ParamHandle, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals, handles_of
 
@@ -28,33 +27,26 @@ _GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgett
 _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
-Over = tuple[Communicator | None, tuple[DeviceMesh, tuple[int, ...]] | None]
-"""Ranks that hold a tensor between them: a unit's, and those of dimensions of another mesh."""
+
+class Over(NamedTuple):
+    """The ranks that hold a tensor between them: those of a group, and of dimensions of another mesh.
+
+    `copies` are those of the tensor in the group.
+    """
+
+    group: Communicator | None = None
+    mesh: tuple[DeviceMesh, tuple[int, ...]] | None = None
+    copies: int = 1
+
 
 Named = list[tuple[Original, torch.Tensor | None]]
 """Parameters, each with this rank's part of its gradient, or None."""
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Gradients that the same ranks hold between them.
-
-    Attributes:
-        handles: Handles that reduce them; None stands for the parameters that no unit owns.
-        group: The ranks that hold all of them between them; None where each rank does by itself.
-        copies: Copies of each gradient in that group.
-    """
-
-    handles: Sequence[ParamHandle | None]
-    group: Communicator | None
-    copies: int
 
 
 class HeldGradients:
     """The gradients at and below a module; valid while `is_current`.
 
     Attributes:
-        shares: The gradients, by the ranks that hold them.
         distributed: Whether tensor parallelism has distributed a parameter, so that ranks of other units hold
             parts.
     """
@@ -63,15 +55,15 @@ class HeldGradients:
         self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
         self.units = list(dict.fromkeys(units_in(module).values()))
         self._handles = handles_of(self.units)
-        self._segments = _segments(self._handles)
+        self._segments = [segment for handle in self._handles for segment in handle.segments]
         self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
         sharded = {id(source) for segment in self._segments for source in segment.layout.sources}
         self._others = [param for param in module.parameters() if id(param) not in sharded]
         self.distributed = any(isinstance(param, DTensor) for param in self._others) or any(
             segment.layout.distributed is not None for segment in self._segments
         )
-        self.shares = _shares([*self._handles, None] if self._others else self._handles)
-        self._blocks = {share: _blocks_of(share.handles) for share in self.shares}
+        self._homes = _homes([*self._handles, None])
+        self._blocks = self._blocks_of(self._handles)
         self._generations = [*map(_GENERATION, self._handles)]
         self._watch(module)
 
@@ -127,25 +119,37 @@ class HeldGradients:
             return []
         return [handle for handle in self._handles if handle.accumulates]
 
-    def held(self, share: Share, without: Collection[ParamHandle] = ()) -> list[torch.Tensor]:
-        """Returns this rank's part of a share in few non-empty tensors, save handles `without`."""
-        handles = [each for each in share.handles if each not in without] if without else share.handles
-        blocks = _blocks_of(handles) if without else self._blocks[share]
-        found = [block for each in blocks for block in each.find()]
-        if None in handles:
-            strided = map(_strided, self.replicated)
-            found += [grad for grad in strided if grad is not None and grad.numel() > 0]
-        return found
-
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
         """Returns this rank's non-empty parts by the ranks that hold the rest, also none, save `without`."""
-        handles = [handle for handle in self._handles if handle not in without]
-        found: dict[Over, list[torch.Tensor]] = {(None, None): [], **gradients_by_ranks(handles)}
+        handles = [handle for handle in self._handles if handle not in without] if without else self._handles
+        blocks = self._blocks_of(handles) if without else self._blocks
+        found = {
+            over: [block for each in of_ranks for block in each.find()] for over, of_ranks in blocks.items()
+        }
+        for handle in handles if self.distributed else ():
+            layouts = [layout for layout in handle.layouts if layout.distributed is not None]
+            for over, grads in gradients_by_ranks(handle, layouts, self._homes[handle]).items():
+                found.setdefault(over, []).extend(grads)
         # Also where this rank has no part, or no gradient: others may have.
         for param in (each for each in self.replicated if each.requires_grad or each.grad is not None):
-            grad, held = _strided(param), found.setdefault(over_of(param), [])
+            grad, held = _strided(param), found.setdefault(self._over_of(param), [])
             if grad is not None and grad.numel():
                 held.append(grad)
+        return found or {Over(): []}
+
+    def _over_of(self, param: torch.Tensor) -> Over:
+        return over_of(param) if isinstance(param, DTensor) else self._homes[None]
+
+    def _blocks_of(self, handles: Iterable[ParamHandle]) -> dict[Over, list[_Blocks]]:
+        kinds: dict[tuple[Over, bool], list[Layout]] = {}
+        for handle in handles:
+            for layout in handle.layouts:
+                if layout.distributed is None:
+                    of_dtensors = any(isinstance(each, DTensor) for each in layout.sources)
+                    kinds.setdefault((self._homes[handle], of_dtensors), []).append(layout)
+        found: dict[Over, list[_Blocks]] = {}
+        for (over, of_dtensors), layouts in kinds.items():
+            found.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
         return found
 
     def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
@@ -157,52 +161,55 @@ class HeldGradients:
             elif original.handle is None and not is_owned(original.source):
                 yield original, _strided(original.source)
 
-    def named(self) -> dict[Share, Named]:
-        """Returns the parameters of each share with this rank's parts of their gradients."""
-        every = [*self._each()]
-        return {share: [each for each in every if each[0].handle in share.handles] for share in self.shares}
-
-    def named_by_ranks(self) -> dict[Over, Named]:
+    def named(self) -> dict[Over, Named]:
         """Returns all parameters with local parts of their gradients, by the ranks that hold the rest."""
-        overs = {layout: overs_of(handle, layout) for handle in self._handles for layout in handle.layouts}
+        overs = {
+            layout: overs_of(handle, layout, self._homes[handle])
+            for handle in self._handles
+            for layout in handle.layouts
+        }
         found: dict[Over, Named] = {}
         for original, grad in self._each():
             of_layout = None if original.layout is None else overs[original.layout]
-            over = over_of(original.source) if of_layout is None else of_layout[original.index]
+            over = self._over_of(original.source) if of_layout is None else of_layout[original.index]
             found.setdefault(over, []).append((original, grad))
         return found
 
 
-def gradients_by_ranks(handles: Iterable[ParamHandle]) -> dict[Over, list[torch.Tensor]]:
-    """Returns this rank's non-empty gradients of units by the ranks that hold the rest, also none."""
+def gradients_by_ranks(
+    handle: ParamHandle, layouts: Iterable[Layout], home: Over | None = None
+) -> dict[Over, list[torch.Tensor]]:
+    """Returns this rank's non-empty gradients of layouts by the ranks that hold the rest, also none."""
     found: dict[Over, list[torch.Tensor]] = {}
-    for handle in handles:
-        for layout in handle.layouts:
-            for over, grad in zip(overs_of(handle, layout), layout.gradients()):
-                held = found.setdefault(over, [])
-                if grad is not None and grad.numel():
-                    held.append(grad)
+    for layout in layouts:
+        for over, grad in zip(overs_of(handle, layout, home), layout.gradients()):
+            held = found.setdefault(over, [])
+            if grad is not None and grad.numel():
+                held.append(grad)
     return found
 
 
-def overs_of(handle: ParamHandle, layout: Layout) -> list[Over]:
-    """Returns, for each original parameter of a layout, the ranks that hold it between them."""
-    cut = handle.communicator if layout.sharded and handle.communicator.size > 1 else None
+def overs_of(handle: ParamHandle, layout: Layout, home: Over | None = None) -> list[Over]:
+    """Returns, for each original parameter of a layout, the ranks that hold it between them.
+
+    `home` is a wider group for those of no other mesh; None for the unit's.
+    """
+    cut = Over(handle.communicator if layout.sharded and handle.communicator.size > 1 else None)
     parts = layout.distributed or [None] * len(layout.fqns)
-    return [(cut, None if part is None else (part.mesh, part.cut_dims)) for part in parts]
+    return [home or cut if part is None else cut._replace(mesh=(part.mesh, part.cut_dims)) for part in parts]
 
 
 def over_of(grad: torch.Tensor) -> Over:
     """Returns the ranks that hold the gradient of a parameter outside of units."""
     if not isinstance(grad, DTensor):
-        return None, None
+        return Over()
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
             f"a gradient of shape {tuple(grad.shape)} has placements {grad.placements}: each rank has a "
             "summand of it, of which no norm can be taken; redistribute it first"
         )
     cut = [dim for dim, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
-    return None, (grad.device_mesh, tuple(cut))
+    return Over(None, (grad.device_mesh, tuple(cut)))
 
 
 class _Blocks:
@@ -248,14 +255,6 @@ class _Blocks:
         return chain.from_iterable(map(repeat, map(_DATA_PTR, shards), self._counts))
 
 
-def _blocks_of(handles: Iterable[ParamHandle | None]) -> list[_Blocks]:
-    kinds: dict[bool, list[Layout]] = {}
-    for segment in _segments(handles):
-        layout = segment.layout
-        kinds.setdefault(any(isinstance(each, DTensor) for each in layout.sources), []).append(layout)
-    return [_Blocks(layouts, of_dtensors) for of_dtensors, layouts in kinds.items()]
-
-
 def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]:
     """Returns the slices of a shard that its pieces fill.
 
@@ -268,10 +267,6 @@ def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]
     return runs
 
 
-def _segments(handles: Iterable[ParamHandle | None]) -> list[Segment]:
-    return [segment for handle in handles if handle is not None for segment in handle.segments]
-
-
 def _strided(param: nn.Parameter) -> torch.Tensor | None:
     """Returns the gradient's memory on this rank: of a sparse one the values, each element's once."""
     if param.grad is None or not param.grad.is_sparse:
@@ -280,19 +275,21 @@ def _strided(param: nn.Parameter) -> torch.Tensor | None:
     return param.grad.values()
 
 
-def _shares(handles: Iterable[ParamHandle | None]) -> list[Share]:
-    """Divides units among as few groups as possible: the widest takes all of which it holds whole copies."""
-    left = list(handles)
-    shares: list[Share] = []
+def _homes(handles: Iterable[ParamHandle | None]) -> dict[ParamHandle | None, Over]:
+    """Divides units among as few groups as possible: the widest takes all of which it holds whole copies.
+
+    None stands for the parameters that no unit owns.
+    """
+    left, homes = list(handles), dict[ParamHandle | None, Over]()
     found = dict.fromkeys(handle.communicator for handle in left if handle is not None)
     for group in sorted((group for group in found if group.size > 1), key=lambda group: -group.size):
         copies = {handle: count for handle in left if (count := _copies(handle, group))}
-        if not any(handle is not None and handle.communicator == group for handle in copies):
-            continue  # a wider group has them
-        left = [handle for handle in left if handle not in copies]
-        for count in dict.fromkeys(copies.values()):
-            shares.append(Share([each for each in copies if copies[each] == count], group, count))
-    return [*shares, Share(left, None, 1)] if left else shares
+        if any(
+            handle is not None and handle.communicator == group for handle in copies
+        ):  # else a wider has them
+            left = [handle for handle in left if handle not in copies]
+            homes |= {handle: Over(group, None, count) for handle, count in copies.items()}
+    return homes | dict.fromkeys(left, Over())
 
 
 def _copies(handle: ParamHandle | None, group: Communicator) -> int:

@@ -8,8 +8,7 @@ import torch
 
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._state.gradients.held import Over, gradients_by_ranks, overs_of
-from fsdp_wrap._state.gradients.norms import by_kind, merged, power, root, scale
-from fsdp_wrap._state.gradients.over_meshes import summed_over
+from fsdp_wrap._state.gradients.norms import by_kind, merged, over_ranks, power, root, scale
 
 _P = 2.0
 
@@ -28,7 +27,7 @@ class NormInParts:
     @torch.no_grad()
     def add(self, handle: ParamHandle) -> None:
         """Adds this rank's part of a unit's gradients."""
-        for over, grads in gradients_by_ranks([handle]).items():
+        for over, grads in gradients_by_ranks(handle, handle.layouts).items():
             if grads:
                 of_unit = power(by_kind(grads), _P, grads[0].device)
                 self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit
@@ -42,8 +41,8 @@ class NormInParts:
         """Returns the norm of all added gradients (0-d, float64), and begins anew; collective."""
         found, self._powers = self._powers, {}
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
-        powers = [summed_over(over, found.get(over, nothing).to(self._device), _P) for over in self._overs]
-        return root(merged(powers, _P), _P).squeeze(0)
+        powers = {over: found.get(over, nothing).to(self._device) for over in self._overs}
+        return root(merged(over_ranks(powers, _P), _P), _P).squeeze(0)
 
 
 @torch.no_grad()

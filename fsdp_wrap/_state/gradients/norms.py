@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._comm import Communicator, accelerator_of
 from fsdp_wrap._core.torch_private import foreach_mul_, foreach_norm, number_of_dispatch_modes
-from fsdp_wrap._state.gradients.held import Share
+from fsdp_wrap._state.gradients.held import Over
 
 AllReduce = Callable[[torch.Tensor, Any], object]
-_GROUP = attrgetter("group")
 
 
 class Summand(NamedTuple):
@@ -147,21 +146,51 @@ def root(powers: torch.Tensor, p: float) -> torch.Tensor:
     return powers if math.isinf(p) else powers ** (1.0 / p)
 
 
-def over_ranks(powers: Mapping[Share, torch.Tensor], p: float) -> list[torch.Tensor]:
-    """Merges 1-D powers over the ranks that hold each share, in one all-reduce a group; in their order.
+def total_power(
+    kinds: Mapping[Over, Sequence[Sequence[torch.Tensor]]],
+    p: float,
+    params: Iterable[torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns the power of the norm of tensors of which each rank has parts; collective.
 
-    Shares of one group must follow each other.
+    The parts are from `by_kind`, by the ranks that hold the rest; they are gradients of `params`.
     """
-    found: list[torch.Tensor] = []
-    for group, shares in groupby(powers, key=_GROUP):
+    exact = exact_power_of(params)
+    if exact is None:
+        return merged(over_ranks({over: power(parts, p, device) for over, parts in kinds.items()}, p), p)
+    return exact([summand_of(over, chain.from_iterable(parts)) for over, parts in kinds.items()], p, device)
+
+
+def over_ranks(powers: Mapping[Over, torch.Tensor], p: float) -> list[torch.Tensor]:
+    """Merges 1-D powers over the ranks that hold the rest, at once over the same ranks; in their order."""
+    together: dict[tuple[Any, ...], list[Over]] = {}
+    for over in powers:
+        together.setdefault(over[:2], []).append(over)
+    found: dict[Over, torch.Tensor] = {}
+    for overs in together.values():
         counted = [
-            powers[share] if math.isinf(p) or share.copies == 1 else powers[share] / share.copies
-            for share in shares
+            powers[over] if math.isinf(p) or over.copies == 1 else powers[over] / over.copies
+            for over in overs
         ]
-        if group is not None:
-            lengths = [value.numel() for value in counted]
-            counted = [*reduced(_joined(counted), p, sums_over(group)).split_with_sizes(lengths)]
-        found += counted
+        total = _joined(counted)
+        for all_reduce in all_reduces_over(overs[0]):
+            total = reduced(total, p, all_reduce)
+        found |= zip(overs, total.split_with_sizes([each.numel() for each in counted]))
+    return [found[over] for over in powers]
+
+
+def summand_of(over: Over, parts: Iterable[torch.Tensor]) -> Summand:
+    """Returns this rank's parts of tensors as a summand of their norm over all ranks."""
+    return Summand([each for each in parts if each.numel()], all_reduces_over(over), over.copies)
+
+
+def all_reduces_over(over: Over) -> list[AllReduce]:
+    """Returns functions that reduce a tensor over the ranks that hold the rest, one after the other."""
+    found = [] if over.group is None else [_sums_over(over.group)]
+    if over.mesh is not None:
+        mesh, dims = over.mesh
+        found += [partial(dist.all_reduce, group=mesh.get_group(dim)) for dim in dims]
     return found
 
 
@@ -171,7 +200,7 @@ def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
     return next(found, None) if exact_powers else None  # does not ask each parameter where there are none
 
 
-def sums_over(group: Communicator) -> AllReduce:
+def _sums_over(group: Communicator) -> AllReduce:
     """Returns a function that reduces a tensor over a group in place, and waits."""
 
     def all_reduce(tensor: torch.Tensor, op: Any) -> None:
