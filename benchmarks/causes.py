@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import fsdp_wrap
@@ -34,9 +35,11 @@ _OF_FILES = {
     "_core/modules.py": SHOWING,
     "_comm/": COLLECTIVES,
     "_comm/positions.py": POSITIONS,
+    "_comm/process_group.py:InFlight.": POSITIONS,
+    "_comm/process_group.py:Works": POSITIONS,
     "_comm/watching/watch.py": POSITIONS,
 }
-"""By the beginning of a file's path in the package; the longest that fits."""
+"""By the beginning of a file's path in the package, and of a function's name; the longest that fits."""
 CAUSES = (HOOKS, DECIDING, SHOWING, COPIES, COLLECTIVES, POSITIONS, TORCH)
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -47,11 +50,12 @@ Costs = dict[str, Counter[str]]
 """By phase and cause."""
 
 
-def cause_of(file: str) -> str:
-    """Returns the cause to which the functions of a file belong."""
-    if not file.startswith(_PACKAGE):
+def cause_of(code: CodeType) -> str:
+    """Returns the cause to which a function belongs."""
+    if not code.co_filename.startswith(_PACKAGE):
         return TORCH
-    inside = file.removeprefix(_PACKAGE)
+    name = getattr(code, "co_qualname", code.co_name)  # up to Python 3.10 without its class
+    inside = f"{code.co_filename.removeprefix(_PACKAGE)}:{name}"
     return _OF_FILES[max((start for start in _OF_FILES if inside.startswith(start)), key=len)]
 
 
@@ -124,7 +128,7 @@ class Profiled:
             for entry in profile.getstats():
                 if isinstance(entry.code, str):  # of C++, which its callers have
                     continue
-                cause = cause_of(entry.code.co_filename)
+                cause = cause_of(entry.code)
                 calls[phase][cause] += entry.callcount
                 built_in = (called for called in entry.calls or () if isinstance(called.code, str))
                 spent = entry.inlinetime + sum(called.inlinetime for called in built_in)

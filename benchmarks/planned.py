@@ -27,7 +27,7 @@ from benchmarks.harness import preload, run_ranks
 from benchmarks.implementations import over
 from benchmarks.meters import Travelling, tensors
 from benchmarks.models import CASES, Block, Case
-from fsdp_wrap._comm.watching.watch import Works
+from fsdp_wrap._comm.process_group import Works
 
 MOST_OFF = 0.02
 """How much of what is measured a plan may be off."""

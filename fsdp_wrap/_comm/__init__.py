@@ -6,8 +6,6 @@ May import: `_core`.
 Must never know: parameters, units, and why they communicate.
 """
 
-from fsdp_wrap._comm.agreement import Agreement
-from fsdp_wrap._comm.buffer import Buffer, ResidentBuffer, resize_watchers, tell_resized
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,
@@ -20,9 +18,11 @@ from fsdp_wrap._comm.device import (
 from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
 from fsdp_wrap._comm.groups import (
     CARRY_NOTHING,
+    HYBRID_STRATEGIES,
     PLANNED,
     PlannedRounds,
     Ranks,
+    ShardMesh,
     default_group,
     default_mesh,
     group_of,
@@ -33,6 +33,8 @@ from fsdp_wrap._comm.groups import (
     neighbours,
     planned_rounds,
     ranks_in,
+    ranks_of,
+    resolve_mesh,
 )
 from fsdp_wrap._comm.lanes import (
     Finished,
@@ -48,10 +50,9 @@ from fsdp_wrap._comm.lanes import (
     host_lane_of,
     lane_of,
 )
-from fsdp_wrap._comm.mesh import HYBRID_STRATEGIES, ShardMesh, ranks_of, resolve_mesh
 from fsdp_wrap._comm.messages import Messages, when_completed
-from fsdp_wrap._comm.objects import all_gather_object, as_transport, reduce_scatter_single
 from fsdp_wrap._comm.positions import (
+    Agreement,
     Collective,
     GroupPositions,
     Note,
@@ -61,6 +62,18 @@ from fsdp_wrap._comm.positions import (
     describe_here,
     positions_of,
 )
-from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, destroyed
+from fsdp_wrap._comm.process_group import (
+    Buffer,
+    Communicator,
+    GroupCommunicator,
+    ResidentBuffer,
+    Works,
+    all_gather_object,
+    as_transport,
+    destroyed,
+    reduce_scatter_single,
+    resize_watchers,
+    tell_resized,
+)
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
-from fsdp_wrap._comm.watching.watch import Watch, Works, deaths_told
+from fsdp_wrap._comm.watching.watch import Watch, deaths_told

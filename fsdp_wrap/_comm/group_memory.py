@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.groups import once_for
 from fsdp_wrap._core import UnfitBackendError
@@ -36,20 +35,6 @@ class SymmetricMemory(GroupMemory):
     def admit(self, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
         for tensor in tensors:
             self._accelerator.meet_in_symmetric_memory(tensor, group.group_name)
-
-
-class PooledBuffer(Buffer):
-    """A buffer in a group's memory."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, memory: GroupMemory) -> None:
-        with memory.allocating():
-            super().__init__(numel, dtype, device)
-        self._memory = memory
-
-    def allocate(self) -> None:
-        if self._storage.nbytes() != self.nbytes:
-            with self._memory.allocating():
-                super().allocate()
 
 
 def registered_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | None:

@@ -9,6 +9,10 @@ File names contain a random word that the ranks of a job agree on through the st
 its group's file runs on another host and is left out. Each rank locks a byte of the file until its process
 ends, however it ends: a free lock means a dead rank, or a file to remove. A rank that ends leaves the files
 to the living ranks, which may still read them. The last rank to end removes them.
+
+Settings must be alike as well. They are compared through the store, and nobody waits: the first rank to come
+writes its own, and each other rank compares. A rank that finds a difference leaves an error for the others,
+which look for it when a collective takes long or fails (`Agreement`).
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
@@ -33,9 +38,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_wrap._comm.agreement import Agreement
 from fsdp_wrap._comm.groups import CARRY_NOTHING
-from fsdp_wrap._core import Phase, warn_caller
+from fsdp_wrap._core import Phase, listed, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
 _ENTRY = struct.Struct("<Q235pIB")  # fields of `LogEntry`
@@ -46,7 +50,6 @@ _ROWS = _FIRST + _RING
 _LOW = 0xFFFFFFFF
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
-_MOST_NAMED = 8  # unknown ranks listed in a message
 _PHASES = list(Phase)
 
 
@@ -73,6 +76,88 @@ class Note:
         encoded = text.encode()
         self.digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=4).digest(), "little")
         self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
+
+
+class Agreement:
+    """Comparisons among the ranks of one group.
+
+    `store` is None where there are no other ranks. `name` is the same on all ranks of the group, and no other
+    group's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Where there are no other ranks to agree with there may be no store either.
+        self.store = None if dist.get_backend(group) in CARRY_NOTHING else default_store()
+        self._rank = dist.get_rank()
+        self._offered: set[str] = set()
+        self._heard = True
+        self.name = ""
+        if self.store is not None:
+            name = f"fsdp_wrap/agreement/{group.group_name}"
+            turn = self.store.add(f"{name}/{self._rank}", 1)  # it may have seen another group of the name
+            self.name = f"{name}/turn/{turn}"
+            self._word = f"{self.name}/word"
+
+    def require(self, what: str, lines: list[str], rule: str) -> None:
+        """Compares this rank's lines with those of the first rank that came here.
+
+        Names of parameters in front of a line are for messages: ranks may call them otherwise. Raises a
+        RuntimeError, which ends with `rule`, if lines differ.
+        """
+        rank, other = self.first(what, lines)
+        if other != lines and [*map(_compared, other)] != [*map(_compared, lines)]:
+            error = f"ranks differ in {what}: {_difference(rank, other, self._rank, lines)}. {rule}"
+            assert self.store is not None
+            self.store.set(self._word, error)
+            raise RuntimeError(error)
+
+    def tell(self, error: str) -> None:
+        """Leaves an error for all ranks, unless another rank has: `look` raises it."""
+        if self.store is not None:
+            self.store.compare_set(self._word, "", error)
+
+    def withdraw(self) -> None:
+        """Takes back the error of `tell`, which all ranks have read."""
+        if self.store is not None:
+            self.store.delete_key(self._word)
+
+    def first(self, what: str, lines: list[str]) -> tuple[int, list[str]]:
+        """Offers this rank's lines, once; returns the rank that came here first, with its lines.
+
+        This rank's own are returned if it is the first or has been here before.
+        """
+        if self.store is None or what in self._offered:
+            return self._rank, lines
+        self._offered.add(what)
+        key, own = f"{self.name}/of/{what}", "\n".join([str(self._rank), *lines])
+        rank, *other = self.store.compare_set(key, "", own).decode().split("\n")
+        return int(rank), other
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Lets `look` raise nothing while the context is open: all ranks come, also those with an error."""
+        before, self._heard = self._heard, False
+        try:
+            yield
+        finally:
+            self._heard = before
+
+    def look(self) -> None:
+        """Raises a RuntimeError if another rank has found a difference, or has left an error."""
+        if self._heard and self.store is not None and self.store.check([self._word]):
+            raise RuntimeError(self.store.get(self._word).decode())
+
+
+def _compared(line: str) -> str:
+    return line.partition("' of ")[2] or line
+
+
+def _difference(rank: int, lines: list[str], other: int, others: list[str]) -> str:
+    """Describes the first line in which two ranks differ."""
+    length = max(len(lines), len(others))
+    padded = [[*each, *["nothing more"] * (length - len(each))] for each in (lines, others)]
+    one, two = next(pair for pair in zip(*padded) if _compared(pair[0]) != _compared(pair[1]))
+    return f"rank {rank} has {one} where rank {other} has {two}"
 
 
 class _Sheet:
@@ -432,9 +517,7 @@ class GroupPositions:
 
 def list_ranks(ranks: Iterable[int]) -> str:
     """Formats a list of ranks, cut after the first few."""
-    named = [f"rank {rank}" for rank in ranks]
-    rest = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
-    return ", ".join(named[:_MOST_NAMED] + rest)
+    return listed((f"rank {rank}" for rank in ranks), 8)
 
 
 class Tree:

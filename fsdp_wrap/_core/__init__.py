@@ -80,22 +80,32 @@ from fsdp_wrap._core.mesh_info import (
 )
 from fsdp_wrap._core.modules import (
     UNIT_ATTR,
+    WRAPPED_ATTR,
     Ignored,
     ModuleWriter,
     ParamPlaces,
     ParamSlot,
+    Place,
     UnitContents,
     added_names,
     added_params,
     announce_sharded,
+    children_first,
+    clean_fqn,
     find_replicated,
     is_owned,
+    joined,
     mark_managed,
     mark_owned,
+    named,
     original_class,
     own_modules,
+    params,
+    persistent,
     replace_tensor,
+    saved_tensors,
     show_extra,
+    walk,
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
@@ -141,15 +151,3 @@ from fsdp_wrap._core.spans import (
     step_watchers,
 )
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__
-from fsdp_wrap._core.walks import (
-    WRAPPED_ATTR,
-    Place,
-    children_first,
-    clean_fqn,
-    joined,
-    named,
-    params,
-    persistent,
-    saved_tensors,
-    walk,
-)

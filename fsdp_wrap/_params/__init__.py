@@ -6,9 +6,8 @@ May import: `_core`, `_comm`.
 Must never know: when that happens, and in which order units run.
 """
 
-from fsdp_wrap._params.chunks import Cut, chunk_numel
 from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, Reduction
-from fsdp_wrap._params.dtensor import DTensorLayout
+from fsdp_wrap._params.dtensor import Cut, DTensorLayout, chunk_numel
 from fsdp_wrap._params.extensions import (
     ExtensionLayout,
     PackedLayout,
@@ -25,15 +24,23 @@ from fsdp_wrap._params.flat import (
     FlatParameterLayout,
     FlatPiece,
     HiddenFlatParameter,
+    SliceLayout,
     held_params,
 )
 from fsdp_wrap._params.handle import HandleState, ParamHandle
-from fsdp_wrap._params.held_by import HeldBy, Spread, boxes_of
-from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR, IntervalTensor, assemble, by_rows
+from fsdp_wrap._params.interval_tensor import (
+    PASSES_FOR_DTENSOR,
+    IntervalTensor,
+    Spread,
+    assemble,
+    boxes_of,
+    by_rows,
+)
 from fsdp_wrap._params.kept import KeptSegment, KeptSegmentsPlan
 from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,
+    HeldBy,
     LocalPart,
     check_beside,
     copyable,
@@ -44,5 +51,4 @@ from fsdp_wrap._params.parallel import (
 )
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.showing import Showing
-from fsdp_wrap._params.slices import SliceLayout
 from fsdp_wrap._params.summoned import Summoning

@@ -26,9 +26,9 @@ from fsdp_wrap._params.collectives import (
     Transport,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
-from fsdp_wrap._params.held_by import HeldBy
 from fsdp_wrap._params.kept import KeptSegment, trains
 from fsdp_wrap._params.layout import Layout, Written
+from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.showing import Showing, UnitDisplay
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning

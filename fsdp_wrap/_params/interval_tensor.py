@@ -2,13 +2,15 @@
 
 A contiguous interval of a flattened n-dimensional tensor consists of a few rectangular boxes (three for a
 matrix). So each rank writes and reads its interval as chunks of the full tensor, by the protocol of
-`torch.distributed.checkpoint` for tensors with chunks of their own, without communication.
+`torch.distributed.checkpoint` for tensors with chunks of their own, without communication. `Spread` tells all
+ranks' intervals of one tensor, `Box` is a rectangle in it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_wrap._comm import deaths_told
+from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -31,8 +34,81 @@ from fsdp_wrap._core.torch_private import (
     to_copy_operator,
 )
 from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
-from fsdp_wrap._params.held_by import HeldBy, Intervals, Spread, boxes_of
-from fsdp_wrap._params.parallel import LocalPart
+from fsdp_wrap._params.parallel import HeldBy, LocalPart
+
+
+@dataclass(frozen=True, init=False)
+class Intervals(Placement):
+    """A placement: each rank holds an interval of the flattened tensor, perhaps not whole rows."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular, contiguous part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int  # index of its first element in the flattened tensor
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+
+def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cuts the interval [start, stop) of a flattened tensor into at most 2 x dimensions - 1 boxes, in order.
+
+    An empty interval has no box, but a tensor without elements has one, of the whole shape.
+    """
+    if torch.Size(shape).numel() == 0 or (not shape and start < stop):
+        yield Box((0,) * len(shape), shape, 0)
+        return
+    rows = [torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape))]
+    while start < stop:
+        dim = next(dim for dim, row in enumerate(rows) if start % row == 0 and start + row <= stop)
+        offsets = tuple(start // row % size for row, size in zip(rows, shape))
+        count = min(shape[dim] - offsets[dim], (stop - start) // rows[dim])
+        yield Box(offsets, (*(1,) * dim, count, *shape[dim + 1 :]), start)
+        start += count * rows[dim]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The cuts of a tensor in a buffer that is cut evenly between ranks.
+
+    Attributes:
+        first: Index of the tensor's first element in the buffer.
+        length: Elements of the buffer on each rank.
+    """
+
+    held_by: HeldBy
+    first: int
+    length: int
+
+    def bounds(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Yields each rank's (start, stop) in a flattened tensor of so many elements."""
+        if self.held_by.size == 1:
+            yield 0, numel
+            return
+        for rank in range(self.held_by.size):
+            begin = rank * self.length - self.first
+            yield min(max(begin, 0), numel), min(max(begin + self.length, 0), numel)
+
+    def placements(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Returns the placements of a `DTensor`: `Shard(0)` where every rank has just those rows."""
+        others = [Replicate()] * (self.held_by.mesh.ndim - 1)
+        if self.held_by.replicated:
+            return (*others, Replicate())
+        return (*others, Shard(0) if self._is_by_rows(shape) else Intervals())
+
+    def _is_by_rows(self, shape: torch.Size) -> bool:
+        numel = shape.numel()
+        if numel == 0 or not shape:
+            return False
+        part = ceil_div(shape[0], self.held_by.size) * shape[1:].numel()
+        ends = [min(rank * part, numel) for rank in range(self.held_by.size + 1)]
+        return [*self.bounds(numel)] == [*zip(ends, ends[1:])]
+
 
 _aten = torch.ops.aten
 

@@ -7,7 +7,15 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.batching import set_travel_together_bytes
-from fsdp_wrap._runtime.build import UnitSpec, assemble_unit, build_unit, check_module, move, over_replicas
+from fsdp_wrap._runtime.build import (
+    REGISTRY,
+    UnitSpec,
+    assemble_unit,
+    build_unit,
+    check_module,
+    move,
+    over_replicas,
+)
 from fsdp_wrap._runtime.custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
 from fsdp_wrap._runtime.materialize import MaterializationError, Values
@@ -25,7 +33,6 @@ from fsdp_wrap._runtime.refusals import (
     require_root,
     warn_of_container,
 )
-from fsdp_wrap._runtime.registry import REGISTRY
 from fsdp_wrap._runtime.same_model import communicators_of, ranks_of
 from fsdp_wrap._runtime.schedule import (
     Schedule,

@@ -1,17 +1,26 @@
-"""Builds units: checks a module, moves its tensors to the device, and makes layouts, handle and unit."""
+"""Builds units: checks a module, moves its tensors to the device, and makes layouts, handle and unit.
+
+The registry tells which modules and parameters units own, and refuses a second unit of a module.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
 from fsdp_wrap._core import (
+    AlreadyShardedError,
     BufferCasts,
     Ignored,
     ParamSlot,
@@ -21,27 +30,99 @@ from fsdp_wrap._core import (
     announce_sharded,
     is_owned,
     mark_managed,
+    mark_owned,
     watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
-from fsdp_wrap._params import HeldBy, Layout, ParamHandle, check_beside, is_extension
-from fsdp_wrap._runtime.materialize import (
-    Values,
-    broadcast,
-    check_materializable,
-    materialize,
-    refuse_together,
-)
+from fsdp_wrap._params import HeldBy, Layout, ParamHandle, check_beside, is_extension, to_local
+from fsdp_wrap._runtime.materialize import Values, broadcast, materialize, refuse_together
 from fsdp_wrap._runtime.refusals import (
+    check_materializable,
     check_tensors,
     drop_gradients,
     refuse_earlier_optimizers,
     refuse_pieces,
 )
-from fsdp_wrap._runtime.registry import REGISTRY
-from fsdp_wrap._runtime.same_model import InitialValues, sample
 from fsdp_wrap._runtime.schedule import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
+
+
+class Registry:
+    """The modules and parameters that units own, all held weakly.
+
+    Attributes:
+        taken: The modules that units have taken, as their own or as part of them, in that order.
+    """
+
+    def __init__(self) -> None:
+        self.taken: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        # In the order of `note`: lenders unshard in it, so it must be the same on all ranks.
+        self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Unit, None]]
+        self._users = weakref.WeakKeyDictionary()
+        self._owners = WeakIdKeyDictionary()  # original parameter -> its unit, segment and index there
+
+    def take(self, modules: Iterable[nn.Module]) -> None:
+        """Records modules as taken by a unit."""
+        self.taken.update(dict.fromkeys(modules))
+
+    def refuse_taken(self, module: nn.Module) -> None:
+        """Refuses a module that a unit has taken already, as its own or as part of it."""
+        if module in self.taken:
+            raise AlreadyShardedError(
+                f"this {type(module).__name__} is already wrapped, or part of a wrapped module; wrap parts "
+                "before the whole, each once"
+            )
+
+    def note(self, unit: Unit, originals: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Records the parameters of a unit, given by segment, and the modules that show them."""
+        for number, (params, layout) in enumerate(zip(originals, unit.layouts)):
+            for index, param in enumerate(params):
+                if param is not layout.sources[index] or not isinstance(param, DTensor):
+                    # Not a `DTensor` that is the source itself: conversions swap it, which
+                    # weak references would forbid.
+                    mark_owned(param)
+                    self._owners[param] = weakref.ref(unit), number, index
+            for module, _ in chain.from_iterable(layout.places):
+                self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
+
+    def units(self) -> set[Unit]:
+        """Returns all units with parameters."""
+        return {unit for units in self._users.values() for unit in units if unit.handle is not None}
+
+    def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
+        """Returns the unit that owns an original parameter, its layout, and its index there."""
+        if param not in self._owners:
+            raise ValueError(
+                f"parameter '{fqn}' is the sharded parameter of another unit: tie parameters before "
+                "sharding them"
+            )
+        reference, number, index = self._owners[param]
+        unit: Unit | None = reference()
+        if unit is None or unit.handle is None:
+            raise ValueError(
+                f"parameter '{fqn}' was sharded in a wrapped module that no longer exists, and its values "
+                "are gone with it: build the module anew, or keep the wrapped one"
+            )
+        return unit, unit.layouts[number], index
+
+    def borrow(self, contents: UnitContents) -> list[Unit]:
+        """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
+        users = (self._users.get(module, ()) for _, module in contents.modules)
+        # A unit whose module is gone has no handle, and lends nothing.
+        lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
+        for fqn, place, param in contents.borrowed:
+            layouts = (layout for unit in self._users.get(place[0], ()) for layout in unit.layouts)
+            shown = (places for layout in layouts for places in layout.places)
+            if not any(place in places for places in shown):  # units may share it
+                unit, layout, index = self.owner(fqn, param)
+                layout.add_place(index, place)
+                lenders[unit] = None
+        return list(lenders)
+
+
+REGISTRY = Registry()
+"""The registry of this process."""
+
 
 FLAT_PARAM = "_flat_param"
 """Attribute of a module that holds its `FlatParameter` (torch's name)."""
@@ -208,3 +289,45 @@ def _by_kind(contents: UnitContents, spec: UnitSpec) -> dict[_Kind, list[ParamSl
         kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), spec.policy_of(param)
         by_kind.setdefault(kind, []).append(slot)
     return by_kind
+
+
+_SAMPLED = 4  # elements of a parameter
+
+
+def sample(param: nn.Parameter) -> torch.Tensor:
+    """Returns a few elements of an unsharded parameter, in float32.
+
+    They are NaN where there are no values to compare: on the meta device, empty, a tensor extension.
+    """
+    if param.is_meta or not param.numel() or is_extension(param):
+        return torch.full((_SAMPLED,), math.nan, device=param.device)
+    flat = to_local(param).detach().reshape(-1)
+    found = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+    real = found.abs() if found.is_complex() else found
+    return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
+
+
+class InitialValues:
+    """Samples of the initial values of a unit's parameters, valid until the shards are written to.
+
+    Args:
+        samples: For each segment, the `sample` of each parameter.
+        layouts: The segments' layouts.
+    """
+
+    def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        self._samples = samples
+        self._written = [layout.written() for layout in layouts]
+        # Some ways of loading move no version counter.
+        self._sampled = [layout.sample().clone() for layout in layouts]
+
+    def lines(self, layouts: Sequence[Layout]) -> list[str]:
+        """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
+        result: list[str] = []
+        for values, layout, written, before in zip(self._samples, layouts, self._written, self._sampled):
+            now = layout.sample()
+            known = not values.is_meta and layout.written() == written
+            known = known and before.device == now.device and torch.equal(before, now)
+            lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
+            result += lines
+        return result

@@ -46,24 +46,6 @@ class Values:
         return self.synchronised and not self.first
 
 
-def check_materializable(contents: UnitContents, values: Values) -> None:
-    """Checks that every tensor on the meta device can get values."""
-    empty = [(fqn, tensor) for fqn, tensor in contents.tensors() if tensor.is_meta]
-    if not empty or values.received or values.param_init_fn is not None:
-        return
-    holders: dict[torch.Tensor, list[nn.Module]] = {}
-    for _, module in contents.modules:
-        for tensor in _direct(module).values():
-            holders.setdefault(tensor, []).append(module)
-    for fqn, tensor in empty:
-        if not any(map(_reset_method, holders[tensor])):
-            raise ValueError(
-                f"'{fqn}' is on the meta device and has no values, and {type(holders[tensor][0]).__name__}, "
-                "which holds it, has no reset_parameters(); pass param_init_fn, or materialise the module "
-                "before wrapping it (module.to_empty(device=...) and initialise it)"
-            )
-
-
 def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
     """Raises on ranks without an error if another rank has one, since they would wait for it; collective."""
     seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
@@ -145,7 +127,7 @@ def _describe(fqn: str, tensor: torch.Tensor) -> str:
     return f"'{fqn}' ({kind}, shape {tuple(tensor.shape)}, {tensor.dtype})"
 
 
-def _direct(module: nn.Module) -> dict[str, torch.Tensor]:
+def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers of a module itself."""
     found = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -157,9 +139,11 @@ def _initialisers(
     """Yields the unit's modules to initialise, children first, each with its name and initialiser."""
     touched: set[nn.Module] = set()
     for fqn, module in children_first(contents.modules):
-        wanted = (tensor for tensor in _direct(module).values() if tensor not in contents.ignored.params)
+        wanted = (
+            tensor for tensor in direct_tensors(module).values() if tensor not in contents.ignored.params
+        )
         meta = [tensor for tensor in wanted if tensor.is_meta]
-        reset = _reset_method(module)
+        reset = reset_method(module)
         if function is not None and (meta or not touched.isdisjoint(module.children())):
             touched.add(module)  # then its parents too, which may adjust their children's values
             yield fqn, module, partial(function, module)
@@ -171,7 +155,7 @@ def _initialise(
     fqn: str, module: nn.Module, initialise: Callable[[], Any], stand_ins: Mapping[torch.Tensor, nn.Parameter]
 ) -> None:
     """Initialises the tensors that a module holds directly; tensors with values keep them."""
-    before = _direct(module)
+    before = direct_tensors(module)
     borrowed = {name: tensor for name, tensor in before.items() if tensor in stand_ins}
     empty = {tensor for tensor in before.values() if tensor.is_meta}
     real = (tensor for tensor in before.values() if tensor not in empty and tensor not in stand_ins)
@@ -183,7 +167,7 @@ def _initialise(
     finally:
         for name, param in borrowed.items():
             replace_tensor(module, name, param)
-    for name, found in _direct(module).items():
+    for name, found in direct_tensors(module).items():
         tensor = before.get(name, found)
         if type(tensor) is not type(found):
             raise MaterializationError(
@@ -219,6 +203,6 @@ def _allocate_and_reset(meta: Iterable[torch.Tensor], device: torch.device, rese
     reset()
 
 
-def _reset_method(module: nn.Module) -> Callable[[], Any] | None:
+def reset_method(module: nn.Module) -> Callable[[], Any] | None:
     names = "reset_parameters", "_reset_parameters"  # the latter in nn.MultiheadAttention
     return next(filter(callable, (getattr(module, name, None) for name in names)), None)

@@ -44,6 +44,7 @@ from fsdp_wrap._params import (
     is_packable,
     to_local,
 )
+from fsdp_wrap._runtime.materialize import Values, direct_tensors, reset_method
 from fsdp_wrap._runtime.unit import ForwardCall, Unit, handle_of
 
 _VERSION = attrgetter("_version")
@@ -124,6 +125,24 @@ def drop_gradients(contents: UnitContents) -> None:
             f"'{having[0].fqn}': they are of this rank alone, not averaged. Step before sharding, or run the "
             "backward after it; zero_grad() before sharding avoids this warning"
         )
+
+
+def check_materializable(contents: UnitContents, values: Values) -> None:
+    """Checks that every tensor on the meta device can get values."""
+    empty = [(fqn, tensor) for fqn, tensor in contents.tensors() if tensor.is_meta]
+    if not empty or values.received or values.param_init_fn is not None:
+        return
+    holders: dict[torch.Tensor, list[nn.Module]] = {}
+    for _, module in contents.modules:
+        for tensor in direct_tensors(module).values():
+            holders.setdefault(tensor, []).append(module)
+    for fqn, tensor in empty:
+        if not any(map(reset_method, holders[tensor])):
+            raise ValueError(
+                f"'{fqn}' is on the meta device and has no values, and {type(holders[tensor][0]).__name__}, "
+                "which holds it, has no reset_parameters(); pass param_init_fn, or materialise the module "
+                "before wrapping it (module.to_empty(device=...) and initialise it)"
+            )
 
 
 def _refuse_scripted(fqn: str, module: nn.Module) -> None:

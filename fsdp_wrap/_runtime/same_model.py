@@ -9,16 +9,12 @@ import functools
 import math
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Note, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._core import Phase, warn_caller
-from fsdp_wrap._params import Layout, is_extension, to_local
 from fsdp_wrap._runtime.unit import Unit
 
-_SAMPLED = 4  # elements of a parameter
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
 _SAME_MODEL = "All ranks must shard the same model, and replicas must hold the same part of it"
@@ -26,45 +22,6 @@ _CURE = (
     "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "
     "sync_module_states=True to the wrapper, or broadcast or load the parameters before sharding"
 )
-
-
-def sample(param: nn.Parameter) -> torch.Tensor:
-    """Returns a few elements of an unsharded parameter, in float32.
-
-    They are NaN where there are no values to compare: on the meta device, empty, a tensor extension.
-    """
-    if param.is_meta or not param.numel() or is_extension(param):
-        return torch.full((_SAMPLED,), math.nan, device=param.device)
-    flat = to_local(param).detach().reshape(-1)
-    found = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
-    real = found.abs() if found.is_complex() else found
-    return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
-
-
-class InitialValues:
-    """Samples of the initial values of a unit's parameters, valid until the shards are written to.
-
-    Args:
-        samples: For each segment, the `sample` of each parameter.
-        layouts: The segments' layouts.
-    """
-
-    def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        self._samples = samples
-        self._written = [layout.written() for layout in layouts]
-        # Some ways of loading move no version counter.
-        self._sampled = [layout.sample().clone() for layout in layouts]
-
-    def lines(self, layouts: Sequence[Layout]) -> list[str]:
-        """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
-        result: list[str] = []
-        for values, layout, written, before in zip(self._samples, layouts, self._written, self._sampled):
-            now = layout.sample()
-            known = not values.is_meta and layout.written() == written
-            known = known and before.device == now.device and torch.equal(before, now)
-            lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
-            result += lines
-        return result
 
 
 def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:

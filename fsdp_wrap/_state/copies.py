@@ -86,6 +86,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
     )
     if old.kept_module is not None:
         new.lend()
-    REGISTRY.take(memo[id(each)] for each in REGISTRY.taken_in(old.module) if id(each) in memo)
+    taken = (each for each in old.module.modules() if each in REGISTRY.taken)
+    REGISTRY.take([memo[id(each)] for each in taken if id(each) in memo])
     REGISTRY.note(new, [layout.sources for layout in layouts])
     refuse_pieces(new)

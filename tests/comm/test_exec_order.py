@@ -26,6 +26,7 @@ from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events
 from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm import process_group as _process_group
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -431,8 +432,9 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
     group._get_backend.return_value, group.dead_before.return_value = group, []
     group.table.return_value = "the table"
-    with mock.patch.object(_watch, "time", clock), collected_warnings() as texts:
-        pending = _watch.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
+    timed = (mock.patch.object(each, "time", clock) for each in (_watch, _process_group))
+    with collected_warnings() as texts, next(timed), next(timed):
+        pending = _process_group.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -459,9 +461,9 @@ class Late:
         return True
 
 
-def works(*pending: Any) -> _watch.Works:
+def works(*pending: Any) -> _process_group.Works:
     positions = _positions.positions_of(dist.group.WORLD)
-    return _watch.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
+    return _process_group.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
 
 
 @ranks(1)

@@ -30,7 +30,7 @@ from fsdp_wrap import ShardingStrategy
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.process_group import GroupCommunicator
-from fsdp_wrap._runtime import same_model
+from fsdp_wrap._runtime import build
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -309,7 +309,7 @@ def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, fron
 
 def test_samples_are_spread_over_a_parameter():
     whole, few = nn.Parameter(torch.arange(40.0).view(8, 5)), nn.Parameter(torch.tensor([3.0, -4.0]))
-    assert [same_model.sample(each).tolist() for each in (whole, few)] == [[0, 10, 20, 30], [3, -4, 0, 0]]
+    assert [build.sample(each).tolist() for each in (whole, few)] == [[0, 10, 20, 30], [3, -4, 0, 0]]
 
 
 # Stand-ins for a process group, with a rank and a size: a module is wrapped as that rank would wrap it.

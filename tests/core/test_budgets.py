@@ -16,14 +16,14 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2175,
+    "_comm": 2163,
     "_comm/shared_memory": 1049,
     "_compression": 200,
-    "_core": 1696,
-    "_params": 3876,
+    "_core": 1688,
+    "_params": 3861,
     "_reproducible": 571,
-    "_runtime": 3325,
-    "_state": 3111,
+    "_runtime": 3320,
+    "_state": 3036,
     "_state_over_replicas": 244,
     "_uneven": 897,
     "_values": 3420,
@@ -35,10 +35,10 @@ CODE_LINES = {
     "optim": 2139,
     "tools": 4499,
     "tools/tuning": 748,
-    "top level": 2216,
+    "top level": 2215,
     "weights": 795,
-    "core": 16399,
-    "all": 34930,
+    "core": 16283,
+    "all": 34814,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
@@ -52,12 +52,12 @@ OBSCURE_DOCSTRINGS = 0
 """Docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or By which."""
 
 WALKS = {
-    ("flat", "construct"): (46, 222),
-    ("flat", "step"): (27, 109),
-    ("original", "construct"): (47, 220),
-    ("original", "step"): (28, 110),
-    ("fully_shard", "construct"): (46, 218),
-    ("fully_shard", "step"): (27, 110),
+    ("flat", "construct"): (28, 198),
+    ("flat", "step"): (20, 104),
+    ("original", "construct"): (28, 195),
+    ("original", "step"): (20, 105),
+    ("fully_shard", "construct"): (30, 199),
+    ("fully_shard", "step"): (20, 105),
 }
 """Files and functions that rank 0 of two enters."""
 

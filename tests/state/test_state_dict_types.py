@@ -31,8 +31,7 @@ from fsdp_wrap import (
     StateDictSettings,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._params.held_by import Intervals
-from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR, boxes_of
+from fsdp_wrap._params.interval_tensor import PASSES_FOR_DTENSOR, Intervals, boxes_of
 from fsdp_wrap.distributed_state_dict import pieces_of_model
 from state_nets import (
     FULL,

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.groups import Ranks, neighbours
-from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
+from fsdp_wrap._comm.process_group import Buffer, Communicator, GroupCommunicator
 from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory
@@ -83,9 +82,7 @@ class AutomaticCommunicator(GroupCommunicator):
     def _gather_objects(self, value: Any) -> list[Any]:
         ranks = Ranks(self.group, self.rank, self.size)
         self._compare()
-        gather = StoreGather(ranks, value, self._watch)
-        gather.wait()
-        return gather.values()
+        return StoreGather(ranks, value, self._watch).values()
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         if numel * dtype.itemsize < _LEAST_POOLED or not can_share():

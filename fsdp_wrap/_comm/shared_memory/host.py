@@ -6,7 +6,7 @@ Sums are made in the order of the ranks, so they do not depend on who comes firs
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove, string_at
 from functools import partial
 from typing import Any
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.buffer import Buffer
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending, Then
-from fsdp_wrap._comm.objects import REDUCTIONS, combine
-from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Lengths, Op, Tensors
+from fsdp_wrap._comm.process_group import REDUCTIONS, SUM, Buffer, GroupCommunicator, Op, Tensors, combine
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.shared_memory.collective import PostedCollective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending
@@ -50,7 +48,7 @@ class HostCommunicator(GroupCommunicator):
     def way(self) -> str:
         return "shared memory"
 
-    def gather_into(self, buffers: list[Buffer], fill: Fill) -> Pending:
+    def gather_into(self, buffers: list[Buffer], fill: Callable[[], object]) -> Pending:
         common = [buffer for buffer in buffers if isinstance(buffer, SharedBuffer)]
         if len(common) < len(buffers) or not self._lending.possible:
             return super().gather_into(buffers, fill)
@@ -76,7 +74,7 @@ class HostCommunicator(GroupCommunicator):
         if not self._channel.has_room(number):
             Room(self._watch, self._channel, number).wait()
 
-    def all_gather(self, full: Tensors, fill: Fill) -> Pending:
+    def all_gather(self, full: Tensors, fill: Callable[[], object]) -> Pending:
         self._tell_of_gathers(full)
         fill()
         self._prepare(len(full))
@@ -218,7 +216,10 @@ class HostCommunicator(GroupCommunicator):
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, lengths: Lengths | None = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        lengths: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Pending:
         if lengths is not None:
             return super().all_to_all(received, sent, lengths)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from fsdp_wrap._comm.groups import Ranks, host_id
+from fsdp_wrap._comm.process_group import InFlight
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
-from fsdp_wrap._comm.watching.watch import InFlight, Watch
+from fsdp_wrap._comm.watching.watch import Watch
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
@@ -103,7 +104,8 @@ class StoreGather(InFlight):
                 raise RuntimeError(f"rank {self._members[rank]} has ended")
 
     def values(self) -> list[Any]:
-        """Returns the values by rank, after the wait."""
+        """Waits, and returns the values by rank."""
+        self.wait()
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in self._keys]
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.lanes import Pending
 from fsdp_wrap._comm.messages import ExchangeCommunicator, Messages, exchange_gather, exchange_reduce
-from fsdp_wrap._comm.objects import as_transport
-from fsdp_wrap._comm.process_group import Fill, Tensors
+from fsdp_wrap._comm.process_group import Fill, Tensors, as_transport
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 
 

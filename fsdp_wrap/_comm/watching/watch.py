@@ -1,4 +1,4 @@
-"""Waits for collectives, and reports ranks that do not come.
+"""Looks after the ranks of a group while collectives run, and reports those that do not come.
 
 Where the host waits (gloo), a long wait is reported once, and one that is in vain, or lasts until shortly
 before the group's time limit, ends in an error. Where it does not (NCCL), waiting is an order to a stream,
@@ -11,10 +11,8 @@ import json
 import sys
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,13 +21,8 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import time_limit
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
-from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import dump_flight_records, groups_alive
 
-_FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
-_FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
-_LATER_LOOKS = 1.0
-_LAST_LOOK = 0.01  # rounded to no milliseconds it would be no limit
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
 _PATIENCE, _LONGEST_PATIENCE = 0.25, 300.0  # how long to say nothing, likewise
 _TAG = 0x66736474  # of messages that nobody waits for; no user is likely to choose it
@@ -134,90 +127,6 @@ def deaths_told(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         if not watch.dead():
             raise
         raise watch.failure(error) from error
-
-
-class InFlight(ABC):
-    """Something of a group's that was issued just now."""
-
-    def __init__(self, watch: Watch, works: Sequence[Any] = ()) -> None:
-        self._watch, self._works = watch, works
-        self._number = watch.positions.issued
-        self._begin = time.monotonic()
-        self._ended, self._warned = False, False
-        self._failure: str | None = None  # not the error, which would hold the frames of its waiter
-
-    @abstractmethod
-    def _wait_for(self, seconds: float) -> bool:
-        """Waits some seconds at most; returns whether it has ended. Called until it has, or has failed."""
-
-    def wait(self, pause: float = _FIRST_LOOK) -> None:
-        """Waits until it has ended, with a first look at the ranks after `pause` seconds.
-
-        Raises a RuntimeError if it has failed, or does not end, or a peer has issued something else.
-        """
-        while not self._ended:
-            if self._failure is not None:
-                raise RuntimeError(self._failure)
-            try:
-                self._ended = self._wait_for(pause)
-            except RuntimeError as error:
-                self._failure = str(error)
-                failure = self._watch.failure(error)  # or raises: peers issued something else
-                self._failure = str(failure)
-                raise failure from error
-            if not self._ended:
-                pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
-                pause = max(min(pause, self._look()), _LAST_LOOK)
-
-    def _look(self) -> float:
-        """Looks at the ranks and warns once; returns the seconds left, or raises a RuntimeError."""
-        watch, waited = self._watch, time.monotonic() - self._begin
-        watch.positions.compare_all()
-        watch.require_living(self._number)
-        left = watch.time_left(waited)
-        if left <= 0:
-            raise RuntimeError(watch.report(waited))
-        if not self._warned and watch.is_late(waited):
-            warn_caller(watch.report(waited))
-            self._warned = True
-        return left
-
-
-class Works(InFlight):
-    """Works of the process group."""
-
-    def wait(self, pause: float = _LAST_LOOK) -> None:
-        try:
-            for work in self._works:
-                work.wait(_FIRST_LIMIT)
-        except RuntimeError:  # one is late, or has failed
-            super().wait(pause)
-
-    def _wait_for(self, seconds: float) -> bool:
-        limit = timedelta(seconds=seconds)
-        for work in self._works:
-            try:
-                work.wait(limit)
-            except RuntimeError:
-                if not work.is_completed():  # it goes on: only the waiting has ended
-                    return False
-                work.wait()  # raises its error, or has succeeded just after the limit
-        return True
-
-
-class WorksWithoutLimit(InFlight):
-    """Works to wait for once all peers have come: nothing could end a wait for a missing one."""
-
-    def _wait_for(self, seconds: float) -> bool:
-        begin = time.monotonic()
-        while not self._watch.positions.reached(self._number):
-            waited = time.monotonic() - begin
-            if waited > seconds:
-                return False
-            time.sleep(min(waited / 8, 0.001))  # late by a small part of the whole wait
-        for work in self._works:
-            work.wait()
-        return True
 
 
 def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:

@@ -12,8 +12,8 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, mark_owned, round_up
 from fsdp_wrap._params.extensions.layout import users_attributes
 from fsdp_wrap._params.extensions.packing import Packing
+from fsdp_wrap._params.flat import SliceLayout
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent, Layout
-from fsdp_wrap._params.slices import SliceLayout
 
 
 @final

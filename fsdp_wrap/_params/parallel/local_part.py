@@ -1,10 +1,10 @@
-"""`LocalPart`: this rank's part of a parameter that tensor parallelism has distributed."""
+"""`LocalPart`: this rank's part of a distributed parameter; `HeldBy`: the ranks that hold tensors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_wrap._comm import ShardMesh
+from fsdp_wrap._comm import ShardMesh, default_group, device_type_for, group_of, mesh_over
 from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
@@ -30,6 +30,67 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def placed(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """Returns mesh and placements of a `DTensor`; None for other tensors."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+@dataclass(frozen=True)
+class HeldBy:
+    """The ranks that hold tensors between them, without a reference that keeps their process group alive.
+
+    Attributes:
+        ranks: Global ranks, in order.
+        names: Name of the mesh's dimension, if it has one.
+        replicated: Whether each of them holds everything.
+        given: The user's mesh, if the ranks were given by one.
+        reference: Returns their process group while that lives.
+    """
+
+    ranks: tuple[int, ...]
+    device_type: str
+    names: tuple[str, ...] | None = None
+    replicated: bool = False
+    given: DeviceMesh | None = field(default=None, compare=False)
+    reference: Callable[[], Any] = field(default=lambda: None, compare=False)
+
+    @classmethod
+    def of(cls, mesh: ShardMesh, device: torch.device) -> HeldBy:
+        """Returns the ranks that hold one copy of a unit between them; all replicas, if each has a copy."""
+        ranks = mesh.shard or mesh.replicate
+        assert ranks is not None
+        names = None if mesh.given is None else mesh.given.mesh_dim_names
+        return cls(
+            tuple(ranks.members),
+            device.type,
+            names and names[-1:],
+            replicated=mesh.shard is None,
+            given=mesh.given,
+            reference=ranks.reference,
+        )
+
+    @classmethod
+    def everyone(cls) -> HeldBy:
+        """Returns all ranks."""
+        group = default_group("a piece of a sharded state dict")
+        return cls(tuple(range(dist.get_world_size(group))), device_type_for(group))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that hold one copy between them."""
+        return 1 if self.replicated else len(self.ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group; raises RuntimeError where there is none any more."""
+        return group_of(self.ranks, self.reference())
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The user's mesh, or one of one dimension."""
+        return self.given or mesh_over(self.group, self.device_type, self.names)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Arguments that make an equal object in another process."""
+        return self.ranks, self.device_type, self.names, self.replicated
 
 
 def holding(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
