@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -16,6 +17,8 @@ from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.segment import Segment
+
+_FULL = attrgetter("full")
 
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills shards, given first, from unsharded 1-D tensors, given second, which it may overwrite."""
@@ -186,7 +189,7 @@ class BatchedGather:
                 begin += segment.batched_nbytes
             self._shares.append(GatherShare(self, rows))
         self._buffer.free()
-        self.pending: Pending = Finished()
+        self.pending: Pending | None = None  # from issue to the first wait
         self._left = 0
 
     def issue(self, units: Sequence[Sequence[Segment]]) -> list[GatherShare]:
@@ -200,11 +203,11 @@ class BatchedGather:
         self._left = len(units)
         return self._shares
 
-    def leave(self) -> None:
-        """Notes that one of the units has copied its share."""
+    def copy(self, copies: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        """Copies the share of one of the units; the last one frees the buffer."""
+        foreach_copy_(*copies)
         self._left -= 1
         if not self._left:
-            self.pending = Finished()
             self._buffer.free()
 
 
@@ -224,27 +227,25 @@ class GatherShare:
 
     def wait(self) -> None:
         """Waits for the gather, and fills the unsharded buffers."""
-        self._gather.pending.wait()
-        full = [segment.full for segment in self.segments]
+        gather, full = self._gather, [*map(_FULL, self.segments)]
+        if gather.pending is not None:
+            gather.pending.wait()
+            gather.pending = None
         for buffer in full:
             buffer.allocate()
         if full != self._full:
             self._full, self._copies = full, self._find_copies()
-        foreach_copy_(*self._copies)
         self.segments = ()
-        self._gather.leave()
+        gather.copy(self._copies)
 
     @torch.inference_mode(False)
     def _find_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for segment, shards in zip(self.segments, self._shards):
-            pairs = segment.layout.same_elements(shards, segment.full.data)
-            if segment.layout.in_place:
-                pairs = [(shards, segment.full.data.view(len(shards), -1))]
-            sources += [source for source, _ in pairs]
-            targets += [target for _, target in pairs]
-        return targets, sources
+            layout, full = segment.layout, segment.full.data
+            one = layout.in_place
+            pairs += [(shards, full.view(len(shards), -1))] if one else layout.same_elements(shards, full)
+        return [target for _, target in pairs], [source for source, _ in pairs]
 
 
 class BatchedGradients:
@@ -276,8 +277,7 @@ class BatchedGradients:
             self._buffer.allocate()
             for gap in self._gaps:
                 gap.zero_()
-        parts = self._of_segments[index]
-        parts.copy_(full.view(len(parts), -1))
+        self._of_segments[index].copy_(full.view(self._communicator.size, -1))
 
     def reduce(self, taken: Sequence[int]) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
         """Issues the reduction of some segments, given by number.

@@ -328,9 +328,8 @@ class ParamHandle:
         self.shown.show_sharded()
         if keep:
             self._keep(keep)
-        leaving = (
-            [each for each in self.segments if each not in self.kept_segments] if keep else self.segments
-        )
+        kept = self.kept_segments
+        leaving = [each for each in self.segments if each not in kept] if keep else self.segments
         parts_can_be_kept = not self.keeps_storage and not self._extended  # a gather may exchange buffers
         if within is not None and leaving and parts_can_be_kept:
             self.post_forward_shards = PostForwardShards(leaving, within)

@@ -29,6 +29,7 @@ from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, handle_of
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
+_BUFFER_DTYPE = attrgetter("gradients.buffer_dtype")
 _ON_CPU = 2 << 20
 """Default memory for batches of collectives, in bytes."""
 
@@ -154,11 +155,10 @@ class BatchedReduction:
         found, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
         same = [*map(handle.segments.index, found)] == expected
-        if not same or any([each.gradients.buffer_dtype != gradients.dtype for each in found]):
+        if not same or {*map(_BUFFER_DTYPE, found)} != {gradients.dtype}:
             return False
-        counts_unused = unit.options.counts_unused
         for index, segment in enumerate(found, self._plan.first[unit]):
-            gradients.take(index, segment.gradients.complete(counts_unused))
+            gradients.take(index, segment.gradients.complete(unit.options.counts_unused))
             segment.gradients.free_copied()
         self.taken.append(unit)
         self._segments += found

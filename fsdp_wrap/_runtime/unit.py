@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -41,6 +42,9 @@ from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
+
+handle_of: Callable[[Unit], ParamHandle] = attrgetter("handle")
+"""Returns the handle of a unit that is known to have parameters."""
 
 SHOWN_TO_USERS = (HandleState.SUMMONED, HandleState.REPLACED)
 """States in which no forward or backward may run."""
@@ -247,8 +251,7 @@ class Unit:
         self.schedule: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
-        self.told_of_own_gradients = False
-        self.hooked = -1
+        self.told_of_own_gradients, self.hooked = False, -1
         self.all_train = handle is None
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
@@ -734,12 +737,6 @@ def _will_run(nodes: Iterable[Node]) -> int:
         return sum(will_execute(node) for node in nodes)
     except RuntimeError:  # leaves captured by torch.autograd.grad are not executed
         return 0
-
-
-def handle_of(unit: Unit) -> ParamHandle:
-    """Returns the handle of a unit that is known to have parameters."""
-    assert unit.handle is not None
-    return unit.handle
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
