@@ -208,9 +208,9 @@ class Buffer:
 
     def free(self) -> bool:
         """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
-        if not self._storage.resizable():
-            return False
         if self._storage.nbytes():
+            if not self._storage.resizable():
+                return False
             self._storage.resize_(0)
             if resize_watchers:
                 tell_resized(self._storage)

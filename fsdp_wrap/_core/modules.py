@@ -157,20 +157,21 @@ class ModuleWriter:
     ) -> None:
         self._set: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
-        self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        plain: list[tuple[dict[str, Any], str, Any]] = []
         self._covers: list[tuple[dict[str, Any], str]] = []
         for several, tensor in zip(places, tensors):
             param = tensor if isinstance(tensor, nn.Parameter) else None
             for module, name in several:
                 self._params.append((module._parameters, name, param))
                 if param is None:
-                    self._plain.append((module.__dict__, name, tensor))
+                    plain.append((module.__dict__, name, tensor))
                 elif uncovers:
                     self._covers.append((module.__dict__, name))
                 registrable = param is None or param.is_leaf  # RNNs look up other tensors themselves
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
                     # RNNs update a second list of their weights.
                     self._set.append((weakref.ref(module), name, param))
+        self._writes = self._params + plain
 
     def show(self) -> None:
         """Makes the writes."""
@@ -178,9 +179,8 @@ class ModuleWriter:
             setattr(module(), name, param)
         for names, name in self._covers:
             names.pop(name, None)
-        for shown in (self._params, self._plain):
-            for names, name, tensor in shown:
-                names[name] = tensor
+        for names, name, tensor in self._writes:
+            names[name] = tensor
 
 
 @dataclass(frozen=True)
