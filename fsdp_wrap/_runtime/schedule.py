@@ -42,7 +42,7 @@ from fsdp_wrap._core import (
     value_watchers,
     with_optimizers,
 )
-from fsdp_wrap._core.torch_private import execution_engine, graph_task, profiler_runs
+from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient, profiler_runs
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
@@ -108,8 +108,7 @@ class Schedule(StepState):
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
         self._outermost = root.over_all_meshes
-        self._order = ExecOrder()
-        self._order_check = OrderCheck()
+        self._order, self._order_check = ExecOrder(), OrderCheck()
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
@@ -221,15 +220,18 @@ class Schedule(StepState):
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or tensor.layout != torch.strided:
                 return tensor
-            if id(tensor) not in seen:  # one tensor stays one: modules test `query is key`
+            view = seen.get(id(tensor))
+            if view is None:  # one tensor stays one: modules test `query is key`
                 view = seen[id(tensor)] = tensor.view_as(tensor)
                 assert view.grad_fn is not None
                 view.grad_fn.register_prehook(partial(self._on_input_gradient, call))
                 nodes.append(view.grad_fn)
-            return seen[id(tensor)]
+            return view
 
         args, kwargs = inputs
-        inputs = map_tensors(watch, args, replaced), kwargs and map_tensors(watch, kwargs, replaced)
+        one = len(args) == 1 and isinstance(args[0], torch.Tensor)  # as most modules take
+        args = (watch(args[0]),) if one else map_tensors(watch, args, replaced)
+        inputs = args, kwargs and map_tensors(watch, kwargs, replaced)
         call.watched = len(nodes)
         return inputs
 
@@ -254,7 +256,7 @@ class Schedule(StepState):
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
         for tensor in with_grad:
-            tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
+            hook_gradient(tensor, partial(self._pre_backward, call, inputs))
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
@@ -307,7 +309,7 @@ class Schedule(StepState):
         lasting, self.lasting = self.lasting, {}
         for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
-                tensor.register_hook(partial(self._pre_backward, call, inputs))  # type: ignore[no-untyped-call]
+                hook_gradient(tensor, partial(self._pre_backward, call, inputs))
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()
@@ -507,7 +509,7 @@ class Schedule(StepState):
         if grad is None or not grad.requires_grad:
             return grad
         view = grad.view_as(grad)
-        view.register_hook(lambda outer: self._pre_derivative(call, outer))  # type: ignore[no-untyped-call]
+        hook_gradient(view, partial(self._pre_derivative, call))
         return view
 
     def _pre_derivative(self, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
