@@ -6,7 +6,7 @@ May import: `_core`, `_comm`.
 Must never know: when that happens, and in which order units run.
 """
 
-from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, GatherShare, Reduction
+from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, Reduction
 from fsdp_wrap._params.dtensor import Cut, DTensorLayout, chunk_numel
 from fsdp_wrap._params.extensions import (
     ExtensionLayout,

@@ -190,7 +190,7 @@ class BatchedGather:
             self._shares.append(GatherShare(self, rows))
         self._buffer.free()
         self.pending: Pending | None = None  # from issue to the first wait
-        self._left = 0
+        self.waiting = set[GatherShare]()
 
     def issue(self, units: Sequence[Sequence[Segment]]) -> list[GatherShare]:
         """Issues the gather for units with segments of the same sizes and dtypes; returns their shares."""
@@ -200,15 +200,12 @@ class BatchedGather:
         self.pending = self._communicator.gather_into(
             [self._buffer], lambda: foreach_copy_(self._own, shards, non_blocking=True)
         )
-        self._left = len(units)
+        self.waiting.update(self._shares)
         return self._shares
 
-    def copy(self, copies: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        """Copies the share of one of the units; the last one frees the buffer."""
-        foreach_copy_(*copies)
-        self._left -= 1
-        if not self._left:
-            self._buffer.free()
+    def free(self) -> None:
+        """Frees the buffer, when all units have copied their shares."""
+        self._buffer.free()
 
 
 class GatherShare:
@@ -235,8 +232,11 @@ class GatherShare:
             buffer.allocate()
         if full != self._full:
             self._full, self._copies = full, self._find_copies()
+        foreach_copy_(*self._copies)
         self.segments = ()
-        gather.copy(self._copies)
+        gather.waiting.discard(self)
+        if not gather.waiting:
+            gather.free()
 
     @torch.inference_mode(False)
     def _find_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -249,13 +249,16 @@ class GatherShare:
 
 
 class BatchedGradients:
-    """One buffer for the gradients of several units, in one dtype; parts of a rank lie side by side."""
+    """One buffer for the gradients of several units, in one dtype; parts of a rank lie side by side.
+
+    Attributes:
+        of_segments: The parts of each segment: ranks x elements.
+    """
 
     @torch.inference_mode(False)
     def __init__(self, communicator: Communicator, segments: Sequence[Segment]) -> None:
         self._communicator = communicator
         self.dtype, self._sums = segments[0].gradients.buffer_dtype, segments[0].dtypes.reduce
-        self._begun = False
         step = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
         self._ranges: list[slice] = []  # of each segment, in the part of a rank
         numel = 0
@@ -264,20 +267,17 @@ class BatchedGradients:
             numel = round_up(self._ranges[-1].stop, step)
         self._buffer = communicator.buffer(numel * communicator.size, self.dtype)
         self._parts = self._buffer.data.view(communicator.size, -1)
-        self._of_segments = [self._parts[:, each] for each in self._ranges]
+        self.of_segments = [self._parts[:, each] for each in self._ranges]
         starts = [*(each.start for each in self._ranges[1:]), numel]
         gaps = [self._parts[:, each.stop : start] for each, start in zip(self._ranges, starts)]
         self._gaps = [gap for gap in gaps if gap.numel()]
         self._buffer.free()
 
-    def take(self, index: int, full: torch.Tensor) -> None:
-        """Copies the gradients of one segment, given by number."""
-        if not self._begun:
-            self._begun = True
-            self._buffer.allocate()
-            for gap in self._gaps:
-                gap.zero_()
-        self._of_segments[index].copy_(full.view(self._communicator.size, -1))
+    def allocate(self) -> None:
+        """Gets memory for gradients, which are copied to `of_segments` then."""
+        self._buffer.allocate()
+        for gap in self._gaps:
+            gap.zero_()
 
     def reduce(self, taken: Sequence[int]) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
         """Issues the reduction of some segments, given by number.
@@ -285,7 +285,7 @@ class BatchedGradients:
         Returns:
             (pending, reduced shard, one view of it per segment)
         """
-        for index, parts in enumerate(self._of_segments):
+        for index, parts in enumerate(self.of_segments):
             if index not in taken:  # may hold NaN, which checks of collectives refuse
                 parts.zero_()
         shard = self._communicator.empty(self._parts.shape[1], self._sums)
@@ -295,5 +295,4 @@ class BatchedGradients:
 
     def free(self) -> None:
         """Frees the buffer; nothing may be in flight."""
-        self._begun = False
         self._buffer.free()

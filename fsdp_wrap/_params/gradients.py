@@ -214,9 +214,10 @@ class Gradients:
         """The dtype of the reduce buffer at the end of the running backward."""
         return (self._sums if self.unreduced else self._own).tensor.dtype
 
-    def free_copied(self) -> None:
-        """Frees a complete reduce buffer that was copied into a batch, until `drop`."""
-        self.kept = False  # else a failed backward would count on the freed buffer
+    def move_to(self, parts: torch.Tensor, counts_unused: bool) -> None:
+        """Copies the complete reduce buffer into a batch, ranks x elements, and frees it."""
+        parts.copy_(self.complete(counts_unused).view(parts.shape))
+        self.kept = self.collected = False  # else a failed backward would count on the freed buffer
         self.buffer.free()
 
     # reduced gradients
@@ -265,9 +266,9 @@ class Gradients:
     def drop(self) -> None:
         """Drops all collected gradients and frees the reduce buffer."""
         self.used = [False] * len(self._leaves)
-        self.kept = False
-        self.collected = False
-        self.buffer.free()
+        if self.collected:
+            self.buffer.free()
+        self.kept = self.collected = False
         if self._views is not self._own:
             self._lie_in(self._own)
 

@@ -157,9 +157,10 @@ class BatchedReduction:
         same = [*map(handle.segments.index, found)] == expected
         if not same or {*map(_BUFFER_DTYPE, found)} != {gradients.dtype}:
             return False
+        if not self.taken:
+            gradients.allocate()
         for index, segment in enumerate(found, self._plan.first[unit]):
-            gradients.take(index, segment.gradients.complete(unit.options.counts_unused))
-            segment.gradients.free_copied()
+            segment.gradients.move_to(gradients.of_segments[index], unit.options.counts_unused)
         self.taken.append(unit)
         self._segments += found
         handle.join(self)
@@ -275,8 +276,11 @@ class CollectiveBatcher:
         segments = [handle_of(each).segments for each in units]
         with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
             shares = plan.batch.issue(segments)
+        lasting = not unit.schedule.syncs or bool(unit.schedule.kept.chosen)
         for each, share in zip(units, shares):
-            each.join_gather(share, phase, plan.names)
+            handle_of(each).gather(each.lasts or lasting, share)
+            if step_watchers or observers:
+                each.tell(EventKind.UNSHARD, phase, handle_of(each).unsharded_nbytes, plan.names)
         return units[1:]
 
     def companions_of(self, unit: Unit) -> list[str]:

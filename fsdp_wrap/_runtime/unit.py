@@ -37,7 +37,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import will_execute
-from fsdp_wrap._params import GatherShare, HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
+from fsdp_wrap._params import HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
@@ -206,6 +206,7 @@ class Unit:
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
+        lasts: Whether the next iteration may take over the full parameters, since no step frees them.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
         loading: Ends the load of a state dict that has begun: with True what was loaded counts; None without.
     """
@@ -352,8 +353,7 @@ class Unit:
         options = self.options
         self.casts = options.casts != NO_CASTS
         as_root = options.keeps_as_root and not self.nested
-        # Whether the next iteration may take over the full parameters, since no step frees them.
-        self._lasts = as_root or not (options.reshards_after_backward and options.reshard_after_forward)
+        self.lasts = as_root or not (options.reshards_after_backward and options.reshard_after_forward)
 
     def set(self, **options: Any) -> None:
         """Changes options."""
@@ -396,7 +396,7 @@ class Unit:
             self.finish_reduction()
         schedule = self.schedule
         assert schedule is not None
-        lasting = self._lasts or not schedule.syncs or bool(schedule.kept.chosen) or phase is Phase.IDLE
+        lasting = self.lasts or not schedule.syncs or bool(schedule.kept.chosen) or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes
         if handle.kept_segments:
             self.drop_outdated(phase)
@@ -414,14 +414,6 @@ class Unit:
         if travels and (step_watchers or observers):
             self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
-
-    def join_gather(self, share: GatherShare, phase: Phase, together: tuple[str, ...]) -> None:
-        """Gathers a sharded unit by its share of a batched gather of the units named `together`."""
-        handle = self.handle
-        assert handle is not None and self.schedule is not None
-        handle.gather(self._lasts or not self.schedule.syncs or bool(self.schedule.kept.chosen), share)
-        if step_watchers or observers:
-            self.tell(EventKind.UNSHARD, phase, handle.unsharded_nbytes, together)
 
     def drop_outdated(self, phase: Phase) -> None:
         """Frees kept segments whose shards may have changed since."""
