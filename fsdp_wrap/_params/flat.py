@@ -193,6 +193,7 @@ class FlatLayout(Layout):
         with torch.inference_mode(False):
             firsts = [*chain.from_iterable(self._firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
+            self._zeros = self._all_firsts  # once gradients come, zeros of their dtype
         self._resides = not sharded and not self.offloaded
         self._take_over(slots)
 
@@ -259,8 +260,10 @@ class FlatLayout(Layout):
         return used
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        firsts = self._all_firsts
-        notes.index_add_(0, firsts, notes.new_zeros(firsts.numel()))  # -0.0 + 0.0 is 0.0
+        firsts, zeros = self._all_firsts, self._zeros
+        if zeros.dtype != notes.dtype:
+            zeros = self._zeros = notes.new_zeros(firsts.numel())
+        notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
         if False in used:  # one by one: an index tensor for the device would make the host wait
             unused = [not known for known in self._known_used(used)]
             for first in chain.from_iterable(compress(self._firsts, unused)):

@@ -22,8 +22,8 @@ class Arrivals:
     """Gradients that a unit has and awaits in the running backward of its tree.
 
     Leaf hooks note each gradient here, and call the schedule only where it may have to act: after the first
-    gradient unless it has acted before, at a quarter of the bytes, and after the last gradient unless inputs
-    are awaited too. Leaves are stored by id, since their hooks reference this object.
+    gradient unless it has acted before, at a quarter of the bytes if reductions are in flight, and after the
+    last gradient unless inputs are awaited too. Leaves are stored by id: their hooks reference this object.
 
     Attributes:
         progress: State of the unit's backward.
@@ -84,11 +84,16 @@ class Arrivals:
 
         return note
 
-    def go_on(self, every: bool) -> bool:
-        """Sets when the schedule acts next (at each gradient if `every`); returns whether all have come."""
+    def go_on(self, every: bool, at_quarter: bool = True) -> bool:
+        """Sets when the schedule acts next; returns whether all have come.
+
+        Args:
+            every: Whether it acts at each gradient.
+            at_quarter: Whether it acts at a quarter of the bytes.
+        """
         self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
-        later = (-1 if self.open_calls else 0) if self.quarter_came else self._quarter
+        later = (-1 if self.open_calls else 0) if self.quarter_came or not at_quarter else self._quarter
         self._next_stop = self._to_come if every else later
         return not self.missing
 

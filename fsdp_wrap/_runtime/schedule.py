@@ -470,7 +470,8 @@ class Schedule(StepState):
                 unit.tell_entered(Computing.BACKWARD)
             if value_watchers:
                 tell_values(unit, ValueSeam.PARAMETERS)
-            unit.arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
+            every = torch.is_grad_enabled() or options.gradients_in_place
+            unit.arrivals.go_on(every, at_quarter=bool(self._reducing or self._prefetching_later))
             if unit.tied or unit.tied_to is not None:
                 unit.arrivals.owes = handle.trainable
             prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -867,6 +868,7 @@ class Schedule(StepState):
             owes or handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
         ):
             return
+        self._gradients_came = self._gradients_came or unit.arrivals.some_came()
         if not (self._gradients_came or owes) and phase is not Phase.IDLE:  # autograd.grad() may bring none
             self._deferred.add(unit)
             return
