@@ -194,7 +194,9 @@ class Updates:
             self._note(unit)
         for updater in updaters:
             updater.finish([unit for unit in complete if unit.updater is updater])
-        self._forget(units)
+        self.updated.clear()
+        for unit in units:
+            unit.forwards = 0
 
     def abandon(self, units: Iterable[Unit]) -> None:
         """Ends a failed backward without further updates."""
@@ -202,9 +204,6 @@ class Updates:
         updaters, self._updaters = self._updaters, {}
         for updater in updaters:
             updater.abandon([unit for unit in reduced if unit.updater is updater])
-        self._forget(units)
-
-    def _forget(self, units: Iterable[Unit]) -> None:
         self.updated.clear()
         for unit in units:
             unit.forwards = 0
