@@ -31,6 +31,7 @@ from fsdp_wrap._state import (
     by_mesh,
     full_optim_state_dict,
     load_optim_state_dict,
+    only_rank,
     refitted,
     rekey_optim_state_dict,
     sharded_handles,
@@ -39,7 +40,6 @@ from fsdp_wrap._state import (
     taking,
     to_load,
     wants_dtensors,
-    wants_result,
 )
 
 _deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
@@ -118,7 +118,8 @@ class StateDictMethods(nn.Module):
         dict of a plain module, unless `offload_to_cpu` is set.
         """
         settings = self._state_dict_settings
-        wanted = wants_result(self, settings.state_dict_config)
+        only = only_rank(self, settings.state_dict_config)
+        wanted = only is None or only.is_here
         with taking(destination, self, prefix, wanted) as (call, outermost):
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
@@ -129,7 +130,7 @@ class StateDictMethods(nn.Module):
             drops = not wanted and (outermost or call.wanted)
             earlier = set(call.destination) if drops else set[str]()
             destination = take_state_dict(
-                self._unit, settings, call, wanted=wanted, prefix=prefix, keep_vars=keep_vars
+                self._unit, settings, call, only=only, prefix=prefix, keep_vars=keep_vars
             )
         for hook in self._state_dict_hooks.values():
             changed = hook(self, destination, prefix, destination._metadata.get(prefix[:-1], {}))
@@ -241,8 +242,8 @@ class OptimStateDictMethods:
             return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, by_rows=True)
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             return sharded_optim_state_dict(model, optim, optim_state_dict, to_host=to_host)
-        wanted = wants_result(model, config)
-        return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, wanted=wanted)
+        only = only_rank(model, config)
+        return full_optim_state_dict(model, optim, optim_state_dict, to_host=to_host, only=only)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -292,8 +293,8 @@ class OptimStateDictMethods:
     ) -> dict[str, Any]:
         """Returns `optim_state_dict` of full tensors, on the host; ignores `optim_input` and `group`."""
         _warn_of_optim_input(optim_input)
-        wanted = wants_result(model, FullOptimStateDictConfig(rank0_only=rank0_only))
-        return full_optim_state_dict(model, optim, None, to_host=True, wanted=wanted)
+        only = only_rank(model, FullOptimStateDictConfig(rank0_only=rank0_only))
+        return full_optim_state_dict(model, optim, None, to_host=True, only=only)
 
     @staticmethod
     def sharded_optim_state_dict(

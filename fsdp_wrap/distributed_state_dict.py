@@ -41,7 +41,6 @@ from fsdp_wrap._state import (
     FirstRank,
     Originals,
     full_optim_state_dict,
-    is_first_rank,
     is_sharded,
     load_optim_state_dict,
     owned_places,
@@ -102,7 +101,7 @@ def model_state(model: nn.Module, options: Any) -> dict[str, Any]:
         state = _detached(own_method(model, "state_dict")(keep_vars=not options.full_state_dict))
     if options.full_state_dict and others_sharded:  # parts of the model are sharded by `fully_shard`
         state.update({name: unsharded(value) for name, value in state.items()})
-    if on_first and not is_first_rank(model):
+    if on_first and not FirstRank(model).is_here:
         return {}
     if options.cpu_offload:  # also tensors of no unit
         state.update({name: v.cpu() for name, v in state.items() if isinstance(v, torch.Tensor)})
@@ -117,8 +116,8 @@ def optim_state(model: nn.Module, optims: Iterable[torch.optim.Optimizer], optio
         return {}
     if options.full_state_dict:
         # Torch's functions also give an optimizer that was never stepped something to load into.
-        wanted = is_first_rank(model) or not (options.cpu_offload or options.broadcast_from_rank0)
-        how: dict[str, Any] = {"to_host": options.cpu_offload, "wanted": wanted, "initial": True}
+        only = FirstRank(model) if options.cpu_offload or options.broadcast_from_rank0 else None
+        how: dict[str, Any] = {"to_host": options.cpu_offload, "only": only, "initial": True}
         parts = [full_optim_state_dict(model, optimizer, None, **how) for optimizer in optims]
     else:
         with _kind(model, options):

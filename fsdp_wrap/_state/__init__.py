@@ -12,7 +12,6 @@ from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,
     check_dtype,
-    is_first_rank,
     is_sharded,
     iter_full_params,
     param_aliases,
@@ -52,9 +51,9 @@ from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_pl
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,
+    only_rank,
     take_state_dict,
     taking,
     to_load,
     wants_dtensors,
-    wants_result,
 )

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from fsdp_wrap._state.originals import Originals, handles_of, owned_places, unco
 
 Named = tuple[str, torch.Tensor]
 T = TypeVar("T")
+Receiver: TypeAlias = "FirstRank | None"
+"""The one rank that keeps what is gathered; None for all."""
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
@@ -133,7 +135,7 @@ def check_budget(budget: int | None) -> None:
 
 
 def stream(
-    values: Iterable[FullValue], budget: int, *, wanted: bool = True, to_host: bool = False
+    values: Iterable[FullValue], budget: int, *, only: Receiver = None, to_host: bool = False
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Gathers tensors in order; collective.
 
@@ -145,15 +147,16 @@ def stream(
         values: The same ones on every rank.
         budget: The most bytes of what is on its way, of the tensor that is yielded, and of the one before,
             which a loop's variable still holds while the next tensor is fetched.
-        wanted: Whether this rank keeps them; otherwise it yields tensors on the meta device.
+        only: The one rank that keeps them, and the others yield tensors on the meta device; None for all.
         to_host: Yield them in host memory.
 
     Yields:
         (key, full tensor in memory of its own).
     """
     waiting, issued, held = deque(_batches(values, budget)), deque[_Issued](), 0
+    wanted = only is None or only.is_here
     try:
-        while _issue(waiting, issued, budget - held):
+        while _issue(waiting, issued, budget - held, only):
             batch, makers = _arrived(issued.popleft())
             for value in batch:
                 held = value.nbytes if wanted else 0
@@ -161,20 +164,20 @@ def stream(
                 yield value.key, full
                 del full
     except GeneratorExit:
-        while _issue(waiting, issued, budget):
+        while _issue(waiting, issued, budget, only):
             batch, makers = _arrived(issued.popleft())
             if batch[0].part is not None:  # which travels alone, and once more
                 _made(batch[0], makers.pop(), False, to_host)
         raise
 
 
-def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int) -> bool:
+def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int, only: Receiver) -> bool:
     """Issues what fits, and one gather in any case; returns whether any is on its way."""
     room -= sum(_nbytes(batch) for batch, _, _ in issued)
     while waiting and (not issued or _nbytes(waiting[0]) <= room):
         batch = waiting.popleft()
         room -= _nbytes(batch)
-        issued.append((batch, *_gather(batch)))
+        issued.append((batch, *_gather(batch, only)))
     return bool(issued)
 
 
@@ -222,8 +225,8 @@ def _nbytes(batch: list[FullValue]) -> int:
     return nbytes if len(batch) == 1 else 2 * nbytes
 
 
-def _gather(values: Sequence[FullValue]) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
-    """Issues one gather of values that travel together, or of one alone.
+def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
+    """Issues one gather of values that travel together, or of one alone; to all ranks, or the first only.
 
     Returns:
         For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
@@ -232,17 +235,33 @@ def _gather(values: Sequence[FullValue]) -> tuple[list[Callable[[], torch.Tensor
     communicator, dtype = values[0].communicator, values[0].dtype
     by_rank = [list(of_rank) for of_rank in zip(*(value.lengths for value in values))]
     lengths = [sum(of_rank) for of_rank in by_rank]
-    arriving = communicator.empty(sum(lengths), dtype)
 
     def write(own: torch.Tensor) -> None:
         for value, part in zip(values, torch.split(own, by_rank[communicator.rank])):
             value.write(part)
 
-    pending = communicator.all_gather_parts(arriving, lengths, write)
-    if len(values) == 1:
-        return [lambda: arriving.view(values[0].shape)], pending
+    to_first = only is not None and values[0].part is None and communicator in only.steps[-1:]
+    alone = to_first and communicator.rank > 0
+    arriving = communicator.empty(lengths[communicator.rank] if alone else sum(lengths), dtype)
+    if to_first:
+        write(arriving[: lengths[communicator.rank]])
+        pending = _sent_to_first(communicator, arriving.view(torch.uint8), lengths, dtype.itemsize)
+    else:
+        pending = communicator.all_gather_parts(arriving, lengths, write)
+    if len(values) == 1 or alone:  # the latter are not made
+        return [lambda: arriving.view(values[0].shape)] * len(values), pending
     parts = [torch.split(of_rank, each) for of_rank, each in zip(torch.split(arriving, lengths), by_rank)]
     return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
+
+
+def _sent_to_first(
+    communicator: Communicator, data: torch.Tensor, lengths: Sequence[int], size: int
+) -> Pending:
+    """Issues a gather of bytes in which the first rank receives all behind its own, and the others send."""
+    first, none = communicator.rank == 0, [0] * communicator.size
+    coming = [0, *(size * length for length in lengths[1:])] if first else none
+    going = none if first else [data.numel(), *none[1:]]
+    return communicator.all_to_all(data[data.numel() - sum(coming) :], data[: sum(going)], (coming, going))
 
 
 def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -358,8 +377,8 @@ class FullParams:
         budget = budget or self._budget
         for communicator in dict.fromkeys(value.communicator for value in self._values):
             communicator.agree(self._doing, {**self._chosen, "budget": budget})
-        wanted = not rank0_only or is_first_rank(self._module)
-        return stream(self._values, budget, wanted=wanted, to_host=offload_to_cpu)
+        only = FirstRank(self._module) if rank0_only else None
+        return stream(self._values, budget, only=only, to_host=offload_to_cpu)
 
 
 def settled_units(module: nn.Module, doing: str) -> list[Unit]:
@@ -421,11 +440,6 @@ def unsharded(value: Any) -> Any:
 
 
 # from the first rank to all
-
-
-def is_first_rank(module: nn.Module) -> bool:
-    """Whether this is the one rank that stands for all that hold a module (0, in the default group)."""
-    return FirstRank(module).is_here
 
 
 @dataclass(frozen=True)

@@ -65,16 +65,10 @@ def load_optim_state_dict(
     if small is not None:
         state_dict = _apart(small, names, state_dict)
     first = FirstRank(model) if from_first_rank else None
-    if first is not None:
-        state_dict = first.announced(state_dict)
-    states, saved = _read(names, state_dict)
-    if first is not None:
-        saved = first.fetched(saved)  # a learning rate may be a tensor
+    states, saved = _read(names, state_dict if first is None else first.announced(state_dict))
+    saved = saved if first is None else first.fetched(saved)  # a learning rate may be a tensor
     pieces, others = _pieces(names, states, first)
-    if optim is None:
-        groups = given_groups(model, names, optim_input)
-    else:
-        groups = groups_of(names, optim, {})
+    groups = given_groups(model, names, optim_input) if optim is None else groups_of(names, optim, {})
     if only_known:
         names_given = {*pieces, *_declared(saved)}
         groups = [replace(group, params=_known(group.params, names_given)) for group in groups]
@@ -96,16 +90,10 @@ def _apart(small: SmallStates, names: Originals, state_dict: Any) -> Any:
     """Dequantises the state dict of a plain low-bit optimizer: values and scales in place of codes."""
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
         return state_dict
-    known = names.by_name
-    return {
-        **state_dict,
-        "state": {
-            name: small.taken_apart(entry, known[name].shape)
-            if name in known and small.is_native(entry)
-            else entry
-            for name, entry in state_dict["state"].items()
-        },
-    }
+    known, states = names.by_name, state_dict["state"]
+    native = {name: entry for name, entry in states.items() if name in known and small.is_native(entry)}
+    apart = {name: small.taken_apart(entry, known[name].shape) for name, entry in native.items()}
+    return {**state_dict, "state": {**states, **apart}}
 
 
 def _as_kept(

@@ -20,7 +20,7 @@ from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FullValue, check_budget, is_first_rank, offloaded, stream
+from fsdp_wrap._state.full_values import FirstRank, FullValue, Receiver, check_budget, offloaded, stream
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import (
     ParamGroup,
@@ -83,7 +83,7 @@ def full_optim_state_dict(
     state_dict: Mapping[str, Any] | None,
     *,
     to_host: bool,
-    wanted: bool = True,
+    only: Receiver = None,
     by_rows: bool = False,
     initial: bool = False,
 ) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def full_optim_state_dict(
         optim: Made from its parameters.
         state_dict: The optimizer's own state dict; None to take it now.
         to_host: Copy to host memory.
-        wanted: Whether this rank gets the result; otherwise it gets an empty dict.
+        only: The one rank that gets the result, and the others an empty dict; None for all.
         by_rows: Whether each rank keeps its rows, as `DTensor`s, also of state that would begin.
         initial: Whether an optimizer that was never stepped gets the state it would begin with.
 
@@ -104,11 +104,11 @@ def full_optim_state_dict(
     state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
     on_host = to_host and not by_rows
-    for fqn, key, value in state.values(budget=state.unit_nbytes, wanted=wanted, to_host=on_host):
+    for fqn, key, value in state.values(budget=state.unit_nbytes, only=only, to_host=on_host):
         if by_rows and isinstance(state.known[fqn][key], FullValue):
             value = state.names.by_name[fqn].rows_of(value)
         found[fqn][key] = value.cpu() if by_rows and to_host and isinstance(value, torch.Tensor) else value
-    return state.local.state_dict(found) if wanted else {}
+    return state.local.state_dict(found) if only is None or only.is_here else {}
 
 
 def iter_full_optim_state(
@@ -143,8 +143,8 @@ def iter_full_optim_state(
     check_budget(budget)
     settle(units_in(model).values(), "iter_full_optim_state()")
     state = _FullState(model, optim, None, "iter_full_optim_state()")
-    wanted = not rank0_only or is_first_rank(model)
-    return state.values(budget=budget or 2 * state.unit_nbytes, wanted=wanted, to_host=offload_to_cpu)
+    only = FirstRank(model) if rank0_only else None
+    return state.values(budget=budget or 2 * state.unit_nbytes, only=only, to_host=offload_to_cpu)
 
 
 class _FullState:
@@ -168,11 +168,11 @@ class _FullState:
         self.known = agreed(names, self.local.pieces, self.local.error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
-    def values(self, *, budget: int, wanted: bool, to_host: bool) -> Generator[tuple[str, str, Any]]:
+    def values(self, *, budget: int, only: Receiver, to_host: bool) -> Generator[tuple[str, str, Any]]:
         """Yields (name, key, value) of all; collective."""
         every = [(fqn, key, entry[key]) for fqn, entry in self.known.items() for key in sorted(entry)]
         cut = [value for _, _, value in every if isinstance(value, FullValue)]
-        gathered = stream(cut, budget, wanted=wanted, to_host=to_host)
+        gathered, wanted = stream(cut, budget, only=only, to_host=to_host), only is None or only.is_here
         try:
             for fqn, key, value in every:
                 if isinstance(value, FullValue):

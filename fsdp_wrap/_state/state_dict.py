@@ -44,7 +44,7 @@ from fsdp_wrap._state.full_params import (
     sharded_handles,
     summon,
 )
-from fsdp_wrap._state.full_values import full_values, is_first_rank, offloaded, stream, unsharded
+from fsdp_wrap._state.full_values import FirstRank, Receiver, full_values, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
 
@@ -70,9 +70,9 @@ def wants_dtensors(config: StateDictConfig | OptimStateDictConfig) -> bool:
     return getattr(config, "_use_dtensor", False)
 
 
-def wants_result(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Whether this rank gets the result."""
-    return not getattr(config, "rank0_only", False) or is_first_rank(module)
+def only_rank(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> Receiver:
+    """Returns the one rank that gets the result; None for all."""
+    return FirstRank(module) if getattr(config, "rank0_only", False) else None
 
 
 class Taking:
@@ -171,7 +171,7 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def take_state_dict(
-    unit: Unit, settings: StateDictSettings, call: Taking, *, wanted: bool, prefix: str, keep_vars: bool
+    unit: Unit, settings: StateDictSettings, call: Taking, *, only: Receiver, prefix: str, keep_vars: bool
 ) -> Any:
     """Adds the wrapped module's state dict to a call; tensors have no memory where they are not wanted."""
     module = _wrapped(unit)
@@ -183,7 +183,7 @@ def take_state_dict(
     with original_buffers([unit]):
         if not keep_vars and (offload or kind is StateDictType.FULL_STATE_DICT):
             call.note_aliased(unit, offload)
-        with _replaced(unit, settings, wanted, keep_vars):
+        with _replaced(unit, settings, only, keep_vars):
             destination = module.state_dict(destination=call.destination, prefix=prefix, keep_vars=keep_vars)
     if kind is StateDictType.LOCAL_STATE_DICT:
         _make_local(unit, call, destination, prefix, offload)
@@ -191,7 +191,7 @@ def take_state_dict(
 
 
 @contextmanager
-def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: bool) -> Iterator[None]:
+def _replaced(unit: Unit, settings: StateDictSettings, only: Receiver, keep_vars: bool) -> Iterator[None]:
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     # Copies, as torch's: they keep today's values. Variables are the memory itself; local shards are copied
     # later.
@@ -200,7 +200,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, wanted: bool, keep_vars: 
     try:
         for handle in handles:
             if kind is StateDictType.FULL_STATE_DICT:
-                _show(handle, _full_copies(handle, offload, wanted))
+                _show(handle, _full_copies(handle, offload, only))
             elif wants_dtensors(settings.state_dict_config):
                 _show(handle, _rows(handle, offload))
             else:
@@ -232,10 +232,10 @@ def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     )
 
 
-def _full_copies(handle: ParamHandle, offload: bool, wanted: bool) -> Iterator[torch.Tensor]:
+def _full_copies(handle: ParamHandle, offload: bool, only: Receiver) -> Iterator[torch.Tensor]:
     values = full_values(handle)
     # All at once, and small ones together: the caller keeps everything anyway.
-    copies = stream(values, 2 * sum(value.nbytes for value in values), wanted=wanted, to_host=offload)
+    copies = stream(values, 2 * sum(value.nbytes for value in values), only=only, to_host=offload)
     return (copied for _, copied in copies)
 
 
