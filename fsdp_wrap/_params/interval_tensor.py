@@ -403,7 +403,6 @@ _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allcl
 """Comparisons; they return a result for this rank's piece."""
 
 _ON_PIECES = {
-    _aten.detach.default,
     to_copy_operator,
     _aten.alias.default,
     _aten.empty_like.default,
@@ -501,6 +500,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 _OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.copy_.default: _copy,
+    _aten.detach.default: lambda tensor: tensor.with_piece(tensor.piece.detach()),  # for each, twice a save
     _aten.new_empty.default: _new_empty,
 }
 

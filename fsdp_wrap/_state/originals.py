@@ -180,10 +180,9 @@ class Originals:
 
     def __init__(self, module: nn.Module, as_dtensors: bool = False) -> None:
         self._module = module
-        shown = (uncut(clean_fqn(name), param) for name, param in module.named_parameters())
-        found = shown if as_dtensors else _walk(module)
-        named_plainly = (replace(each, fqn=uncompiled_fqn(each.fqn)) for each in found)
-        self.by_name = {original.fqn: original for original in named_plainly}
+        shown = module.named_parameters() if as_dtensors else ()
+        found = (uncut(uncompiled_fqn(clean_fqn(name)), param) for name, param in shown)
+        self.by_name = {original.fqn: original for original in (found if as_dtensors else _walk(module))}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
             self._by_source.setdefault(id(original.source), []).append(original)
@@ -246,7 +245,7 @@ def _walk(module: nn.Module) -> Iterator[Original]:
         if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
             found = uncut(fqn, param)
         if found is not None and found.key not in seen:
-            yield replace(found, fqn=fqn, order=len(seen))
+            yield replace(found, fqn=uncompiled_fqn(fqn), order=len(seen))
             seen.add(found.key)
 
 
