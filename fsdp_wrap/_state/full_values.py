@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,11 @@ def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
 def offloaded(tensor: torch.Tensor, to_host: bool) -> torch.Tensor:
     """Returns a copy in memory of its own, on the host or where the tensor is."""
     return tensor.to("cpu", copy=True) if to_host else tensor.clone()
+
+
+def copied(value: Any, to_host: bool = False) -> Any:
+    """Returns a copy of anything, of a tensor as `offloaded`."""
+    return offloaded(value, to_host) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 # one after the other

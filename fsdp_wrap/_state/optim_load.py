@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._params import IntervalTensor, to_local
-from fsdp_wrap._state.full_values import FirstRank, unsharded
+from fsdp_wrap._state.full_values import FirstRank, copied, unsharded
 from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
 from fsdp_wrap._state.optim_params import (
     given_groups,
@@ -260,7 +259,7 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
             "both are part of one FlatParameter, which has one such value: wrap the module with "
             "use_orig_params=True, or wrap the two apart"
         )
-    return value if isinstance(first.source, DTensor) else copy.deepcopy(value)
+    return value if isinstance(first.source, DTensor) else copied(value)
 
 
 def _never_stepped(state: Mapping[str, Any]) -> bool:

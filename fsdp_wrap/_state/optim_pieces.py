@@ -30,14 +30,19 @@ class _PieceMetadata:
     stop: int
 
 
-def _metadata(entry: Mapping[str, Any]) -> State:
-    """Returns metadata of pieces, and numbers; whole tensors are on each rank and not sent."""
-    found: State = {}
-    for key, value in entry.items():
+def _metadata(states: Mapping[str, State]) -> dict[str, State]:
+    """Returns metadata of pieces, and numbers; whole tensors are on each rank and not sent.
+
+    Counts that are the same are one tensor, which is sent once.
+    """
+    found, counts = {fqn: State() for fqn in states}, dict[Any, torch.Tensor]()
+    for fqn, key, value in ((fqn, *item) for fqn, entry in states.items() for item in entry.items()):
         if isinstance(value, IntervalTensor):
-            found[key] = _PieceMetadata(value.shape, value.dtype, value.start, value.stop)
-        elif not isinstance(value, torch.Tensor) or value.dim() == 0:
-            found[key] = value
+            found[fqn][key] = _PieceMetadata(value.shape, value.dtype, value.start, value.stop)
+        elif not isinstance(value, torch.Tensor):
+            found[fqn][key] = value
+        elif value.dim() == 0:
+            found[fqn][key] = counts.setdefault((value.dtype, value.device, str(value.item())), value)
     return found
 
 
@@ -157,7 +162,7 @@ def _exchanged(
             by_group.setdefault(original.handle.communicator, []).append(original)
     ranks: dict[Communicator, list[_RankState]] = {}
     for communicator, members in by_group.items():
-        own = {each.fqn: _metadata(pieces.get(each.fqn, {})) for each in members if not each.left_out}
+        own = _metadata({each.fqn: pieces.get(each.fqn, {}) for each in members if not each.left_out})
         ranks[communicator] = communicator.all_gather_object(_RankState(rank(), error, own))
     for each_error in (error, *(each.error for of_group in ranks.values() for each in of_group)):
         if each_error is not None:
@@ -218,7 +223,7 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
     states: Mapping[str, State] = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
     if all(communicator.all_gather_object(_fits(names, states))):
         return state_dict
-    own = {fqn: _metadata(entry) for fqn, entry in states.items() if fqn in names.by_name}
+    own = _metadata({fqn: entry for fqn, entry in states.items() if fqn in names.by_name})
     every: list[dict[str, State]] = communicator.all_gather_object(own)
     exchanged: dict[str, State] = {}
     for fqn, original in names.by_name.items():

@@ -20,7 +20,7 @@ from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FirstRank, FullValue, Receiver, check_budget, offloaded, stream
+from fsdp_wrap._state.full_values import FirstRank, FullValue, Receiver, check_budget, copied, stream
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import (
     ParamGroup,
@@ -103,8 +103,7 @@ def full_optim_state_dict(
     """
     state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
     found = {fqn: dict(entry) for fqn, entry in state.known.items()}
-    on_host = to_host and not by_rows
-    for fqn, key, value in state.values(budget=state.unit_nbytes, only=only, to_host=on_host):
+    for fqn, key, value in state.values(budget=state.unit_nbytes, only=only, to_host=to_host and not by_rows):
         if by_rows and isinstance(state.known[fqn][key], FullValue):
             value = state.names.by_name[fqn].rows_of(value)
         found[fqn][key] = value.cpu() if by_rows and to_host and isinstance(value, torch.Tensor) else value
@@ -178,7 +177,7 @@ class _FullState:
                 if isinstance(value, FullValue):
                     yield fqn, key, next(gathered)[1]
                 else:
-                    yield fqn, key, _copied(value, to_host) if wanted else _without_memory(value)
+                    yield fqn, key, copied(value, to_host) if wanted else _without_memory(value)
         finally:
             for _ in gathered:  # takes part in the rest, also where nothing has been gathered yet
                 pass
@@ -273,11 +272,7 @@ def _piece(original: Original, key: str, value: Any) -> Any:
 def _kept(value: Any, to_host: bool) -> Any:
     elements = isinstance(value, IntervalTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0)
     # One count may stand for many parameters.
-    return value if elements and not to_host else _copied(value, to_host)
-
-
-def _copied(value: Any, to_host: bool) -> Any:
-    return offloaded(value, to_host) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return value if elements and not to_host else copied(value, to_host)
 
 
 def _without_memory(value: Any) -> Any:

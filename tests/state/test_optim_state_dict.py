@@ -137,7 +137,7 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     optimizer.step()
     optimizer.zero_grad()
     keeps = not (rank0_only and rank)
-    most = 2 * 4 * ONE if keeps else ONE
+    least, most = (2 * 4 * ONE, 2 * 4 * ONE) if keeps else (ONE / 2, ONE)  # of which one rank sends a half
     before = settled_bytes()
     with Peak(before + most) as peak:
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
@@ -145,7 +145,7 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     values = [value for entry in state["state"].values() for value in entry.values()] if keeps else []
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
     assert len({value.data_ptr() for value in values}) == len(values)
-    assert 0.95 * most <= peak.value - before <= 1.05 * most
+    assert 0.95 * least <= peak.value - before <= 1.05 * most
 
 
 @pytest.mark.parametrize(
