@@ -29,11 +29,13 @@ import fsdp_wrap
 from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, interleave, run_ranks
 from benchmarks.implementations import Trained
 from benchmarks.meters import tensors
-from benchmarks.models import CASES, Case
+from benchmarks.models import CASES, Case, stacked
 
 WARMUP = 1
 ROUNDS = 3
 BASELINES = {"fsdp1": ("fsdp1",), "fsdp2": ("fsdp2",)}
+MANY = "5,000 parameters"
+SAVED = {**CASES, MANY: stacked(50, 100)}
 
 
 # --- what is compared ---------------------------------------------------------------------------------
@@ -110,6 +112,7 @@ COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
 }
 # Flat parameters cost what original ones do.
 USUAL = ["fsdp1", "fsdp2", "fsdp_wrap"]
+BESIDE = {MANY: ["fsdp2", "fsdp_wrap"]}  # torch's wrapper takes minutes
 
 
 # --- measuring ----------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def _stack() -> Iterator[Any]:
 
 def measure(case_name: str, names: list[str], rounds: int, folder: str) -> dict[str, Any]:
     """Returns seconds by operation and competitor, and bytes by competitor; called on every rank."""
-    case = CASES[case_name]
+    case = SAVED[case_name]
     competitors = {name: COMPETITORS[name](case) for name in names}
     for competitor in competitors.values():
         competitor.step()
@@ -194,10 +197,10 @@ def _counts(competitor: Checkpoints, save: Callable[[], None]) -> dict[str, floa
 
 def ask(settings: Settings) -> Figures:
     """Returns three tables of times and one of bytes a case."""
-    names = settings.implementations([*COMPETITORS] if settings.impl else USUAL)
     figures: Figures = {}
-    for case in settings.cases_of([*CASES], usual=["gpt"]):
-        rounds = settings.rounds or ROUNDS
+    for case in settings.cases_of([*SAVED], usual=["gpt", MANY]):
+        usual, rounds = BESIDE.get(case, USUAL), settings.rounds or ROUNDS
+        names = settings.implementations([*COMPETITORS] if settings.impl else usual)
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(measure, settings.ranks, case, names, rounds, folder)
         for operation, times in found["times"].items():
@@ -216,7 +219,7 @@ medians of {ROUNDS} rounds. Megabytes of the first rank: what collectives send w
 for metadata, and the peaks of live tensors above those at rest.""",
     ask,
     chart="ms",
-    cases=[*CASES],
+    cases=[*SAVED],
     implementations=[*COMPETITORS],
 )
 

@@ -233,6 +233,36 @@ GOALS: list[Goal] = [
         for case in ("gpt", "gpt, fused", "gpt, LoRA merged", "288 parameters")
     ),
     *(
+        Goal("C1", f"{what}, to {base}", 0.90, ("checkpoint", title, f"/ {base}"), rows=("fsdp_wrap",))
+        for what, title, base in (
+            ("sharded load of gpt", "gpt, load", "fsdp2"),
+            ("full state dict of gpt on the first rank", "gpt, full", "fsdp1"),
+            ("sharded save of 5,000 parameters", "5,000 parameters, save", "fsdp2"),
+            ("sharded load of 5,000 parameters", "5,000 parameters, load", "fsdp2"),
+        )
+    ),
+    *(
+        Goal(
+            "C2",
+            f"save of {case} in the background, {told}",
+            limit,
+            ("async_save", case, column),
+            over,
+            WRAPPED,
+        )
+        for case in ("gpt", "2,000 parameters")
+        for told, limit, column, over in (
+            ("how long it holds up, to a save", 0.05, "held up / save", ()),
+            ("the next ten steps, to ten without", 1.035, "ten steps", ()),
+            (
+                "host memory, to fsdp2 by thread or process",
+                1.00,
+                "host MB",
+                ("fsdp2_thread", "fsdp2_process"),
+            ),
+        )
+    ),
+    *(
         Goal(
             "P9",
             f"at rest, {case}, to FSDP1 with original parameters",
