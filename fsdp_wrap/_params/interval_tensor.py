@@ -403,7 +403,6 @@ _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allcl
 """Comparisons; they return a result for this rank's piece."""
 
 _ON_PIECES = {
-    to_copy_operator,
     _aten.alias.default,
     _aten.empty_like.default,
     _aten.zeros_like.default,
@@ -500,7 +499,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 _OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.copy_.default: _copy,
-    _aten.detach.default: lambda tensor: tensor.with_piece(tensor.piece.detach()),  # for each, twice a save
+    # Without a walk of arguments: a save does both to each.
+    _aten.detach.default: lambda tensor: tensor.with_piece(tensor.piece.detach()),
+    to_copy_operator: lambda tensor, **how: tensor.with_piece(
+        to_copy_operator(tensor.piece, **{**how, "memory_format": None})  # pieces are 1-D
+    ),
     _aten.new_empty.default: _new_empty,
 }
 

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -149,11 +149,11 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
                 yield clean_fqn(name), ranks(param.device_mesh, dim)
 
 
-def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in host memory."""
-    return tensor.detach().to("cpu", copy=True)
+to_cpu: Callable[[torch.Tensor], torch.Tensor] = partial(torch.Tensor.to, device="cpu", copy=True)
+"""Returns a copy of a tensor in host memory."""
 
 
+@torch.no_grad()
 def staged(state: Any, to_host: Callable[[torch.Tensor], torch.Tensor] = to_cpu) -> Any:
     """Returns a copy in host memory that later training does not change."""
     return pytree.tree_map(
