@@ -262,7 +262,7 @@ class FlatLayout(Layout):
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         firsts, zeros = self._all_firsts, self._zeros
         if zeros.dtype != notes.dtype:
-            zeros = self._zeros = notes.new_zeros(firsts.numel())
+            zeros = self._zeros = notes.new_zeros(1).expand_as(firsts)  # one number
         notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
         if False in used:  # one by one: an index tensor for the device would make the host wait
             unused = [not known for known in self._known_used(used)]

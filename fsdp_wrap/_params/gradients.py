@@ -214,9 +214,17 @@ class Gradients:
         """The dtype of the reduce buffer at the end of the running backward."""
         return (self._sums if self.unreduced else self._own).tensor.dtype
 
-    def move_to(self, parts: torch.Tensor, counts_unused: bool) -> None:
-        """Copies the complete reduce buffer into a batch, ranks x elements, and frees it."""
-        parts.copy_(self.complete(counts_unused).view(parts.shape))
+    def move_to(
+        self, parts: torch.Tensor, counts_unused: bool, allocate: Callable[[], object] | None
+    ) -> None:
+        """Copies the complete reduce buffer into a batch, ranks x elements, and frees it.
+
+        The batch gets its memory by `allocate`, if it has none: when the leaves' gradients are freed.
+        """
+        full = self.complete(counts_unused)
+        if allocate is not None:
+            allocate()
+        parts.copy_(full.view(parts.shape))
         self.kept = self.collected = False  # else a failed backward would count on the freed buffer
         self.buffer.free()
 

@@ -157,10 +157,10 @@ class BatchedReduction:
         same = [*map(handle.segments.index, found)] == expected
         if not same or {*map(_BUFFER_DTYPE, found)} != {gradients.dtype}:
             return False
-        if not self.taken:
-            gradients.allocate()
+        begin = None if self.taken else gradients.allocate
         for index, segment in enumerate(found, self._plan.first[unit]):
-            segment.gradients.move_to(gradients.of_segments[index], unit.options.counts_unused)
+            segment.gradients.move_to(gradients.of_segments[index], unit.options.counts_unused, begin)
+            begin = None
         self.taken.append(unit)
         self._segments += found
         handle.join(self)
