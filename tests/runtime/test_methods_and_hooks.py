@@ -28,6 +28,7 @@ from fronts import (
     twins,
 )
 from fsdp_wrap import CPUOffload, ShardingStrategy, register_fsdp_forward_method
+from fsdp_wrap._core.torch_private import hook_gradient
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
 
@@ -341,3 +342,26 @@ def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):
     holds = front == "flat" or any(param is inner(model).used for param in held(model))
     idle = getattr(inner(model), "idle", None)
     assert len(called) == holds and all(param is not idle for param in called), "of what no rank uses"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("make", [lambda leaf: leaf * 3, lambda leaf: leaf, lambda leaf: leaf.view(2)])
+def test_hooks_on_gradients_are_those_of_register_hook(make, alone):
+    """The first ones or after a user's, and where one replaces the gradient, of results and leaves."""
+
+    def seen_by(way: Any) -> list[float]:
+        seen: list[float] = []
+        leaf = torch.ones(2, requires_grad=True)
+        tensor = make(leaf)
+        if not alone:
+            tensor.register_hook(lambda grad: seen.append(grad.sum().item()))
+        way(tensor, lambda grad: grad * 5)
+        way(tensor, lambda grad: seen.append(grad.sum().item()))
+        tensor.register_hook(lambda grad: seen.append(2 * grad.sum().item()))
+        (tensor * 7).sum().backward()
+        assert leaf.grad is not None
+        return [*seen, *leaf.grad.tolist()]
+
+    ours = seen_by(hook_gradient)
+    assert ours == seen_by(torch.Tensor.register_hook)
+    assert ours[:-2] == [14, 70, 140][alone:]
