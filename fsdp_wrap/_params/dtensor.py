@@ -267,6 +267,7 @@ class DTensorLayout(Layout):
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
+        notes = self.notes(gathered)
         # For `view_as`, as above.
         folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
         only_folds = len(folds) == len(self.extents)
@@ -279,6 +280,7 @@ class DTensorLayout(Layout):
             foreach_copy_(boxes, views)
             if gaps:
                 foreach_zero_(gaps)
+            notes.fill_(1)
 
         if only_folds and all(cut.whole == self._ranks for cut in self.extents):
             return self._row_packer(gathered.view(self._ranks, -1), pack)

@@ -138,7 +138,8 @@ class Gradients:
             self._lie_in(self._sums)
         self._move_all(waits=True)
 
-    def _move_all(self, waits: bool = False) -> None:
+    def _move_all(self, waits: bool = False) -> bool:
+        """Moves the leaves' gradients; returns whether they have filled the buffer, notes included."""
         grads = [*map(_GRAD, self._leaves)]
         if self._over_meshes is not None:
             grads = self._over_meshes.take(enumerate(grads), self._views.parts, self.used, waits)
@@ -147,13 +148,14 @@ class Gradients:
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_LAYOUT, grads)} == _STRIDED
         if not plain or self._scale != 1.0 or any(self.used):
             self._move(enumerate(grads))
-            return
+            return False
         for leaf in self._leaves:  # all have their first gradient
             leaf.grad = None
         self.used = [True] * len(grads)
         self.buffer.allocate()
         self._views.pack(grads)
         self.collected = True
+        return self._over_meshes is None  # whose sums may change notes
 
     def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
         expected = self._dtypes.param
@@ -193,7 +195,7 @@ class Gradients:
         """
         if self.unreduced and not self.collected:
             self._lie_in(self._sums)
-        self._move_all()
+        packed = self._move_all()
         if self._over_meshes is not None:
             self._over_meshes.settle(self._views.parts, self.used)
         views, filled = self._views, self.used
@@ -204,7 +206,8 @@ class Gradients:
                     filled[index] = counts_unused and self._leaves[index].requires_grad
                     for part in parts:
                         part.fill_(0.0 if filled[index] else _NOTHING)
-        self._layout.note_used(views.notes, filled)
+        if not packed:
+            self._layout.note_used(views.notes, filled)
         for watcher in tuple(value_watchers):
             watcher.send(self._layout, views.tensor)
         return views.tensor

@@ -302,13 +302,15 @@ class Layout(ABC):
         return [tensor]
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a function that fills a gathered buffer from one tensor for each original parameter."""
-        views, gaps = self.views(gathered), self.padding(gathered)
+        """Returns a function that fills a reduce buffer, notes included, from all parameters' gradients."""
+        views, gaps, notes = self.views(gathered), self.padding(gathered), self.notes(gathered)
+        all_used = [True] * len(views)
 
         def pack(tensors: list[torch.Tensor]) -> None:
             foreach_copy_(views, tensors)
             if gaps:
                 foreach_zero_(gaps)
+            self.note_used(notes, all_used)
 
         return pack
 
