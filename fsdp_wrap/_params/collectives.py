@@ -15,6 +15,7 @@ import torch
 from fsdp_wrap._comm import Buffer, Communicator, Finished, GroupPositions, Pending
 from fsdp_wrap._core import round_up
 from fsdp_wrap._core.torch_private import foreach_copy_
+from fsdp_wrap._params.gradients import BatchPlace
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.segment import Segment
 
@@ -252,7 +253,7 @@ class BatchedGradients:
     """One buffer for the gradients of several units, in one dtype; parts of a rank lie side by side.
 
     Attributes:
-        of_segments: The parts of each segment: ranks x elements.
+        of_segments: The place of each segment.
     """
 
     @torch.inference_mode(False)
@@ -267,14 +268,18 @@ class BatchedGradients:
             numel = round_up(self._ranges[-1].stop, step)
         self._buffer = communicator.buffer(numel * communicator.size, self.dtype)
         self._parts = self._buffer.data.view(communicator.size, -1)
-        self.of_segments = [self._parts[:, each] for each in self._ranges]
+        self.of_segments: list[BatchPlace] = []
+        for segment, each in zip(segments, self._ranges):
+            layout, parts = segment.layout, self._parts[:, each]
+            at_once = layout.packs_rows and layout.distributed is None
+            self.of_segments.append((parts, layout.packer(parts) if at_once else None))
         starts = [*(each.start for each in self._ranges[1:]), numel]
         gaps = [self._parts[:, each.stop : start] for each, start in zip(self._ranges, starts)]
         self._gaps = [gap for gap in gaps if gap.numel()]
         self._buffer.free()
 
     def allocate(self) -> None:
-        """Gets memory for gradients, which are copied to `of_segments` then."""
+        """Gets memory for gradients, which move to `of_segments` then."""
         self._buffer.allocate()
         for gap in self._gaps:
             gap.zero_()
@@ -285,7 +290,7 @@ class BatchedGradients:
         Returns:
             (pending, reduced shard, one view of it per segment)
         """
-        for index, parts in enumerate(self.of_segments):
+        for index, (parts, _) in enumerate(self.of_segments):
             if index not in taken:  # may hold NaN, which checks of collectives refuse
                 parts.zero_()
         shard = self._communicator.empty(self._parts.shape[1], self._sums)

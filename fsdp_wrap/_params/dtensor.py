@@ -165,6 +165,7 @@ class DTensorLayout(Layout):
     """
 
     extents: Sequence[Cut]
+    packs_rows = True
 
     def __init__(
         self,
@@ -267,29 +268,24 @@ class DTensorLayout(Layout):
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
-        notes = self.notes(gathered)
-        # For `view_as`, as above.
-        folds = [torch.empty(cut.folded, device="meta") for cut in self.extents if cut.folded is not None]
-        only_folds = len(folds) == len(self.extents)
+        notes, cuts = self.notes(gathered), self.extents  # not the layout, which a batch would keep alive
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            if only_folds:
-                views = [*map(torch.Tensor.view_as, tensors, folds)]
-            else:
-                views = [view for cut, tensor in zip(self.extents, tensors) for view in cut.split(tensor)]
+            views = [view for cut, tensor in zip(cuts, tensors) for view in cut.split(tensor)]
             foreach_copy_(boxes, views)
             if gaps:
                 foreach_zero_(gaps)
             notes.fill_(1)
 
-        if only_folds and all(cut.whole == self._ranks for cut in self.extents):
+        by_rows = all(cut.folded is not None for cut in cuts)
+        if by_rows and (gathered.is_contiguous() or gathered.is_cpu):  # CUDA's kernel knows no strides
             return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 
     def _row_packer(
         self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
     ) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer in one call, for parameters with the same number of rows on every rank.
+        """Returns a packer in one call, for parameters of which each rank has equally many rows, or none.
 
         Args:
             parts: The gathered buffer: ranks x shard.

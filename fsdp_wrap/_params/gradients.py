@@ -34,6 +34,13 @@ _FEW_RANKS = 16
 """Up to so many, division before a sum costs at most four of fp16's small exponents."""
 
 
+Pack = Callable[[list[torch.Tensor]], object]
+"""Writes one gradient for each leaf, and the notes that all are used."""
+
+BatchPlace = tuple[torch.Tensor, Pack | None]
+"""A segment's part of a batch, ranks x elements; None where gradients must lie side by side before."""
+
+
 class Gradients:
     """The gradients of one segment, averaged over `contributors` ranks.
 
@@ -138,8 +145,12 @@ class Gradients:
             self._lie_in(self._sums)
         self._move_all(waits=True)
 
-    def _move_all(self, waits: bool = False) -> bool:
-        """Moves the leaves' gradients; returns whether they have filled the buffer, notes included."""
+    def _move_all(self, waits: bool = False, pack: Pack | None = None) -> bool:
+        """Moves the leaves' gradients, by `pack` to other memory if there is nothing to add or to scale.
+
+        Returns:
+            Whether they have filled that memory, or the reduce buffer, notes included.
+        """
         grads = [*map(_GRAD, self._leaves)]
         if self._over_meshes is not None:
             grads = self._over_meshes.take(enumerate(grads), self._views.parts, self.used, waits)
@@ -152,9 +163,10 @@ class Gradients:
         for leaf in self._leaves:  # all have their first gradient
             leaf.grad = None
         self.used = [True] * len(grads)
-        self.buffer.allocate()
-        self._views.pack(grads)
-        self.collected = True
+        if pack is None:
+            self.buffer.allocate()
+            self.collected = True
+        (pack or self._views.pack)(grads)
         return self._over_meshes is None  # whose sums may change notes
 
     def _check_dtypes(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -217,13 +229,17 @@ class Gradients:
         """The dtype of the reduce buffer at the end of the running backward."""
         return (self._sums if self.unreduced else self._own).tensor.dtype
 
-    def move_to(
-        self, parts: torch.Tensor, counts_unused: bool, allocate: Callable[[], object] | None
-    ) -> None:
-        """Copies the complete reduce buffer into a batch, ranks x elements, and frees it.
+    def move_to(self, place: BatchPlace, counts_unused: bool, allocate: Callable[[], object] | None) -> None:
+        """Moves all gradients to a place in a batch, at once or through the reduce buffer.
 
-        The batch gets its memory by `allocate`, if it has none: when the leaves' gradients are freed.
+        The batch gets its memory by `allocate`, if it has none: as late as possible.
         """
+        parts, pack = place
+        if pack is not None and not (self.collected or self.unreduced or value_watchers):
+            if allocate is not None:
+                allocate()
+            if self._move_all(pack=pack):
+                return
         full = self.complete(counts_unused)
         if allocate is not None:
             allocate()
@@ -324,7 +340,7 @@ class _ReduceBuffer:
         self._layout = layout
 
     @cached_property
-    def pack(self) -> Callable[[list[torch.Tensor]], object]:
+    def pack(self) -> Pack:
         """Writes one gradient for each leaf."""
         return self._layout.packer(self.tensor)
 

@@ -151,6 +151,7 @@ class Layout(ABC):
     sources: Sequence[nn.Parameter]  # for each leaf, the sharded parameter that stands for it
     sharded_params: Sequence[nn.Parameter]  # each once
     display: SegmentDisplay
+    packs_rows = False  # whether `packer` takes ranks x elements that do not lie side by side
     in_place = True  # whether the gathered buffer is the unsharded one
     sharded = True  # whether ranks have different parts
     alignment: ShardAlignment | None = None
