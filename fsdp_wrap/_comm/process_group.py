@@ -172,6 +172,9 @@ class Buffer:
     """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
 
     It starts allocated: views can be made only while it is. They must not be used while it is freed.
+
+    Attributes:
+        storages: Keys of the storages that it consists of.
     """
 
     temporary = True  # whether the content matters only while it is allocated
@@ -184,6 +187,7 @@ class Buffer:
         self.tensor, self.data = tensor, tensor.data  # writes to `data` do not move the version counter
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
+        self.storages = {self._storage._cdata}
 
     @property
     def allocated(self) -> bool:
@@ -194,10 +198,6 @@ class Buffer:
     def resizable(self) -> bool:
         """Whether the memory can come and go: not once it is shared with NumPy."""
         return self._storage.resizable()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this buffer's memory."""
-        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
 
     def allocate(self) -> None:
         """Gets memory, with undefined content."""

@@ -167,8 +167,9 @@ class ParamHandle:
         """Whether a tensor's memory is part of an unsharded buffer."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()._cdata
         for segment in self.segments:
-            if segment.full.holds(tensor):
+            if storage in segment.full.storages:
                 return True
         return False
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Buffer, resize_watchers, tell_resized
+from fsdp_wrap._comm import Buffer, tell_resized
 from fsdp_wrap._params.extensions.methods import Whole
 
 
@@ -67,8 +67,7 @@ class Gathered:
         for storage, nbytes in self._besides:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
-                if resize_watchers:
-                    tell_resized(storage)
+                tell_resized(storage)
         self._whole.made_of(self._outputs, self._metadata, self._dtype, local, out=leaf)
 
     def free(self) -> None:
@@ -76,8 +75,7 @@ class Gathered:
         if all([buffer.free() for buffer in self.buffers]):
             for storage, _ in self._besides:
                 storage.resize_(0)
-                if resize_watchers:
-                    tell_resized(storage)
+                tell_resized(storage)
 
 
 class Several(Buffer):
@@ -86,6 +84,7 @@ class Several(Buffer):
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
+        self.storages = set[int]().union(*(buffer.storages for buffer in buffers))
 
     @property
     def allocated(self) -> bool:
@@ -94,9 +93,6 @@ class Several(Buffer):
     @property
     def resizable(self) -> bool:
         return all(buffer.resizable for buffer in self._buffers)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return any(buffer.holds(tensor) for buffer in self._buffers)
 
     def allocate(self) -> None:
         for buffer in self._buffers:
