@@ -271,8 +271,7 @@ class BatchedGradients:
         self.of_segments: list[BatchPlace] = []
         for segment, each in zip(segments, self._ranges):
             layout, parts = segment.layout, self._parts[:, each]
-            at_once = layout.packs_rows and layout.distributed is None
-            self.of_segments.append((parts, layout.packer(parts) if at_once else None))
+            self.of_segments.append((parts, layout.packer(parts) if layout.packs_rows else None))
         starts = [*(each.start for each in self._ranges[1:]), numel]
         gaps = [self._parts[:, each.stop : start] for each, start in zip(self._ranges, starts)]
         self._gaps = [gap for gap in gaps if gap.numel()]

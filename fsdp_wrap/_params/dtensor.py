@@ -165,7 +165,6 @@ class DTensorLayout(Layout):
     """
 
     extents: Sequence[Cut]
-    packs_rows = True
 
     def __init__(
         self,
@@ -181,6 +180,7 @@ class DTensorLayout(Layout):
     ) -> None:
         super().__init__(name, slots, communicator, offload, pin, mesh.part_of)
         self.in_place, self.sharded, self.alignment = self._ranks == 1, mesh.shards, alignment
+        self.packs_rows = self.distributed is None  # else sums over other meshes may follow
         cuts = cut_all(slots, dims, self._ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(slots)), len(slots)

@@ -35,7 +35,8 @@ from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
 _GATHERED, _REQUIRES_GRAD, _NBYTES = attrgetter("gathered"), attrgetter("requires_grad"), attrgetter("nbytes")
-_WRITTEN, _COMMUNICATOR = methodcaller("written"), attrgetter("communicator")
+_WRITTEN, _WRITE = methodcaller("written"), methodcaller("write_shard")
+_COMMUNICATOR = attrgetter("communicator")
 
 
 class HandleState(Enum):
@@ -252,11 +253,7 @@ class ParamHandle:
         elif segments:
             if self._extended:
                 self._prepare(segments)
-            fill = (
-                segments[0].write_shard
-                if len(segments) == 1
-                else lambda: [each.write_shard() for each in segments]
-            )
+            fill = segments[0].write_shard if len(segments) == 1 else lambda: [*map(_WRITE, segments)]
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
@@ -275,11 +272,13 @@ class ParamHandle:
             return False
         return not self._extended and not any(segment.layout.offloaded for segment in self.segments)
 
-    def look(self) -> None:
-        """Notices writes to the sharded parameters since the last gather."""
+    def look(self) -> bool:
+        """Notices writes to the sharded parameters since the last look; returns whether there were any."""
         written = [*map(_WRITTEN, self.layouts)]
-        if written != self.written:
+        changed = written != self.written
+        if changed:
             self._change_values(written)
+        return changed
 
     def _change_values(self, written: list[Written]) -> None:
         self.written, self._changed = written, True
@@ -287,11 +286,6 @@ class ParamHandle:
         for segment in self.segments:
             if segment.from_host is not None:
                 segment.from_host.outdate()
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the sharded parameters were written to since the last gather."""
-        return self.written != [*map(_WRITTEN, self.layouts)]
 
     @property
     def is_current(self) -> bool:

@@ -173,10 +173,7 @@ class Segment:
             return
         if self.full.free():
             return
-        self.full = self._communicator.buffer(self.layout.full_numel, self.dtypes.param)
-        if self.layout.in_place:
-            self.gathered = self.full
-        self.gathered.allocate()
+        self.full, self.gathered = self._make_buffers()
         self._alias_full()
         self.full.free()
         self.gathered.free()

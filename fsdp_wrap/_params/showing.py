@@ -131,10 +131,8 @@ class UnitDisplay:
     @property
     def untouched(self) -> bool:
         """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
-        if self.changed:
-            return False
         shown = self._segments if self.state is Showing.SHARDED else ()
-        return all(segment.layout.display.is_untouched() for segment in shown)
+        return not self.changed and all(segment.layout.display.is_untouched() for segment in shown)
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""

@@ -345,7 +345,7 @@ class Schedule(StepState):
         """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
         if unit in self._prefetched:
             self._prefetched.remove(unit)
-            if handle.is_outdated:
+            if handle.look():
                 unit.reshard(Phase.FORWARD)
         elif unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._prefetched:  # the order has changed
