@@ -144,43 +144,49 @@ class ParamPlaces:
         self._places.append((None if module is self._owner() else module, name))
 
 
+Write = tuple[Callable[[str, Any], object], str, Any]
+
+
 class ModuleWriter:
     """Prepared writes of tensors into `__dict__` and `_parameters` of modules.
 
     One tensor may go to several places. A tensor that is no parameter becomes a plain attribute; in
     `_parameters` its name keeps its place, with None. `uncovers` deletes plain attributes before parameters
     are shown, which they would hide.
+
+    Attributes:
+        writes: Functions to call, each with a name and a tensor.
     """
 
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._set: list[tuple[weakref.ref[nn.Module], str, Any]] = []
         self._params: list[tuple[dict[str, Any], str, Any]] = []
-        plain: list[tuple[dict[str, Any], str, Any]] = []
-        self._covers: list[tuple[dict[str, Any], str]] = []
+        first: list[Write] = []
+        plain: list[Write] = []
         for several, tensor in zip(places, tensors):
             param = tensor if isinstance(tensor, nn.Parameter) else None
             for module, name in several:
                 self._params.append((module._parameters, name, param))
-                if param is None:
-                    plain.append((module.__dict__, name, tensor))
-                elif uncovers:
-                    self._covers.append((module.__dict__, name))
                 registrable = param is None or param.is_leaf  # RNNs look up other tensors themselves
                 if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
                     # RNNs update a second list of their weights.
-                    self._set.append((weakref.ref(module), name, param))
-        self._writes = self._params + plain
+                    first.append((functools.partial(_set, weakref.ref(module)), name, param))
+                if param is None:
+                    plain.append((module.__dict__.__setitem__, name, tensor))
+                elif uncovers:
+                    first.append((module.__dict__.pop, name, None))
+        shown = [(names.__setitem__, name, param) for names, name, param in self._params]
+        self.writes: list[Write] = [*first, *shown, *plain]
 
     def show(self) -> None:
         """Makes the writes."""
-        for module, name, param in self._set:
-            setattr(module(), name, param)
-        for names, name in self._covers:
-            names.pop(name, None)
-        for names, name, tensor in self._writes:
-            names[name] = tensor
+        for write, name, tensor in self.writes:
+            write(name, tensor)
+
+
+def _set(module: weakref.ref[nn.Module], name: str, param: nn.Parameter | None) -> None:
+    setattr(module(), name, param)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up, show_
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of
 from fsdp_wrap._params.parallel import to_local
-from fsdp_wrap._params.showing import CoveredDisplay
 
 
 class FlatParameter(nn.Parameter):
@@ -349,7 +348,7 @@ class FlatParameterLayout(FlatLayout):
     def _follow_places(self) -> None:
         super()._follow_places()
         if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
-            self.display = CoveredDisplay(self.fqns, self.places, self._stand_ins(), self.leaves)
+            self.display.cover_while_sharded()
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         show_extra(self.module, self.name, None)

@@ -32,6 +32,9 @@ class SegmentDisplay(ModuleWriter):
         places: For each of them, all places that show it.
         sharded: Tensors to show while sharded: parameters, or plain tensors under their names.
         leaves: The full parameters; empty before they are made.
+
+    Attributes:
+        leaves: Shows the full parameters.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class SegmentDisplay(ModuleWriter):
     ) -> None:
         super().__init__(places, sharded)
         self._places, self._uncovers = places, not isinstance(sharded[0], nn.Parameter)
-        self.show_leaves = ModuleWriter(places, leaves, self._uncovers).show
+        self.leaves = ModuleWriter(places, leaves, self._uncovers)
         self._fqns = [fqn for fqn, several in zip(fqns, places) for _ in several]
         self._registries, self._names, self._expected = zip(*self._params)
         self._distinct = [*dict.fromkeys(param for param in self._expected if param is not None)]
@@ -55,6 +58,10 @@ class SegmentDisplay(ModuleWriter):
         self._behind: list[Any] = []
 
     show_sharded = ModuleWriter.show
+
+    def cover_while_sharded(self) -> None:
+        """Lets attributes show the leaves while sharded: they are the shard, so no gradient is lost."""
+        self.writes += [(names.__setitem__, name, leaf) for names, name, leaf in self._before]
 
     def show_others(self, params: Sequence[torch.Tensor]) -> None:
         """Shows other tensors, one for each original parameter."""
@@ -98,14 +105,6 @@ class SegmentDisplay(ModuleWriter):
                     del names[name]
 
 
-class CoveredDisplay(SegmentDisplay):
-    """A display for leaves that are the shard itself: computing with them loses no gradient."""
-
-    def show_sharded(self) -> None:
-        self.show()
-        self.cover()
-
-
 class _Coverable(Protocol):
     layout: Any  # with the display
 
@@ -144,13 +143,15 @@ class UnitDisplay:
                         self.changed += [fqn for fqn, _ in segment.layout.display.replaced()]
             self.state = Showing.LEAVES
             for segment in self._segments:
-                segment.layout.display.show_leaves()
+                for write, name, leaf in segment.layout.display.leaves.writes:
+                    write(name, leaf)
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
         if self.state is Showing.LEAVES:
             for segment in self._segments:
-                segment.layout.display.show_sharded()
+                for write, name, tensor in segment.layout.display.writes:
+                    write(name, tensor)
         elif self.state is Showing.KEPT:
             self._uncover()
         self.state = Showing.SHARDED

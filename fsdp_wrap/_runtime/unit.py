@@ -578,7 +578,7 @@ class Unit:
         before, self._copies = self._copies, copies
         for number, segment in enumerate(self.segments):
             if copies is None:
-                segment.layout.display.show_leaves()
+                segment.layout.display.leaves.show()
             else:
                 segment.layout.show(copies[number])
         return before

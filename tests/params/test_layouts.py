@@ -251,7 +251,7 @@ def test_what_modules_show(kind):
                 layout.flat_param.register_hook(print)
         assert layout.display.is_untouched()
         leaves = layout.make_leaves(layout.unpack(ranks.travelling))
-        layout.display.show_leaves()
+        layout.display.leaves.show()
         for name, value, leaf, original in zip(SHAPES, shown(module), leaves, ranks.originals):
             assert value is leaf and type(value) is nn.Parameter and torch.equal(value, original)
             assert value.told == f"of {name}" and not value.requires_grad
@@ -265,7 +265,7 @@ def test_what_modules_show(kind):
         other.register_parameter("lent", None)
         layout.add_place(5, (other, "lent"))
         assert other.lent is module.vector
-        layout.display.show_leaves()
+        layout.display.leaves.show()
         assert other.lent is module.vector is leaves[5]
 
 

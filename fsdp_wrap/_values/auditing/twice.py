@@ -323,7 +323,7 @@ def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
                 vars(copied).update(vars(leaf))
             by_name.update(zip(segment.layout.fqns, shown))
             display = segment.layout.display
-            undo.callback(display.show_leaves if leaves else display.show_sharded)
+            undo.callback(display.leaves.show if leaves else display.show_sharded)
             segment.layout.show(shown)
         for kind, enabled, dtype in call.autocasts:
             undo.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
