@@ -337,9 +337,6 @@ class DTensorLayout(Layout):
         notes = shard[self._used].tolist()
         return [mine or (ask and note != 0) for mine, ask, note in zip(used, unknown, notes)]
 
-    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [*map(dtensor_of, self.cut(shard), self._grad_specs)]
-
     def take_gradients_in(self, dtype: torch.dtype) -> None:
         self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)
         for param in self.sources:

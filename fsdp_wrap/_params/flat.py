@@ -334,8 +334,6 @@ class FlatParameterLayout(FlatLayout):
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]
 
-    _cut_gradients = cut
-
     def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)] * len(used)  # there is one gradient for all
 
@@ -408,7 +406,7 @@ class SliceLayout(FlatLayout):
     """
 
     _kind = HiddenFlatParameter
-    cut = _cut_gradients = FlatLayout.pieces
+    cut = FlatLayout.pieces
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)

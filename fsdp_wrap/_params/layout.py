@@ -15,8 +15,8 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
 from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
-from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
-from fsdp_wrap._params.parallel import LocalPart, to_local
+from fsdp_wrap._core.torch_private import DTensorSpec, foreach_copy_, foreach_zero_
+from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.zero_marks import GradientMarks
 
@@ -159,6 +159,7 @@ class Layout(ABC):
     extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
+    _grad_specs: Sequence[DTensorSpec] | None = None  # of gradients that are `DTensor`s
     _shard: torch.Tensor
     _pieces: list[torch.Tensor]
 
@@ -478,7 +479,8 @@ class Layout(ABC):
             self._marks.take_away()
         if self._accelerator is not None:
             reduced = self._accelerator.beside(reduced, self._shard)
-        grads, used = self._cut_gradients(reduced), self._having_gradients(used)
+        pieces, used = self.cut(reduced), self._having_gradients(used)
+        grads = pieces if self._grad_specs is None else map(dtensor_of, pieces, self._grad_specs)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
             if by_any:
                 if param.grad is None:
@@ -516,10 +518,6 @@ class Layout(ABC):
         """Drops the gradients that are on their way to the host."""
         self.release_arriving()
         self._arriving = []
-
-    @abstractmethod
-    def _cut_gradients(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cuts a shard of gradients into the `.grad` of each sharded parameter."""
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         """Returns which sharded parameters have gradients if these original ones have."""
