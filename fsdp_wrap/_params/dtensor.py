@@ -219,6 +219,7 @@ class DTensorLayout(Layout):
         self.sources = self.sharded_params = [
             nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
         ]
+        self._updated = [True] * len(self.sources)
         self._show_pieces()
 
     def _show_pieces(self) -> None:

@@ -330,6 +330,7 @@ class FlatParameterLayout(FlatLayout):
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
+        self._updated = [True]
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]

@@ -160,6 +160,7 @@ class Layout(ABC):
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
     _grad_specs: Sequence[DTensorSpec] | None = None  # of gradients that are `DTensor`s
+    _updated: Sequence[bool]  # the sharded parameters that get a gradient where all are used
     _shard: torch.Tensor
     _pieces: list[torch.Tensor]
 
@@ -479,7 +480,7 @@ class Layout(ABC):
             self._marks.take_away()
         if self._accelerator is not None:
             reduced = self._accelerator.beside(reduced, self._shard)
-        pieces, used = self.cut(reduced), self._having_gradients(used)
+        pieces, used = self.cut(reduced), self._having_gradients(used) if False in used else self._updated
         grads = pieces if self._grad_specs is None else map(dtensor_of, pieces, self._grad_specs)
         for param, grad, by_any in zip(self.sharded_params, grads, used):
             if by_any:
