@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -159,7 +160,7 @@ class Layout(ABC):
     extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
-    _grad_specs: Sequence[DTensorSpec] | None = None  # of gradients that are `DTensor`s
+    _grad_specs: Iterable[DTensorSpec | None] = repeat(None)  # of gradients that are `DTensor`s
     _updated: Sequence[bool]  # the sharded parameters that get a gradient where all are used
     _shard: torch.Tensor
     _pieces: list[torch.Tensor]
@@ -481,13 +482,12 @@ class Layout(ABC):
         if self._accelerator is not None:
             reduced = self._accelerator.beside(reduced, self._shard)
         pieces, used = self.cut(reduced), self._having_gradients(used) if False in used else self._updated
-        grads = pieces if self._grad_specs is None else map(dtensor_of, pieces, self._grad_specs)
-        for param, grad, by_any in zip(self.sharded_params, grads, used):
+        for param, piece, spec, by_any in zip(self.sharded_params, pieces, self._grad_specs, used):
             if by_any:
                 if param.grad is None:
-                    param.grad = grad
+                    param.grad = piece if spec is None else dtensor_of(piece, spec)
                 else:
-                    to_local(param.grad).add_(to_local(grad))
+                    to_local(param.grad).add_(piece)
         if any(map(HOOKS_OF, self.sharded_params)):
             run_gradient_hooks(self.sharded_params, used)
 
