@@ -7,7 +7,6 @@ every file is on some host, whichever one of them is lost.
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fsdp_wrap._core import listed, warn_caller
@@ -304,11 +303,11 @@ class _HostsReader(KnownReader):
         needs = self._hosts.team.gather(sorted(far))
 
         def take(move: Move, chunks: Iterator[torch.Tensor]) -> None:
-            data = b"".join(chunk.numpy().tobytes() for chunk in chunks)
+            data = bytearray().join(chunk.numpy().data for chunk in chunks)
             if zlib.crc32(data) != self._sums[move.file, move.offset]:
                 raise DamagedCheckpoint(f"{move.file} came from rank {move.giver} with changed bytes")
             for item in far[move.file, move.offset, move.length]:
-                _load(item, data, planner)
+                self.put(item, memoryview(data), planner)
 
         moves = self._moves(needs)
         carry_out(self._hosts.team, moves, self.folder, take)
@@ -325,16 +324,3 @@ class _HostsReader(KnownReader):
             for taker, needed in enumerate(needs)
             for file, offset, length in needed
         ]
-
-
-def _load(item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
-    """Puts a piece where it belongs, as DCP does with what it has read."""
-    if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(data))
-        return
-    piece: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-        piece = piece.narrow(dim, start, length)
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(piece)
-    planner.commit_tensor(item, target)

@@ -22,7 +22,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -34,6 +42,8 @@ from fsdp_wrap.checkpoint._team import Team
 from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_RECORD = re.compile(rb"/data/0FB(..)", re.DOTALL)
+"""The end of the header of a tensor's bytes in a file by `torch.save`: the length of what fills it up."""
 
 
 @dataclass(frozen=True)
@@ -215,15 +225,75 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
 
 
 class KnownReader(FileSystemReader):
-    """Reads a checkpoint whose metadata were read already."""
+    """Reads a checkpoint whose metadata were read already, each item at once."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, metadata
+        self._plain: dict[tuple[int, bytes], tuple[torch.dtype, torch.Size]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the metadata that was read already."""
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads items file by file; those that were transformed are left to the base class."""
+        transformed: list[ReadItem] = []
+        files: dict[str, list[tuple[int, int, ReadItem]]] = {}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if place.transform_descriptors:
+                transformed.append(item)
+            else:
+                files.setdefault(place.relative_path, []).append((place.offset, place.length, item))
+        for name, items in files.items():
+            memory = memoryview(bytearray(max(length for _, length, _ in items)))
+            with open(self.folder / name, "rb") as file:
+                for offset, length, item in items:
+                    file.seek(offset)
+                    self.put(item, memory[: file.readinto(memory[:length])], planner)
+        return super().read_data(replace(plan, items=transformed), planner)
+
+    def put(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+        """Puts an item where it belongs, as DCP does with what it has read."""
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(data))
+            return
+        piece, target = self._tensor_in(data), planner.resolve_tensor(item).detach()
+        if piece.shape != item.lengths:
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                piece = piece.narrow(dim, start, length)
+        if piece.shape != target.shape:
+            raise RuntimeError(f"{item.storage_index.fqn} has shape {tuple(piece.shape)} in its file")
+        target.copy_(piece)
+        planner.commit_tensor(item, target)
+
+    def _tensor_in(self, data: memoryview) -> torch.Tensor:
+        """Returns a tensor that `torch.save` wrote: a view of the data if one that begins alike was plain."""
+        found = _RECORD.search(data, 0, 1 << 12)
+        start = found.end() + int.from_bytes(found[1], "little") if found else 0
+        kind = len(data), bytes(data[:start])
+        if kind in self._plain:
+            dtype, shape = self._plain[kind]
+            return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+        tensor: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if b"little" in kind[1] and _is_plain(tensor, data[start:]):
+            self._plain[kind] = tensor.dtype, tensor.shape
+        return tensor
+
+
+def _is_plain(tensor: Any, data: memoryview) -> bool:
+    """Whether a tensor is no more than the bytes that data begin with, in order."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    count = tensor.numel() * tensor.itemsize
+    if not 0 < count == storage.nbytes() <= len(data):
+        return False
+    stored = torch.frombuffer(data, dtype=torch.uint8, count=count)
+    return torch.equal(stored, stored.new_empty(0).set_(storage))
 
 
 class _ValuesPlanner(DefaultLoadPlanner):
