@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -404,7 +405,6 @@ _LOOKS = {_aten.all.default, _aten.any.default, _aten.equal.default, _aten.allcl
 
 _ON_PIECES = {
     _aten.alias.default,
-    _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.ones_like.default,
     _aten.full_like.default,
@@ -497,13 +497,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+def _anew(func: Callable[..., torch.Tensor], tensor: IntervalTensor, **how: Any) -> IntervalTensor:
+    return tensor.with_piece(func(tensor.piece, **{**how, "memory_format": None}))  # pieces are 1-D
+
+
 _OTHERWISE: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.copy_.default: _copy,
-    # Without a walk of arguments: a save does both to each.
+    # Without a walk of arguments: a save does both to each, a load the last.
     _aten.detach.default: lambda tensor: tensor.with_piece(tensor.piece.detach()),
-    to_copy_operator: lambda tensor, **how: tensor.with_piece(
-        to_copy_operator(tensor.piece, **{**how, "memory_format": None})  # pieces are 1-D
-    ),
+    **{func: partial(_anew, func) for func in (to_copy_operator, _aten.empty_like.default)},
     _aten.new_empty.default: _new_empty,
 }
 

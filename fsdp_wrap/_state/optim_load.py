@@ -40,6 +40,7 @@ def load_optim_state_dict(
     by_name: bool = False,
     only_known: bool = False,
     as_dtensors: bool = False,
+    own: bool = False,
 ) -> dict[str, Any]:
     """Cuts an optimizer state dict by names to what this rank's optimizer takes.
 
@@ -54,10 +55,11 @@ def load_optim_state_dict(
         only_known: Leave out, also of the groups, parameters of no unit that the state dict does not have:
             the caller adds what else it knows of them.
         as_dtensors: Whether the model is sharded by `DTensor`s alone, whose values fit as they are.
+        own: Whether nobody else has the values, so that pieces that fit need no copies.
 
     Returns:
-        The argument of `optim.load_state_dict`, in memory of its own save for `DTensor`s; without
-        `param_groups` where those are not given.
+        The argument of `optim.load_state_dict`, in memory of its own save for `DTensor`s and with `own`;
+        without `param_groups` where those are not given.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()", as_dtensors)
     small = None if optim is None else small_states_of(optim)
@@ -77,7 +79,7 @@ def load_optim_state_dict(
         key: _as_kept(small, optim, originals[0].source, built)
         for group in groups
         for key, originals in group.params.items()
-        if (built := _source_state(originals, pieces, small))
+        if (built := _source_state(originals, pieces, small, own))
     }
     result: dict[str, Any] = {"state": {**state, **others}}
     if saved is not None:
@@ -211,7 +213,7 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
 
 
 def _source_state(
-    originals: Sequence[Original], pieces: Mapping[str, State], small: SmallStates | None
+    originals: Sequence[Original], pieces: Mapping[str, State], small: SmallStates | None, own: bool
 ) -> State:
     """Joins the pieces of the originals to the state of their sharded parameter.
 
@@ -227,7 +229,7 @@ def _source_state(
     keys = dict.fromkeys(key for _, entry in found for key in entry)
     scales, source = [key for key in keys if is_scale(key, keys)], originals[0].source
     state = {
-        key: _source_value(key, [(each, entry[key]) for each, entry in found if key in entry], without)
+        key: _source_value(key, [(each, entry[key]) for each, entry in found if key in entry], without, own)
         for key in keys
         if key not in scales
     }
@@ -239,13 +241,13 @@ def _source_state(
     return state
 
 
-def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None) -> Any:
+def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None, own: bool) -> Any:
     """Joins pieces; of any other value a FlatParameter has one, on which its parameters must agree."""
     first, value = values[0]
     if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
-        return value.piece.to(first.source.device, copy=True).view(-1, *value.shape[1:])
+        return value.piece.to(first.source.device, copy=not own).view(-1, *value.shape[1:])
     if isinstance(value, IntervalTensor) and value.piece.numel() == first.source.numel():
-        return value.piece.to(first.source.device, copy=True).view(first.source.shape)
+        return value.piece.to(first.source.device, copy=not own).view(first.source.shape)
     if isinstance(value, IntervalTensor):
         full = torch.zeros(first.source.shape, dtype=value.dtype, device=first.source.device)
         for original, piece in values:

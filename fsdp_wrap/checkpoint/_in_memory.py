@@ -276,6 +276,8 @@ def _refuse_lacking(manifest: Manifest, written: Path, expected: Iterable[str]) 
 class _HostsReader(KnownReader):
     """Reads a step in the memory of several hosts: files that this one lacks come from another one."""
 
+    is_collective = True
+
     def __init__(
         self,
         folder: Path,

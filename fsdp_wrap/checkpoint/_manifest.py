@@ -191,7 +191,7 @@ def _places(folder: Path) -> list[tuple[str, int, str]]:
 def crc_of(path: Path, offset: int, length: int) -> int:
     """Returns the CRC-32 of some bytes of a file; -1 if it is shorter."""
     crc = 0
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while length > 0 and (data := file.read(min(length, _CHUNK))):
             crc, length = zlib.crc32(data, crc), length - len(data)

@@ -105,7 +105,7 @@ class Subject:
     ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Returns one optimizer's part of the state, and a function that then restores its dtypes."""
         as_dtensors = self._is_of_dtensors()
-        cut = load_optim_state_dict(self.model, optimizer, state, as_dtensors=as_dtensors)
+        cut = load_optim_state_dict(self.model, optimizer, state, as_dtensors=as_dtensors, own=True)
         dtypes = {name: value.dtype for name, value in model.items() if isinstance(value, torch.Tensor)}
         originals = Originals(self.model, as_dtensors)
         return cut, as_saved(lambda param: originals.of(param)[0].fqn, optimizer, cut, dtypes)

@@ -38,7 +38,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from fsdp_wrap._core import Seam, __version__
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
-from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._team import ALONE, Team
 from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -209,8 +209,14 @@ def read(reader: KnownReader, flat: dict[str, Any], team: Team, *, trusted: bool
     """Reads entries of a step on all ranks: into tensors in place, pickled ones by replacement."""
     entries = {key: reader.metadata.state_dict_metadata[key] for key in flat}  # DCP would look for others
     reader.metadata = replace(reader.metadata, state_dict_metadata=entries)
-    with team.in_dcp(f"reading {reader.folder}"):
-        load_state_dict(flat, reader, team.group, no_dist=team.group is None, planner=_ValuesPlanner(trusted))
+    among = team if reader.is_collective else ALONE  # each rank knows its part without a plan of all
+
+    def read_own() -> None:
+        with among.in_dcp(f"reading {reader.folder}"):
+            alone = among.group is None
+            load_state_dict(flat, reader, among.group, no_dist=alone, planner=_ValuesPlanner(trusted))
+
+    team.together(read_own)
 
 
 def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
@@ -226,6 +232,8 @@ def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
 
 class KnownReader(FileSystemReader):
     """Reads a checkpoint whose metadata were read already, each item at once."""
+
+    is_collective = False
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -125,7 +125,7 @@ class Team:
         except CheckpointException as error:
             own, _ = error.failures.get(self.rank, (None, None))
             failures = {rank: _portable(each) for rank, (each, _) in error.failures.items()}
-            raise RuntimeError(f"{doing} failed: {_combined(failures, 0)}") from own
+            raise RuntimeError(f"{doing} failed: {_combined(failures, int(self.group is None))}") from own
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
