@@ -7,6 +7,7 @@ every file is on some host, whichever one of them is lost.
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -305,11 +306,11 @@ class _HostsReader(KnownReader):
         needs = self._hosts.team.gather(sorted(far))
 
         def take(move: Move, chunks: Iterator[torch.Tensor]) -> None:
-            data = bytearray().join(chunk.numpy().data for chunk in chunks)
+            data = b"".join(chunk.numpy().tobytes() for chunk in chunks)
             if zlib.crc32(data) != self._sums[move.file, move.offset]:
                 raise DamagedCheckpoint(f"{move.file} came from rank {move.giver} with changed bytes")
             for item in far[move.file, move.offset, move.length]:
-                self.put(item, memoryview(data), planner)
+                self.put(item, io.BytesIO(data), len(data), planner)
 
         moves = self._moves(needs)
         carry_out(self._hosts.team, moves, self.folder, take)

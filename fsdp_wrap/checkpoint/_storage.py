@@ -6,6 +6,7 @@ users admit, unless the folder is trusted.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -43,7 +45,7 @@ from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_st
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _RECORD = re.compile(rb"/data/0FB(..)", re.DOTALL)
-"""The end of the header of a tensor's bytes in a file by `torch.save`: the length of what fills it up."""
+"""The header of a tensor's bytes in a file by `torch.save`; it ends with the length of what fills it up."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,6 @@ class KnownReader(FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, metadata
-        self._plain: dict[tuple[int, bytes], tuple[torch.dtype, torch.Size]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the metadata that was read already."""
@@ -246,62 +247,70 @@ class KnownReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads items file by file; those that were transformed are left to the base class."""
-        transformed: list[ReadItem] = []
-        files: dict[str, list[tuple[int, int, ReadItem]]] = {}
+        files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
-            if place.transform_descriptors:
-                transformed.append(item)
-            else:
-                files.setdefault(place.relative_path, []).append((place.offset, place.length, item))
+            files.setdefault("" if place.transform_descriptors else place.relative_path, []).append(item)
+        transformed = files.pop("", [])
         for name, items in files.items():
-            memory = memoryview(bytearray(max(length for _, length, _ in items)))
             with open(self.folder / name, "rb") as file:
-                for offset, length, item in items:
-                    file.seek(offset)
-                    self.put(item, memory[: file.readinto(memory[:length])], planner)
+                for item in items:
+                    place = self.storage_data[item.storage_index]
+                    file.seek(place.offset)
+                    self.put(item, file, place.length, planner)
         return super().read_data(replace(plan, items=transformed), planner)
 
-    def put(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
-        """Puts an item where it belongs, as DCP does with what it has read."""
+    def put(self, item: ReadItem, file: io.BufferedIOBase, length: int, planner: LoadPlanner) -> None:
+        """Puts the item at a file's position where it belongs, as DCP does with what it has read."""
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(data))
+            planner.load_bytes(item, io.BytesIO(file.read(length)))
             return
-        piece, target = self._tensor_in(data), planner.resolve_tensor(item).detach()
-        if piece.shape != item.lengths:
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                piece = piece.narrow(dim, start, length)
-        if piece.shape != target.shape:
-            raise RuntimeError(f"{item.storage_index.fqn} has shape {tuple(piece.shape)} in its file")
-        target.copy_(piece)
+        target = planner.resolve_tensor(item).detach()
+        entry = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[item.storage_index.fqn])
+        sizes, dtype = entry.chunks[item.storage_index.index or 0].sizes, entry.properties.dtype
+        direct = target.dtype == dtype and target.shape == sizes and target.is_cpu and target.is_contiguous()
+        piece = _tensor_in(file, length, target if direct else torch.empty(sizes, dtype=dtype))
+        if piece is not target:
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths)):
+                piece = piece.narrow(dim, start, size)
+            if piece.shape != target.shape:
+                raise RuntimeError(
+                    f"{item.storage_index.fqn} has {tuple(piece.shape)} for {tuple(target.shape)}"
+                )
+            target.copy_(piece)
         planner.commit_tensor(item, target)
 
-    def _tensor_in(self, data: memoryview) -> torch.Tensor:
-        """Returns a tensor that `torch.save` wrote: a view of the data if one that begins alike was plain."""
-        found = _RECORD.search(data, 0, 1 << 12)
-        start = found.end() + int.from_bytes(found[1], "little") if found else 0
-        kind = len(data), bytes(data[:start])
-        if kind in self._plain:
-            dtype, shape = self._plain[kind]
-            return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=start).view(shape)
-        tensor: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if b"little" in kind[1] and _is_plain(tensor, data[start:]):
-            self._plain[kind] = tensor.dtype, tensor.shape
-        return tensor
+
+def _tensor_in(file: io.BufferedIOBase, length: int, memory: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor at a file's position: in memory of its dtype and shape if plain, else its own."""
+    head = _head_of(memory.dtype, memory.shape)
+    begin = file.read(min(len(head), length))
+    if begin != head:
+        data = io.BytesIO(begin + file.read(length - len(begin)))
+        return torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    if file.readinto((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())) < memory.nbytes:
+        raise EOFError("a file has become shorter")
+    return memory
 
 
-def _is_plain(tensor: Any, data: memoryview) -> bool:
-    """Whether a tensor is no more than the bytes that data begin with, in order."""
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-        return False
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return False
-    storage = tensor.untyped_storage()
-    count = tensor.numel() * tensor.itemsize
-    if not 0 < count == storage.nbytes() <= len(data):
-        return False
-    stored = torch.frombuffer(data, dtype=torch.uint8, count=count)
-    return torch.equal(stored, stored.new_empty(0).set_(storage))
+class _Unseekable(io.BytesIO):
+    """Takes what is written, without holes."""
+
+    def seek(self, *_: Any) -> int:
+        return self.tell()
+
+
+@lru_cache(1 << 12)
+def _head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """Returns what `torch.save` writes before the bytes of a plain tensor: all that tells how to read them.
+
+    Something that no file begins with where it writes no such bytes.
+    """
+    written = _Unseekable()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), written)
+    found = _RECORD.search(written.getvalue())
+    return written.getvalue()[: found.end() + int.from_bytes(found[1], "little")] if found else b"none"
 
 
 class _ValuesPlanner(DefaultLoadPlanner):
