@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +89,7 @@ class InMemory:
         """
         folders.remove_steps(self.folder)
 
-    def find(self, team: Team, step: int | None) -> tuple[Path, Manifest, KnownReader]:
+    def find(self, team: Team, step: int | None) -> tuple[Path, Manifest, Callable[[], KnownReader]]:
         """Finds a step whose files are all on some host, and has its bytes verified; collective.
 
         A file that is damaged on one host is taken from another one.
@@ -99,7 +99,7 @@ class InMemory:
             step: Its number; None for the newest.
 
         Returns:
-            The step folder on this rank's host, the manifest, and what reads on this rank.
+            The step folder on this rank's host, the manifest, and what opens it.
 
         Raises:
             ValueError: If there is none, on all ranks.
@@ -112,8 +112,12 @@ class InMemory:
         chosen = _intact(hosts, folder, chosen)
         source = min(chosen.files)
         manifest, index = team.on(source, lambda: (Manifest.read(folder), (folder / METADATA).read_bytes()))
-        metadata = team.together(lambda: metadata_in(index, folder))
-        return folder, manifest, _HostsReader(folder, metadata, manifest, hosts, chosen.files)
+        files = chosen.files
+        return (
+            folder,
+            manifest,
+            lambda: _HostsReader(folder, metadata_in(index, folder), manifest, hosts, files),
+        )
 
 
 class _Step(NamedTuple):

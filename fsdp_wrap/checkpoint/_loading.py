@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,12 +97,16 @@ def load(
     wait_for_pending(raise_error=False)
     team = Team.of(process_group, "checkpoint.load", model)
     subject = team.together(lambda: Subject(model, optim, extra))
-    folder, manifest, reader = _found(dir, team, step)
-    reading = team.together(lambda: _Reading(subject, folder, manifest, reader.metadata, team))
-    lacked = team.gather(reading.lacking) if strict else [[]]  # each rank may have another pipeline stage
+    folder, manifest, opened = _found(dir, team, step)
+
+    def begun() -> tuple[tuple[KnownReader, _Reading], list[str]]:
+        reader = opened()
+        reading = _Reading(subject, folder, manifest, reader.metadata, team)
+        return (reader, reading), reading.lacking
+
+    (reader, reading), lacked = team.agreed(begun)  # each rank may have another pipeline stage
     team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
-    read(reader, reading.flat, team, trusted=trusted)
-    found = team.together(lambda: reading.found(trusted))
+    found = read(reader, reading.flat, team, lambda: reading.found(trusted), trusted=trusted)
     subject.put_in(team, found["model"], found["optim"], strict)
     values = team.together(lambda: subject.put_in_extra(found["extra"]))
     if restore_random_state and found["random"] is not None:
@@ -112,13 +116,13 @@ def load(
 
 def _found(
     dir: str | os.PathLike[str] | InMemory, team: Team, step: int | None
-) -> tuple[Path, Manifest, KnownReader]:
-    """Returns a verified step folder in this rank's path, its manifest and its reader."""
+) -> tuple[Path, Manifest, Callable[[], KnownReader]]:
+    """Returns a verified step folder in this rank's path, its manifest and what opens it."""
     if isinstance(dir, InMemory):
         return dir.find(team, step)
     folder = _agreed_folder(team, Path(dir).absolute(), step)
     manifest = verified(team, folder)
-    return folder, manifest, team.together(lambda: KnownReader(folder, read_metadata(folder)))
+    return folder, manifest, lambda: KnownReader(folder, read_metadata(folder))
 
 
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
@@ -148,9 +152,10 @@ def _lacking(is_there: bool, manifest: int | str | None) -> str:
 def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
     """Verifies every byte on some rank; returns the manifest, or raises the same on all ranks."""
     manifest = team.on_first(lambda: _read_manifest(folder))
-    mine = team.together(lambda: manifest.faults(folder, team.rank, team.size, shown))
-    faults = _of_all_ranks(team.gather((place_of(folder), mine)))
-    if faults:
+    _, found = team.agreed(
+        lambda: (None, (place_of(folder), manifest.faults(folder, team.rank, team.size, shown)))
+    )
+    if faults := _of_all_ranks(found):
         team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
     return manifest
 

@@ -72,8 +72,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
     def read_one(name: str) -> torch.Tensor:
         flat: dict[str, Any] = {keys[name]: allocated(metadata.state_dict_metadata[keys[name]])}
-        read(KnownReader(folder, metadata), flat, ALONE)
-        found: torch.Tensor = flat[keys[name]]
+        found: torch.Tensor = read(KnownReader(folder, metadata), flat, ALONE, lambda: flat[keys[name]])
         return found
 
     return Source(kind, folder, described, read_one, left_out)

@@ -76,7 +76,9 @@ class Subject:
     def put_in(self, team: Team, model: dict[str, Any], optim: dict[str, Any] | None, strict: bool) -> None:
         """Loads the model and its optimizers together, on all ranks, or leaves them as they were."""
         optimizers = self.optimizers if optim is not None else []
-        cut = team.together(lambda: [self._cut(each, optim, model) for each in optimizers])
+        cut, refusing = team.agreed(
+            lambda: ([self._cut(each, optim, model) for each in optimizers], may_refuse(self.model))
+        )
 
         def load_optimizers() -> None:
             for optimizer, (state, restore) in zip(optimizers, cut):
@@ -87,7 +89,7 @@ class Subject:
             for optimizer in optimizers:
                 undo.callback(_kept(optimizer))
             team.together(load_optimizers)
-            if any(team.gather(may_refuse(self.model))):  # what modules only copy cannot fail any more
+            if any(refusing):  # what modules only copy cannot fail any more
                 undo.callback(_kept_tensors(self.model_state()))
             team.together(lambda: load_pieces(self.model, model, strict))
             undo.pop_all()

@@ -40,7 +40,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from fsdp_wrap._core import Seam, __version__
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
-from fsdp_wrap.checkpoint._team import ALONE, Team
+from fsdp_wrap.checkpoint._team import ALONE, T, Team
 from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -207,18 +207,21 @@ def _payload(item: WriteItem) -> int:
 # reading
 
 
-def read(reader: KnownReader, flat: dict[str, Any], team: Team, *, trusted: bool = False) -> None:
-    """Reads entries of a step on all ranks: into tensors in place, pickled ones by replacement."""
+def read(
+    reader: KnownReader, flat: dict[str, Any], team: Team, use: Callable[[], T], *, trusted: bool = False
+) -> T:
+    """Reads entries of a step on all ranks, tensors in place, pickled ones by replacement, and uses them."""
     entries = {key: reader.metadata.state_dict_metadata[key] for key in flat}  # DCP would look for others
     reader.metadata = replace(reader.metadata, state_dict_metadata=entries)
     among = team if reader.is_collective else ALONE  # each rank knows its part without a plan of all
 
-    def read_own() -> None:
+    def read_own() -> T:
         with among.in_dcp(f"reading {reader.folder}"):
             alone = among.group is None
             load_state_dict(flat, reader, among.group, no_dist=alone, planner=_ValuesPlanner(trusted))
+        return use()
 
-    team.together(read_own)
+    return team.together(read_own)
 
 
 def allocated(entry: Any, like: Any = None) -> torch.Tensor | None:
@@ -268,8 +271,9 @@ class KnownReader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         entry = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[item.storage_index.fqn])
         sizes, dtype = entry.chunks[item.storage_index.index or 0].sizes, entry.properties.dtype
-        direct = target.dtype == dtype and target.shape == sizes and target.is_cpu and target.is_contiguous()
-        piece = _tensor_in(file, length, target if direct else torch.empty(sizes, dtype=dtype))
+        is_plain = type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
+        fits = is_plain and target.dtype == dtype and target.shape == sizes
+        piece = _tensor_in(file, length, target if fits else torch.empty(sizes, dtype=dtype))
         if piece is not target:
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths)):
                 piece = piece.narrow(dim, start, size)
@@ -289,7 +293,7 @@ def _tensor_in(file: io.BufferedIOBase, length: int, memory: torch.Tensor) -> to
         data = io.BytesIO(begin + file.read(length - len(begin)))
         return torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     if file.readinto((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())) < memory.nbytes:
-        raise EOFError("a file has become shorter")
+        raise EOFError("a file has become shorter while it was read")
     return memory
 
 

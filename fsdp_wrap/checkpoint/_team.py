@@ -18,6 +18,7 @@ from fsdp_wrap._core import listed
 from fsdp_wrap._runtime import require_idle, schedule_of, units_in
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _background_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
@@ -106,12 +107,17 @@ class Team:
 
     def together(self, do: Callable[[], T]) -> T:
         """Calls a function on every rank and returns this rank's result; if any rank fails, all raise."""
-        value, cause = _outcome(do)
-        errors = self.gather(None if cause is None else _portable(cause))
-        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
-        if failures:
+        return self.agreed(lambda: (do(), None))[0]
+
+    def agreed(self, do: Callable[[], tuple[T, S]]) -> tuple[T, list[S]]:
+        """Does the same with a function of two results, of which the second is gathered from all ranks."""
+        values, cause = _outcome(do)
+        told = values[1] if values is not None else None
+        outcomes = self.gather((told, None if cause is None else _portable(cause)))
+        failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+        if values is None or failures:
             raise _combined(failures, self.size) from cause
-        return value  # type: ignore[return-value]
+        return values[0], [cast(S, each) for each, _ in outcomes]
 
     @contextmanager
     def in_dcp(self, doing: str) -> Iterator[None]:
