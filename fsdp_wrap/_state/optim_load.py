@@ -222,8 +222,7 @@ def _source_state(
     if originals[0].left_out:
         return {}
     originals = [each for each in originals if each.shape.numel()] or originals  # others are never stepped
-    found = [(each, pieces[each.fqn]) for each in originals if pieces.get(each.fqn)]
-    found = [(each, entry) for each, entry in found if not _never_stepped(entry)]
+    found = [(each, pieces[each.fqn]) for each in originals if _is_stepped(pieces.get(each.fqn))]
     having = {each.fqn for each, _ in found}
     without = next((each.fqn for each in originals if each.fqn not in having), None)
     keys = dict.fromkeys(key for _, entry in found for key in entry)
@@ -264,8 +263,8 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
     return value if isinstance(first.source, DTensor) else copied(value)
 
 
-def _never_stepped(state: Mapping[str, Any]) -> bool:
-    return state.get("step") is not None and float(state["step"]) == 0
+def _is_stepped(state: State | None) -> bool:
+    return bool(state and (state.get("step") is None or float(state["step"]) != 0))
 
 
 # as saved

@@ -49,8 +49,7 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     sizes = {key: 0 if value is None else value.nbytes for key, value in flat.items()}
     for key in watched(flat, f"reading {folder.name}", sizes.__getitem__, sum(sizes.values())):
         one: dict[str, Any] = {key: flat[key]}
-        read(KnownReader(folder, metadata), one, ALONE, lambda: None)
-        flat[key] = one[key]
+        read(KnownReader(folder, metadata), one, ALONE, partial(flat.update, one))
     _write_torch_file(unflatten_state_dict(flat, paths), out)
     return folder
 

@@ -278,8 +278,9 @@ class KnownReader(FileSystemReader):
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths)):
                 piece = piece.narrow(dim, start, size)
             if piece.shape != target.shape:
+                name, sizes = item.storage_index.fqn, tuple(target.shape)
                 raise RuntimeError(
-                    f"{item.storage_index.fqn} has {tuple(piece.shape)} for {tuple(target.shape)}"
+                    f"'{name}' has no piece of shape {sizes} in its file: do not trust this folder"
                 )
             target.copy_(piece)
         planner.commit_tensor(item, target)
@@ -293,7 +294,7 @@ def _tensor_in(file: io.BufferedIOBase, length: int, memory: torch.Tensor) -> to
         data = io.BytesIO(begin + file.read(length - len(begin)))
         return torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     if file.readinto((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())) < memory.nbytes:
-        raise EOFError("a file has become shorter while it was read")
+        raise EOFError("a file has become shorter while it was read: load it again, or an earlier step")
     return memory
 
 
