@@ -274,14 +274,14 @@ class KnownReader(FileSystemReader):
         is_plain = type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
         fits = is_plain and target.dtype == dtype and target.shape == sizes
         piece = _tensor_in(file, length, target if fits else torch.empty(sizes, dtype=dtype))
+        if piece.shape != sizes:
+            name, shape = item.storage_index.fqn, tuple(sizes)
+            raise RuntimeError(
+                f"'{name}' has no piece of shape {shape} in its file: do not trust this folder"
+            )
         if piece is not target:
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths)):
                 piece = piece.narrow(dim, start, size)
-            if piece.shape != target.shape:
-                name, sizes = item.storage_index.fqn, tuple(target.shape)
-                raise RuntimeError(
-                    f"'{name}' has no piece of shape {sizes} in its file: do not trust this folder"
-                )
             target.copy_(piece)
         planner.commit_tensor(item, target)
 

@@ -86,7 +86,12 @@ def unpickled(monkeypatch):
     """What torch.load was called for."""
     calls: list[Any] = []
     real = torch.load
-    monkeypatch.setattr(torch, "load", lambda file, **how: (calls.append(file), real(file, **how))[1])
+
+    def load(file: Any, **how: Any) -> Any:
+        calls.append(file)
+        return real(file, **how)
+
+    monkeypatch.setattr(torch, "load", load)
     return calls
 
 
@@ -106,9 +111,10 @@ def test_other_pieces_are_read_as_torch_reads_them(tmp_path):
     assert_same(read_back(tmp_path), expected)
 
 
-def test_places_of_another_dtype_or_order_get_the_values(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_places_of_another_order_or_dtype_get_the_values(tmp_path, dtype):
     expected = written(tmp_path, {"a": torch.arange(35.0).view(5, 7), "b": torch.arange(6.0).view(2, 3)})
-    found = read_back(tmp_path, lambda entry: torch.zeros(entry.size[::-1], dtype=torch.float64).t())
+    found = read_back(tmp_path, lambda entry: torch.zeros(entry.size[::-1], dtype=dtype).t())
     assert {name: value.tolist() for name, value in found.items()} == {
         name: value.tolist() for name, value in expected.items()
     }
