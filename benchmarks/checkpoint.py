@@ -4,7 +4,8 @@
 
 A checkpoint is the model and its AdamW state after two steps. Measured are `save` and `load` of a sharded
 one through `torch.distributed.checkpoint` in a temporary folder on disk, and `full`: the model's full state
-dict on the first rank, in host memory where the implementation can do that.
+dict on the first rank, in host memory where the implementation can do that. `fsdp_wrap_checkpoint` saves and
+loads by `fsdp_wrap.checkpoint`: it also syncs what it saves, and verifies it before it loads it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.harness import Figures, Question, Settings, ask_alone, compare, 
 from benchmarks.implementations import Trained
 from benchmarks.meters import tensors
 from benchmarks.models import CASES, Case, stacked
+from fsdp_wrap import checkpoint
 
 WARMUP = 1
 ROUNDS = 3
@@ -102,6 +104,18 @@ class WrapperCheckpoints(Checkpoints):
             return self.model.state_dict()
 
 
+class WholeCheckpoints(WrapperCheckpoints):
+    """The same by `fsdp_wrap.checkpoint`: steps, synced to disk and verified before they are loaded."""
+
+    def save(self, writer: dcp.StorageWriter) -> None:
+        """Writes a step, the only one in its folder."""
+        checkpoint.save(str(writer.checkpoint_id), self.model, self.optimizer, step=1)
+
+    def load(self, folder: Path) -> None:
+        """Reads the step into the model and optimizer."""
+        checkpoint.load(folder, self.model, self.optimizer)
+
+
 # On a host without accelerators torch's wrapper crashes where it offloads: it keeps values where they are.
 COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
     "fsdp1": partial(WrapperCheckpoints, torch_fsdp, False, "fsdp1"),
@@ -109,6 +123,7 @@ COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
     "fsdp2": partial(Checkpoints, "fsdp2"),
     "fsdp_wrap": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap"),
     "fsdp_wrap_flat": partial(WrapperCheckpoints, fsdp_wrap, True, "fsdp_wrap_flat"),
+    "fsdp_wrap_checkpoint": partial(WholeCheckpoints, fsdp_wrap, True, "fsdp_wrap"),
 }
 # Flat parameters cost what original ones do.
 USUAL = ["fsdp1", "fsdp2", "fsdp_wrap"]

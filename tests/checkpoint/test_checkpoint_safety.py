@@ -36,7 +36,7 @@ from fsdp_wrap import ShardingStrategy, checkpoint, distributed_state_dict
 from fsdp_wrap.checkpoint import _command as command
 from fsdp_wrap.checkpoint import _convert, _folders
 from fsdp_wrap.checkpoint._manifest import read_metadata
-from fsdp_wrap.checkpoint._storage import CheckedWriter
+from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader
 from resuming import names_in, told_alike
 from state_nets import assert_equal
 
@@ -112,6 +112,22 @@ def test_a_step_whose_files_have_not_all_arrived_is_not_published(rank, world_si
         assert f"sees that __1_0.distcp {lack}" in text
         assert f"written by rank 1 (in {tmp_path} on host {socket.gethostname()})" in text
         assert names_in(tmp_path) == [kept.name]
+
+
+@ranks(3)
+def test_a_rank_that_cannot_read_is_named_on_all_and_nothing_has_changed(rank, world_size, tmp_path):
+    model = layers()
+    checkpoint.save(tmp_path, model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    before = copy.deepcopy(model.state_dict())
+    unread = mock.patch.object(KnownReader, "put", side_effect=OSError(5, "Input/output error"))
+    with pytest.raises(RuntimeError) as failed, unread if rank == 1 else nullcontext():
+        checkpoint.load(tmp_path, model)
+    assert told_alike(failed) == (
+        f"rank 1: reading {tmp_path}/step_00000001 failed: OSError: [Errno 5] Input/output error"
+    )
+    assert_equal(model.state_dict(), before)
 
 
 @ranks(3)
