@@ -273,7 +273,7 @@ class KnownReader(FileSystemReader):
         sizes, dtype = entry.chunks[item.storage_index.index or 0].sizes, entry.properties.dtype
         is_plain = type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
         fits = is_plain and target.dtype == dtype and target.shape == sizes
-        piece = _tensor_in(file, length, target if fits else torch.empty(sizes, dtype=dtype))
+        piece = _tensor_in(file, length, target if fits else torch.empty(sizes, dtype=dtype, device="cpu"))
         if piece.shape != sizes:
             name, shape = item.storage_index.fqn, tuple(sizes)
             raise RuntimeError(
@@ -313,7 +313,7 @@ def _head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     """
     written = _Unseekable()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), written)
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), written)
     found = _RECORD.search(written.getvalue())
     return written.getvalue()[: found.end() + int.from_bytes(found[1], "little")] if found else b"none"
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.utils.serialization import config
 
 from fsdp_wrap.checkpoint._manifest import read_metadata
-from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
+from fsdp_wrap.checkpoint._storage import KnownReader, _head_of, allocated, read
 from fsdp_wrap.checkpoint._team import ALONE
 
 DTYPES = [
@@ -109,6 +109,15 @@ def test_other_pieces_are_read_as_torch_reads_them(tmp_path):
     state = plain() | others() | {"nothing": torch.empty(0, 3)}
     expected = written(tmp_path, state)
     assert_same(read_back(tmp_path), expected)
+
+
+@pytest.mark.parametrize("into", [allocated, lambda entry: torch.zeros(entry.size, device="cpu").double()])
+def test_a_default_device_changes_nothing(tmp_path, into):
+    expected = written(tmp_path, {"a": torch.rand(7, 3)})
+    _head_of.cache_clear()
+    with torch.device("meta"):
+        found = read_back(tmp_path, into)
+    assert found["a"].tolist() == expected["a"].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
