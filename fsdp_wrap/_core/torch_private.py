@@ -179,6 +179,7 @@ PURPOSES = {
     "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of them, too",
     "torch.distributed.checkpoint._nested_dict.unflatten_state_dict": "undoes what DCP does to state dicts",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
+    "torch.distributed.checkpoint.utils._DistWrapper": "saves by a plan that is known, with DCP's errors",
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "loads in a group of our choice",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",

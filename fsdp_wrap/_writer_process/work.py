@@ -9,12 +9,14 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fsdp_wrap._writer_process.memory import StagedTensor
 from fsdp_wrap.checkpoint._storage import CheckedWriter
@@ -33,18 +35,43 @@ def work(file: int) -> None:
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not be taken for answers
+    own = _Work(file)
+    kinds: dict[str, Callable[..., Any]] = {"write": own.write, "finish": own.finish}
     while True:
         try:
-            given, plan, contents = pickle.load(requests)
+            what, *request = pickle.load(requests)
         except EOFError:
             return
         try:
-            memory = mmap.mmap(file, os.fstat(file).st_size)
-            answer: Any = CheckedWriter(*given).write_data(plan, _FromMemory(contents, memory)).value()
+            answer = kinds[what](*request)
         except Exception as error:
             answer = _portable(error)
         pickle.dump(answer, answers)
         answers.flush()
+
+
+class _Work:
+    """The kinds of requests; what a later one brings None for is as it was."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._plan: SavePlan
+        self._contents: Contents = {}
+        self._metadata: Metadata
+
+    def write(self, given: tuple[Any, ...], plan: SavePlan | None, contents: Contents) -> bytes:
+        """Writes a rank's items; returns the results, pickled."""
+        if plan is not None:
+            self._plan, self._contents = plan, {}
+        self._contents.update(contents)
+        planner = _FromMemory(self._contents, mmap.mmap(self._file, os.fstat(self._file).st_size))
+        return pickle.dumps(CheckedWriter(*given).write_data(self._plan, planner).value())
+
+    def finish(self, given: tuple[Any, ...], metadata: Metadata | None, results: list[Any]) -> None:
+        """Writes the metadata and the manifest."""
+        if metadata is not None:
+            self._metadata = metadata
+        CheckedWriter(*given).finish(self._metadata, results)
 
 
 class _FromMemory(DefaultSavePlanner):

@@ -38,7 +38,6 @@ from fsdp_wrap.checkpoint._manifest import (
 )
 from fsdp_wrap.checkpoint._storage import KnownReader, Save, rank_of
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
 _EVERYWHERE = (METADATA, MANIFEST)
 
@@ -227,8 +226,8 @@ class MemorySave(Save):
             name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])
             written = self.folder / name
             with team.in_dcp(doing):
-                writer = self.writer(written, step, team.size, self.progress and team.is_first)
-                save_state_dict(self.state, writer, team.group, no_dist=team.group is None)
+                bar = self.progress and team.is_first
+                self.writer(written, step, team.size, bar).save(self.state, team)
             self._spread(hosts, written)
             final = folders.step_folder(self.folder, step)
             hosts.on_first(lambda: folders.publish(written, step, None))  # on all hosts, before anything goes

@@ -22,10 +22,9 @@ from torch import nn
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
-from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged, to_cpu
+from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, in_process, rank_of
 from fsdp_wrap.checkpoint._team import Team
-from fsdp_wrap.checkpoint._torch_private import save_state_dict
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +49,7 @@ class SharedSave(Save):
                 places = self._agreed_places(written)
                 bar = self.progress and self.team.is_first
                 with self.team.in_dcp(doing):
-                    writer = self.writer(written, step, self.team.size, bar, self.patience)
-                    save_state_dict(self.state, writer, self.team.group, no_dist=self.team.group is None)
+                    self.writer(written, step, self.team.size, bar, self.patience).save(self.state, self.team)
                 self.team.on_first(lambda: self._publish(written, step, places, doing, held))
         except BaseException:
             if self.team.first_died():  # of several survivors one does what it would have done
@@ -305,9 +303,8 @@ def _planned(
     def plan() -> Save:
         state = Subject(model, optim, extra).taken(team)
         if copied:
-            process = in_process.filled and in_process.filled(state)
-            to_host, options["writer"] = process or (to_cpu, CheckedWriter)
-            state = staged(state, to_host)
+            aside = in_process.filled and in_process.filled(state, model)
+            state, options["writer"] = aside or (staged(state), CheckedWriter)
         what = {"team": team, "state": state, **options}
         if isinstance(dir, InMemory):
             return MemorySave(folder=dir.folder, **what)
@@ -321,7 +318,8 @@ def _planned(
         told = ", ".join(f"{step} on rank {rank}" for rank, step in enumerate(steps))
         raise ValueError(f"all ranks must save the same step; step is {told}")
     if len(set(sums)) > 1:  # each has another stage of a pipeline
-        optim["param_groups"] = _joined(team.gather(optim["param_groups"]))
+        joined = {**optim, "param_groups": _joined(team.gather(optim["param_groups"]))}
+        return replace(to_do, state={**to_do.state, "optim": joined})
     return to_do
 
 

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,15 +151,12 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
                 yield clean_fqn(name), ranks(param.device_mesh, dim)
 
 
-to_cpu: Callable[[torch.Tensor], torch.Tensor] = partial(torch.Tensor.to, device="cpu", copy=True)
-"""Returns a copy of a tensor in host memory."""
-
-
 @torch.no_grad()
-def staged(state: Any, to_host: Callable[[torch.Tensor], torch.Tensor] = to_cpu) -> Any:
+def staged(state: Any) -> Any:
     """Returns a copy in host memory that later training does not change."""
     return pytree.tree_map(
-        lambda each: to_host(each) if isinstance(each, torch.Tensor) else copy.deepcopy(each), state
+        lambda each: each.to("cpu", copy=True) if isinstance(each, torch.Tensor) else copy.deepcopy(each),
+        state,
     )
 
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -41,7 +41,12 @@ from fsdp_wrap._core import Seam, __version__
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
 from fsdp_wrap.checkpoint._team import ALONE, T, Team
-from fsdp_wrap.checkpoint._torch_private import StorageWriterTransforms, load_state_dict
+from fsdp_wrap.checkpoint._torch_private import (
+    DistWrapper,
+    StorageWriterTransforms,
+    load_state_dict,
+    save_state_dict,
+)
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _RECORD = re.compile(rb"/data/0FB(..)", re.DOTALL)
@@ -79,8 +84,29 @@ class CheckedWriter(FileSystemWriter):
         checked.set_result([_Checked(**vars(each), crc=sums.streams[each.index].crc) for each in results])
         return checked
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def save(self, state: dict[str, Any], team: Team) -> None:
+        """Writes a state by all ranks: by the plan of the save before if all know it, else by a new one."""
+        if all(team.gather(self.repeats(state, team))):
+            ranks = DistWrapper(team.group, team.group is not None, 0)
+            ranks.all_reduce("write", partial(self.write_again, state), self.finish_again)
+        else:
+            save_state_dict(state, self, team.group, no_dist=team.group is None)
+
+    def repeats(self, state: dict[str, Any], team: Team) -> bool:
+        """Whether the plan of the save before, of the same ranks, is known here and fits the state."""
+        return False
+
+    def write_again(self, state: dict[str, Any]) -> Any:
+        """Writes this rank's items by the plan of the save before; returns what `finish_again` takes."""
+        raise NotImplementedError
+
+    def finish_again(self, results: list[Any]) -> None:
+        """Finishes, on the first rank, with the metadata of the save before."""
+        raise NotImplementedError
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""
+        results = [pickle.loads(each) if isinstance(each, bytes) else each for each in results]
         super().finish(metadata, results)
         files: dict[str, list[list[int]]] = {}
         for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
@@ -97,8 +123,8 @@ class CheckedWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-in_process: Seam[Callable[[Any], Any]] = Seam("writing in a process", "fsdp_wrap._writer_process")
-"""Returns for a state what copies its tensors and what writes the copies; None if a thread does better."""
+in_process: Seam[Callable[..., Any]] = Seam("writing in a process", "fsdp_wrap._writer_process")
+"""Returns for a model's state a copy and what writes it; None if a thread does better."""
 
 
 @dataclass(frozen=True, kw_only=True)
