@@ -5,12 +5,13 @@ All ranks agree on a step folder, write it, see to it that all of it is there, a
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -310,7 +311,8 @@ def _planned(
             return MemorySave(folder=dir.folder, **what)
         return SharedSave(parent=Path(dir).absolute(), **what)
 
-    to_do = team.together(plan)
+    with _uncollected():
+        to_do = team.together(plan)
     optim = to_do.state.get("optim", {"param_groups": []})
     names = [group["params"] for group in optim["param_groups"]]
     steps, sums = zip(*team.gather((to_do.step, zlib.crc32(repr(names).encode()))))
@@ -321,6 +323,18 @@ def _planned(
         joined = {**optim, "param_groups": _joined(team.gather(optim["param_groups"]))}
         return replace(to_do, state={**to_do.state, "optim": joined})
     return to_do
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Puts off the garbage collector, which thousands of new objects would set off; none is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
