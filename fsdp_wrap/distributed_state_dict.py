@@ -35,6 +35,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import own_method
+from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._settings import resolve_settings
 from fsdp_wrap._state import (
@@ -65,8 +66,8 @@ def pieces_of_model(model: nn.Module) -> dict[str, Any]:
     if not is_wrapped(model):
         return get_model_state_dict(model) if _has_tensors(model) else model.state_dict()
     with settings_of(model, resolve_settings(StateDictType.SHARDED_STATE_DICT)):
-        state = _detached(own_method(model, "state_dict")(keep_vars=True))
-    return {uncompiled_fqn(name): value for name, value in state.items()}
+        state = own_method(model, "state_dict")(keep_vars=True)
+    return {uncompiled_fqn(name): _without_grad(value) for name, value in state.items()}
 
 
 def load_pieces(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -83,6 +84,13 @@ def load_pieces(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
 def _has_tensors(model: nn.Module) -> bool:
     """Returns whether a module has parameters or buffers; torch's functions fail without."""
     return any(True for _ in chain(model.parameters(), model.buffers()))
+
+
+def _without_grad(value: Any) -> Any:
+    """Detaches a value; pieces, which nobody else has, remain the same objects."""
+    if type(value) is IntervalTensor:
+        return value.requires_grad_(False)
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _detached(state: dict[str, Any]) -> dict[str, Any]:

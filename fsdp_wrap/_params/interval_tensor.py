@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,7 @@ def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         start += count * rows[dim]
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """The cuts of a tensor in a buffer that is cut evenly between ranks.
 
     Attributes:

@@ -245,7 +245,8 @@ def _walk(module: nn.Module) -> Iterator[Original]:
         if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
             found = uncut(fqn, param)
         if found is not None and found.key not in seen:
-            yield replace(found, fqn=uncompiled_fqn(fqn), order=len(seen))
+            where = found.interval, found.handle, found.layout, found.index
+            yield Original(uncompiled_fqn(fqn), *where, order=len(seen))  # faster than `replace`
             seen.add(found.key)
 
 

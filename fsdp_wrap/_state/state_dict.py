@@ -223,13 +223,18 @@ def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     remaining = iter(values)
     handle.replace(
         [
-            [
-                nn.Parameter(value, requires_grad=source.requires_grad)
-                for source, value in zip(layout.sources, remaining)
-            ]
+            [_as_param(value, source.requires_grad) for source, value in zip(layout.sources, remaining)]
             for layout in handle.layouts
         ]
     )
+
+
+def _as_param(value: torch.Tensor, requires_grad: bool) -> Any:
+    """Returns a parameter of a value; a piece, which was made for this, becomes one itself."""
+    if type(value) is not IntervalTensor:
+        return nn.Parameter(value, requires_grad=requires_grad)
+    value._is_param = True
+    return value.requires_grad_(requires_grad)
 
 
 def _full_copies(handle: ParamHandle, offload: bool, only: Receiver) -> Iterator[torch.Tensor]:

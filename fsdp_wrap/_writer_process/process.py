@@ -196,17 +196,21 @@ class ProcessWriter(CheckedWriter):
         self.finish(None, results)
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
 def _structure_of(leaf: Any, parts: list[torch.Tensor]) -> Any:
     """Returns what DCP's plan for a value depends on, and adds the tensors that have the values of a tensor.
 
     Equals nothing else, not even that of the same value, if this is not known.
     """
+    if type(leaf) in _PLAIN and leaf.layout is torch.strided:
+        parts.append(leaf)
+        return leaf.dtype, leaf.shape, leaf.stride()
     if not isinstance(leaf, torch.Tensor):
         return object() if hasattr(leaf, "__create_write_items__") else None
     if not is_traceable_wrapper_subclass(leaf):
-        parts.append(leaf)
-        is_plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
-        return (leaf.dtype, leaf.shape, leaf.stride()) if is_plain else object()
+        return object()
     names, context = leaf.__tensor_flatten__()
     inner = [getattr(leaf, name) for name in names]  # of a `DTensor` its mesh, too
     others = [_structure_of(each, parts) if isinstance(each, torch.Tensor) else each for each in inner]
