@@ -14,9 +14,10 @@ import sys
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,22 @@ LEAST_BYTES, LEAST_TENSORS = 64 << 20, 1000
 Contents = dict[MetadataIndex, StagedTensor | torch.Tensor | bytes]
 """Data of items: a place in the memory, or the thing itself."""
 
+Paths = dict[MetadataIndex, tuple[Any, ...]]
+"""The places of pickled items in a state."""
+
+
+@dataclass(eq=False)
+class _Staged:
+    """The copy of a state in the memory; its plan, which the process keeps, has ranks and pickled items."""
+
+    model: Callable[[], nn.Module | None]
+    structure: Any
+    parts: list[torch.Tensor] = field(default_factory=list)
+    copies: list[torch.Tensor | None] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    plan: tuple[list[int], Paths] | None = None
+
+
 _START = "import sys; sys.path[:] = {path!r}; from fsdp_wrap._writer_process.work import work; work({file})"
 
 
@@ -54,12 +71,7 @@ class WriterProcess:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         self._owner = os.getpid()
-        self._structure: Any = None
-        self._copies: list[Any] = []
-        self._parts: list[torch.Tensor] = []
-        self._state: dict[str, Any] | None = None
-        self._model: Callable[[], nn.Module | None] = lambda: None
-        self.plan: KnownPlan | None = None
+        self._last: _Staged | None = None
         atexit.register(self.end)
 
     @property
@@ -80,46 +92,45 @@ class WriterProcess:
         """
         leaves, spec = pytree.tree_flatten(state)
         parts: list[torch.Tensor] = []
-        structure = (spec, [_structure_of(leaf, parts) for leaf in leaves])
-        if structure == self._structure and self._model() is model:
-            torch._foreach_copy_(self._parts, parts)
-            copies = [
-                copied if isinstance(copied, torch.Tensor) else deepcopy(leaf)
-                for copied, leaf in zip(self._copies, leaves)
-            ]
+        structure = spec, [_structure_of(leaf, parts) for leaf in leaves]
+        last = self._last
+        if last is not None and last.model() is model and last.structure == structure:
+            torch._foreach_copy_(last.parts, parts)
         else:
-            self._forget()
             self._memory.restart()
-            copies = [
-                self.copy(leaf) if isinstance(leaf, torch.Tensor) else deepcopy(leaf) for leaf in leaves
-            ]
-            self._structure, self._copies = structure, copies
-            for copied in copies:
-                _structure_of(copied, self._parts)
-            self._model = weakref.ref(
-                model, self._forget
-            )  # pieces know process groups, which must go with it
-        copied_state: dict[str, Any] = pytree.tree_unflatten(copies, spec)
-        self._state = copied_state
-        return copied_state
+            # Pieces know process groups, which must go with the model.
+            self._last = last = _Staged(weakref.ref(model, self._forget), structure)
+            last.copies = [self._copy(leaf, last.parts) if _is_tensor(leaf) else None for leaf in leaves]
+        values = [deepcopy(leaf) if copied is None else copied for copied, leaf in zip(last.copies, leaves)]
+        last.state = pytree.tree_unflatten(values, spec)
+        return last.state
 
-    def _forget(self, *_: Any) -> None:
-        """Forgets the state that was copied last, and the plan of its save."""
-        self._structure, self._copies, self._parts, self._state = None, [], [], None
-        self.plan = None
+    def keep_plan(self, state: dict[str, Any], ranks: list[int], pickled: Paths) -> None:
+        """Keeps the plan that the process has written a state by, if that is still the copied one."""
+        if self._last is not None and self._last.state is state:
+            self._last.plan = ranks, pickled
 
-    def holds(self, state: dict[str, Any]) -> bool:
-        """Whether a state is, unchanged, what `staged` has returned last."""
-        return state is self._state
+    def take_plan(self, state: dict[str, Any], ranks: list[int]) -> Paths | None:
+        """Returns the pickled items of the kept plan if it fits; it is not kept for a save after this one."""
+        if self._last is None:
+            return None
+        plan, self._last.plan = self._last.plan, None
+        if plan is None or plan[0] != ranks or self._last.state is not state or not self.works:
+            return None
+        return plan[1]
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _forget(self, _: Any) -> None:
+        self._last = None
+
+    def _copy(self, tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         """Returns a copy that the process finds; of a tensor subclass one over copies of its parts."""
         if not is_traceable_wrapper_subclass(tensor):
-            return self._memory.copy_of(tensor.detach())
+            parts.append(self._memory.copy_of(tensor.detach()))
+            return parts[-1]
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}  # of a `DTensor` its mesh, too
         for name, part in inner.items():
-            inner[name] = self.copy(part) if isinstance(part, torch.Tensor) else part
+            inner[name] = self._copy(part, parts) if _is_tensor(part) else part
         kind: Any = type(tensor)
         made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         return made
@@ -147,33 +158,24 @@ class WriterProcess:
         return answer
 
 
-class KnownPlan(NamedTuple):
-    """The ranks of a plan that the process keeps, and the paths of pickled items in the state."""
-
-    ranks: list[int]
-    pickled: dict[MetadataIndex, tuple[Any, ...]]
-
-
 class ProcessWriter(CheckedWriter):
     """Lets the process write what its base would; results stay as the process has pickled them."""
 
     def __init__(self, process: WriterProcess, *given: Any) -> None:
         super().__init__(*given)
         self._process, self._given = process, given
-        self._pickled: dict[MetadataIndex, tuple[Any, ...]] = {}
+        self._pickled: Paths = {}
 
     def save(self, state: dict[str, Any], team: Team) -> None:
         super().save(state, team)
-        if self._process.holds(state):
-            self._process.plan = KnownPlan(team.ranks, self._pickled)
+        self._process.keep_plan(state, team.ranks, self._pickled)  # it has succeeded on all ranks
 
-    def repeats(self, state: dict[str, Any], team: Team) -> bool:
-        known = self._process.plan if self._process.holds(state) and self._process.works else None
-        self._process.plan = None  # until this save has succeeded, on all ranks
-        if known is None or known.ranks != team.ranks:
-            return False
-        self._pickled = known.pickled
-        return True
+    def known(self, state: dict[str, Any], team: Team) -> Any:
+        pickled = self._process.take_plan(state, team.ranks)
+        if pickled is None:
+            return None
+        self._pickled = pickled
+        return partial(self._write_again, state), partial(self.finish, None)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         contents: Contents = {
@@ -185,18 +187,16 @@ class ProcessWriter(CheckedWriter):
         done.set_result(self._process.ask("write", self._given, plan, contents))
         return done
 
-    def write_again(self, state: dict[str, Any]) -> Any:
+    def _write_again(self, state: dict[str, Any]) -> Any:
         contents = {index: packed(reduce(getitem, path, state)) for index, path in self._pickled.items()}
         return self._process.ask("write", self._given, None, contents)
 
     def finish(self, metadata: Metadata | None, results: list[Any]) -> None:
         self._process.ask("finish", self._given, metadata, results)
 
-    def finish_again(self, results: list[Any]) -> None:
-        self.finish(None, results)
 
-
-_PLAIN = (torch.Tensor, nn.Parameter)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _structure_of(leaf: Any, parts: list[torch.Tensor]) -> Any:
@@ -204,25 +204,20 @@ def _structure_of(leaf: Any, parts: list[torch.Tensor]) -> Any:
 
     Equals nothing else, not even that of the same value, if this is not known.
     """
-    if type(leaf) in _PLAIN and leaf.layout is torch.strided:
+    if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided:
         parts.append(leaf)
         return leaf.dtype, leaf.shape, leaf.stride()
-    if not isinstance(leaf, torch.Tensor):
-        return object() if hasattr(leaf, "__create_write_items__") else None
     if not is_traceable_wrapper_subclass(leaf):
-        return object()
+        known = not _is_tensor(leaf) and not hasattr(leaf, "__create_write_items__")
+        return None if known else object()
     names, context = leaf.__tensor_flatten__()
-    inner = [getattr(leaf, name) for name in names]  # of a `DTensor` its mesh, too
-    others = [_structure_of(each, parts) if isinstance(each, torch.Tensor) else each for each in inner]
-    return type(leaf), leaf.shape, context, others
-
-
-def _local_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes that this rank holds of a tensor, which may be sharded."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor.nbytes
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return sum(_local_nbytes(each) for each in inner if isinstance(each, torch.Tensor))
+    inner = [getattr(leaf, name) for name in names]
+    return (
+        type(leaf),
+        leaf.shape,
+        context,
+        [_structure_of(each, parts) if _is_tensor(each) else each for each in inner],
+    )
 
 
 _running: list[WriterProcess] = []
@@ -232,8 +227,10 @@ _running: list[WriterProcess] = []
 def in_the_process(state: dict[str, Any], model: nn.Module) -> Any:
     """Returns a copy and what writes it, if there is a process, or one pays for a state of this size."""
     if not _running or not _running[0].works:
-        tensors = [each for each in pytree.tree_leaves(state) if isinstance(each, torch.Tensor)]
-        is_small = len(tensors) < LEAST_TENSORS and sum(map(_local_nbytes, tensors)) < LEAST_BYTES
+        parts: list[torch.Tensor] = []  # of which this rank holds all
+        for leaf in pytree.tree_leaves(state):
+            _structure_of(leaf, parts)
+        is_small = len(parts) < LEAST_TENSORS and sum(part.nbytes for part in parts) < LEAST_BYTES
         if is_small or not sys.executable or sys.platform != "linux":
             return None
         _running[:] = [WriterProcess()]

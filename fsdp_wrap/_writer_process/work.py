@@ -39,7 +39,7 @@ def work(file: int) -> None:
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not be taken for answers
-    own = _Work(file)
+    own = _Answers(file)
     kinds: dict[str, Callable[..., Any]] = {"write": own.write, "finish": own.finish}
     while True:
         try:
@@ -54,7 +54,7 @@ def work(file: int) -> None:
         answers.flush()
 
 
-class _Work:
+class _Answers:
     """The kinds of requests; what a later one brings None for is as it was."""
 
     def __init__(self, file: int) -> None:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -86,23 +86,15 @@ class CheckedWriter(FileSystemWriter):
 
     def save(self, state: dict[str, Any], team: Team) -> None:
         """Writes a state by all ranks: by the plan of the save before if all know it, else by a new one."""
-        if all(team.gather(self.repeats(state, team))):
-            ranks = DistWrapper(team.group, team.group is not None, 0)
-            ranks.all_reduce("write", partial(self.write_again, state), self.finish_again)
+        known = self.known(state, team)
+        if all(team.gather(known is not None)):
+            DistWrapper(team.group, team.group is not None, 0).all_reduce("write", *known)
         else:
             save_state_dict(state, self, team.group, no_dist=team.group is None)
 
-    def repeats(self, state: dict[str, Any], team: Team) -> bool:
-        """Whether the plan of the save before, of the same ranks, is known here and fits the state."""
-        return False
-
-    def write_again(self, state: dict[str, Any]) -> Any:
-        """Writes this rank's items by the plan of the save before; returns what `finish_again` takes."""
-        raise NotImplementedError
-
-    def finish_again(self, results: list[Any]) -> None:
-        """Finishes, on the first rank, with the metadata of the save before."""
-        raise NotImplementedError
+    def known(self, state: dict[str, Any], team: Team) -> Any:
+        """Returns what writes and finishes by the plan of the save before, if that is known here and fits."""
+        return None
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""

@@ -1,9 +1,12 @@
 """Saves that a process writes: the same files, whatever training does meanwhile; and its end."""
 
 import copy
+import gc
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from bed import ranks, run_isolated
 from bed.patience import until
 from fronts import shard
 from fsdp_wrap import checkpoint, fully_shard
 from fsdp_wrap._writer_process import process
-from fsdp_wrap.checkpoint._manifest import Manifest
+from fsdp_wrap.checkpoint._manifest import Manifest, read_metadata
 from resuming import names_in, net, train
 from state_nets import adamw, assert_equal
 
@@ -74,6 +78,112 @@ def test_training_goes_on_and_the_files_are_those_of_a_save(rank, world_size, fr
     assert_equal(model.state_dict(), expected)
 
 
+def index_of(folder: Path) -> Any:
+    """Returns the index of a step folder, without its identity."""
+    found = read_metadata(folder)
+    return found.state_dict_metadata, found.planner_data, found.storage_data
+
+
+@contextmanager
+def counted_plans() -> Iterator[list[None]]:
+    """Yields a list that gets an entry for each plan that this rank makes."""
+    plans: list[None] = []
+    make = DefaultSavePlanner.create_local_plan
+    counted = lambda self: plans.append(None) or make(self)  # noqa: E731
+    with mock.patch.object(DefaultSavePlanner, "create_local_plan", counted):
+        yield plans
+
+
+@pytest.mark.parametrize("front", ["flat", "orig", "composable"])
+@ranks(2)
+@small_states_too
+def test_a_save_like_the_one_before_goes_by_its_plan(rank, world_size, front, tmp_path):
+    model = shard(front, net())
+    optimizer = adamw(model)
+    train(model, optimizer, rank, world_size, range(1))
+    extra: dict[str, Any] = {"seen": 0}
+
+    def planned_save() -> int:
+        """Saves beside training and compares the files with those of a save; returns how often it planned."""
+        waited = checkpoint.save(tmp_path / "waited", model, optimizer, extra)
+        with counted_plans() as plans:
+            pending = checkpoint.async_save(tmp_path / "aside", model, optimizer, extra)
+            train(model, optimizer, rank, world_size, range(1, 2))
+            folder = pending.result()
+        assert content(folder) == content(waited) and index_of(folder) == index_of(waited)
+        dist.barrier()
+        return len(plans)
+
+    assert planned_save() == 1
+    extra["seen"] = "a longer value"  # of which the pickle has another length
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert planned_save() == planned_save() == 0
+    if rank == 1:
+        extra["more"] = rank
+    assert planned_save() == 1  # on all ranks, though one's state alone has changed
+    assert planned_save() == 0
+    extra.pop("more", None)
+    assert planned_save() == 1
+    inner = getattr(model, "module", model)
+    inner.register_buffer("late", torch.ones(3))
+    assert planned_save() == 1
+    inner.late = torch.full((3,), 2.0, dtype=torch.float64)
+    assert planned_save() == 1  # of another dtype
+    inner.late = torch.full((3,), 3.0, dtype=torch.float64)  # another tensor that is like it
+    assert planned_save() == 0
+    asked = process._running[0].ask
+    if rank == 1:
+        process._running[0].ask = mock.Mock(side_effect=OSError("no room"))
+    with pytest.raises(RuntimeError, match="rank 1: OSError: no room"):
+        checkpoint.async_save(tmp_path / "aside", model, optimizer, extra).result()
+    process._running[0].ask = asked
+    assert planned_save() == 1
+
+
+@small_states_too
+def test_a_plan_is_for_one_model_and_goes_with_it(tmp_path):
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    expected = copy.deepcopy(other.state_dict())
+    with counted_plans() as plans:
+        checkpoint.async_save(tmp_path, model).result()
+        checkpoint.async_save(tmp_path, other).result()
+        assert len(plans) == 2
+    checkpoint.load(tmp_path, model)
+    assert_equal(model.state_dict(), expected)
+    (running,) = process._running
+    assert running._last is not None
+    del other
+    gc.collect()
+    assert running._last is None
+
+
+class Foreign(torch.Tensor):
+    """A class of which a save knows nothing."""
+
+
+@small_states_too
+def test_tensors_of_unknown_classes_are_planned_each_time(tmp_path):
+    model = nn.Linear(3, 3)
+    model.register_buffer("foreign", torch.zeros(2).as_subclass(Foreign))
+    with counted_plans() as plans:
+        checkpoint.async_save(tmp_path, model).result()
+        model.foreign.fill_(7)
+        checkpoint.async_save(tmp_path, model).result()
+        assert len(plans) == 2
+    model.foreign.zero_()
+    with torch.serialization.safe_globals([Foreign]):
+        checkpoint.load(tmp_path, model)
+    assert model.foreign.tolist() == [7, 7]
+
+
+@small_states_too
+def test_it_is_the_nicest_process_of_the_host(tmp_path):
+    checkpoint.async_save(tmp_path, nn.Linear(3, 3)).result()
+    assert os.getpriority(os.PRIO_PROCESS, writer()) == 19
+    session = Path(f"/proc/{writer()}/autogroup")  # sessions are weighed, too, where there is such a file
+    assert not session.exists() or session.read_text().split()[-2:] == ["nice", "19"]
+
+
 @small_states_too
 def test_tensors_of_all_kinds_lie_in_the_memory_and_grow_it(tmp_path):
     torch.manual_seed(0)
@@ -101,6 +211,12 @@ def test_a_small_state_needs_no_process(tmp_path, monkeypatch):
     checkpoint.async_save(tmp_path, nn.Linear(300, 300)).result()
     assert not process._running
     checkpoint.async_save(tmp_path, nn.Linear(300, 1000)).result()
+    (running,) = process._running
+    checkpoint.async_save(tmp_path, nn.Linear(3, 3)).result()  # since there is one
+    assert process._running == [running] and running._last is not None
+    monkeypatch.setattr(process, "_running", [])
+    monkeypatch.setattr(process, "LEAST_TENSORS", 2)
+    checkpoint.async_save(tmp_path, nn.Linear(3, 3)).result()  # many small ones
     assert process._running
 
 
