@@ -53,7 +53,13 @@ class _Staged:
     plan: tuple[list[int], Paths] | None = None
 
 
-_START = "import sys; sys.path[:] = {path!r}; from fsdp_wrap._writer_process.work import work; work({file})"
+_START = """
+import os, sys
+os.setpgrp()  # Ctrl-C is for the ranks; a session of its own would be no less nice than theirs
+sys.path[:] = {path!r}
+from fsdp_wrap._writer_process.work import work
+work({file})
+"""
 
 
 class WriterProcess:
@@ -67,7 +73,6 @@ class WriterProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._memory.descriptor],
-            start_new_session=True,  # Ctrl-C is for the ranks
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         self._owner = os.getpid()

@@ -10,8 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +31,6 @@ _NICENESS = 19
 def work(file: int) -> None:
     """Answers requests from standard input on standard output; `file` is the descriptor of the memory."""
     os.nice(_NICENESS)
-    with suppress(OSError):  # Linux may weigh sessions against each other, and each has a niceness of its own
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
     torch.set_num_threads(1)
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
