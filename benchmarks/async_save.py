@@ -168,8 +168,9 @@ QUESTION = Question(
 Milliseconds of a save of model and AdamW state for which training waits, and of the call that begins one in
 the background; the next {STEPS} steps relative to as many without a save; how long until the files are there;
 and by how much the first rank's resident memory rises at most in a first one, without the process that
-writes. 2 ranks over gloo, to disk and synced, medians of {ROUNDS["gpt"]} rounds of gpt and {ROUNDS[MANY]} of {MANY}; of torch's, half
-as many. The first save, which plans and starts what writes, is not among them.""",
+writes. 2 ranks over gloo, to disk and synced, medians of {ROUNDS["gpt"]} rounds of gpt and
+{ROUNDS[MANY]} of {MANY}; of torch's, half as many. The first save, which plans and starts what writes, is
+not among them.""",
     ask,
     chart="held up ms",
     cases=[*SAVED],

@@ -5,8 +5,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,14 +83,10 @@ def index_of(folder: Path) -> Any:
     return found.state_dict_metadata, found.planner_data, found.storage_data
 
 
-@contextmanager
-def counted_plans() -> Iterator[list[None]]:
-    """Yields a list that gets an entry for each plan that this rank makes."""
-    plans: list[None] = []
+def counted_plans() -> Any:
+    """Returns a context that yields a mock, which is called once for each plan that this rank makes."""
     make = DefaultSavePlanner.create_local_plan
-    counted = lambda self: plans.append(None) or make(self)  # noqa: E731
-    with mock.patch.object(DefaultSavePlanner, "create_local_plan", counted):
-        yield plans
+    return mock.patch.object(DefaultSavePlanner, "create_local_plan", autospec=True, side_effect=make)
 
 
 @pytest.mark.parametrize("front", ["flat", "orig", "composable"])
@@ -112,7 +107,7 @@ def test_a_save_like_the_one_before_goes_by_its_plan(rank, world_size, front, tm
             folder = pending.result()
         assert content(folder) == content(waited) and index_of(folder) == index_of(waited)
         dist.barrier()
-        return len(plans)
+        return int(plans.call_count)
 
     assert planned_save() == 1
     extra["seen"] = "a longer value"  # of which the pickle has another length
@@ -131,12 +126,9 @@ def test_a_save_like_the_one_before_goes_by_its_plan(rank, world_size, front, tm
     assert planned_save() == 1  # of another dtype
     inner.late = torch.full((3,), 3.0, dtype=torch.float64)  # another tensor that is like it
     assert planned_save() == 0
-    asked = process._running[0].ask
-    if rank == 1:
-        process._running[0].ask = mock.Mock(side_effect=OSError("no room"))
-    with pytest.raises(RuntimeError, match="rank 1: OSError: no room"):
+    full = mock.patch.object(process._running[0], "ask", side_effect=OSError("no room"))
+    with full if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match="rank 1: OSError: no room"):
         checkpoint.async_save(tmp_path / "aside", model, optimizer, extra).result()
-    process._running[0].ask = asked
     assert planned_save() == 1
 
 
@@ -147,7 +139,7 @@ def test_a_plan_is_for_one_model_and_goes_with_it(tmp_path):
     with counted_plans() as plans:
         checkpoint.async_save(tmp_path, model).result()
         checkpoint.async_save(tmp_path, other).result()
-        assert len(plans) == 2
+        assert plans.call_count == 2
     checkpoint.load(tmp_path, model)
     assert_equal(model.state_dict(), expected)
     (running,) = process._running
@@ -155,6 +147,20 @@ def test_a_plan_is_for_one_model_and_goes_with_it(tmp_path):
     del other
     gc.collect()
     assert running._last is None
+
+
+@ranks(2)
+@small_states_too
+def test_a_plan_is_for_its_ranks(rank, world_size, tmp_path):
+    model, first_alone = net(), dist.new_group([0])
+    checkpoint.async_save(tmp_path / "all", model).result()
+    if rank == 0:
+        with counted_plans() as plans:
+            checkpoint.async_save(tmp_path / "first", model, process_group=first_alone).result()
+        assert plans.call_count == 1
+    with counted_plans() as plans:
+        checkpoint.async_save(tmp_path / "all", model).result()
+    assert plans.call_count == 1
 
 
 class Foreign(torch.Tensor):
@@ -169,7 +175,7 @@ def test_tensors_of_unknown_classes_are_planned_each_time(tmp_path):
         checkpoint.async_save(tmp_path, model).result()
         model.foreign.fill_(7)
         checkpoint.async_save(tmp_path, model).result()
-        assert len(plans) == 2
+        assert plans.call_count == 2
     model.foreign.zero_()
     with torch.serialization.safe_globals([Foreign]):
         checkpoint.load(tmp_path, model)
