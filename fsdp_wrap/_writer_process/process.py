@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass, pytree
+from fsdp_wrap._core.torch_private import foreach_copy_, is_traceable_wrapper_subclass, pytree
 from fsdp_wrap._writer_process.memory import StagedTensor, StagingMemory
 from fsdp_wrap.checkpoint._storage import CheckedWriter, in_process, packed
 from fsdp_wrap.checkpoint._team import Team
@@ -100,7 +100,7 @@ class WriterProcess:
         structure = spec, [_structure_of(leaf, parts) for leaf in leaves]
         last = self._last
         if last is not None and last.model() is model and last.structure == structure:
-            torch._foreach_copy_(last.parts, parts)
+            foreach_copy_(last.parts, parts)
         else:
             self._memory.restart()
             # Pieces know process groups, which must go with the model.

@@ -149,18 +149,17 @@ def test_a_plan_is_for_one_model_and_goes_with_it(tmp_path):
     assert running._last is None
 
 
-@ranks(2)
 @small_states_too
-def test_a_plan_is_for_its_ranks(rank, world_size, tmp_path):
-    model, first_alone = net(), dist.new_group([0])
-    checkpoint.async_save(tmp_path / "all", model).result()
-    if rank == 0:
-        with counted_plans() as plans:
-            checkpoint.async_save(tmp_path / "first", model, process_group=first_alone).result()
-        assert plans.call_count == 1
-    with counted_plans() as plans:
-        checkpoint.async_save(tmp_path / "all", model).result()
-    assert plans.call_count == 1
+def test_a_plan_is_for_its_ranks_and_for_one_save(tmp_path):
+    model = nn.Linear(3, 3)
+    checkpoint.async_save(tmp_path, model).result()
+    (running,) = process._running
+    last: Any = running._last
+    ranks, pickled = last.plan
+    assert running.take_plan(last.state, [*ranks, 7]) is None  # and not kept any more
+    assert running.take_plan(last.state, ranks) is None
+    running.keep_plan(last.state, ranks, pickled)
+    assert running.take_plan(last.state, ranks) == pickled and running.take_plan(last.state, ranks) is None
 
 
 class Foreign(torch.Tensor):
