@@ -126,8 +126,8 @@ COMPETITORS: dict[str, Callable[[Case], Checkpoints]] = {
     "fsdp_wrap_checkpoint": partial(WholeCheckpoints, fsdp_wrap, True, "fsdp_wrap"),
 }
 # Flat parameters cost what original ones do.
-USUAL = ["fsdp1", "fsdp2", "fsdp_wrap"]
-BESIDE = {MANY: ["fsdp2", "fsdp_wrap"]}  # torch's wrapper takes minutes
+USUAL = ["fsdp1", "fsdp2", "fsdp_wrap", "fsdp_wrap_checkpoint"]
+BESIDE = {MANY: ["fsdp2", "fsdp_wrap", "fsdp_wrap_checkpoint"]}  # torch's wrapper takes minutes
 
 
 # --- measuring ----------------------------------------------------------------------------------------

@@ -221,20 +221,15 @@ def _replaceable(unit: Unit) -> list[ParamHandle]:
 def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
     remaining = iter(values)
-    handle.replace(
-        [
-            [_as_param(value, source.requires_grad) for source, value in zip(layout.sources, remaining)]
-            for layout in handle.layouts
-        ]
-    )
+    handle.replace([[*map(_as_param, layout.sources, remaining)] for layout in handle.layouts])
 
 
-def _as_param(value: torch.Tensor, requires_grad: bool) -> Any:
+def _as_param(source: torch.Tensor, value: torch.Tensor) -> Any:
     """Returns a parameter of a value; a piece, which was made for this, becomes one itself."""
     if type(value) is not IntervalTensor:
-        return nn.Parameter(value, requires_grad=requires_grad)
+        return nn.Parameter(value, requires_grad=source.requires_grad)
     value._is_param = True
-    return value.requires_grad_(requires_grad)
+    return value.requires_grad_(source.requires_grad)
 
 
 def _full_copies(handle: ParamHandle, offload: bool, only: Receiver) -> Iterator[torch.Tensor]:
