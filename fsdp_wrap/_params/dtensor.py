@@ -115,6 +115,11 @@ class Cut(Extent):
         ]
 
 
+def _rows(like: torch.Tensor, value: int) -> torch.Tensor:
+    """Returns rows of one value, which take memory only where the kernel that packs them knows no strides."""
+    return like.new_full((1,), value).expand_as(like) if like.is_cpu else torch.full_like(like, value)
+
+
 def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list[Cut]:
     alignment = alignment_of(slots)
     cuts: list[Cut] = []
@@ -278,8 +283,8 @@ class DTensorLayout(Layout):
                 foreach_zero_(gaps)
             notes.fill_(1)
 
-        by_rows = all(cut.folded is not None for cut in cuts)
-        if by_rows and (gathered.is_contiguous() or gathered.is_cpu):  # CUDA's kernel knows no strides
+        dense = gathered.is_contiguous() and all(cut.whole == self._ranks for cut in cuts)
+        if (dense or gathered.is_cpu) and all(cut.folded is not None for cut in cuts):
             return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 
@@ -294,9 +299,8 @@ class DTensorLayout(Layout):
         """
         starts = [*(cut.offset for cut in self.extents[1:]), self._used.start]
         gaps = [start - cut.end for cut, start in zip(self.extents, starts)]
-        zeros, notes = parts.new_zeros(self._ranks * max(gaps)), torch.ones_like(parts[:, self._used])
-        between = [[zeros[: self._ranks * gap].view(self._ranks, gap)] if gap else [] for gap in gaps]
-        between[-1].append(notes)  # the rest of a part, for `note_used`
+        between = [[_rows(parts[:, :gap], 0)] if gap else [] for gap in gaps]
+        between[-1].append(_rows(parts[:, self._used], 1))  # the rest of a part, for `note_used`
         alike = {parts.dtype}
 
         def pack(tensors: list[torch.Tensor]) -> None:
