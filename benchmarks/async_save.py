@@ -4,7 +4,8 @@
 
 A checkpoint is the model and its AdamW state, written to a temporary folder on disk and synced. `save` is one
 for which training waits. `held up` is the call that begins one in the background. `ten steps` are the next
-ten, beside it, relative to ten steps without a save. All are in turns.
+ten, beside it, relative to ten steps without a save; these are in turns. Each implementation has processes of
+its own, as a training has: ours keep the plan of one save.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.harness import Figures, Question, Settings, Table, ask_alone, run_ranks, slowest
+from benchmarks.harness import Figures, Question, Settings, ask_alone, run_ranks, slowest
 from benchmarks.implementations import SHARED, Trained
 from benchmarks.meters import resident
 from benchmarks.models import CASES, Case, stacked
@@ -80,19 +81,15 @@ COMPETITORS: dict[str, Callable[[Case], Any]] = {
 USUAL = ["fsdp2_thread", "fsdp2_process", "fsdp_wrap", "fully_shard"]
 
 
-def measure(case: str, names: list[str], rounds: int, folder: str) -> Table:
-    """Returns milliseconds, ratios and megabytes by competitor; called on every rank."""
-    competitors = {name: COMPETITORS[name](SAVED[case]) for name in names}
+def measure(case: str, name: str, rounds: int, folder: str) -> dict[str, float]:
+    """Returns a competitor's milliseconds and ratios; called on every rank."""
+    competitor = COMPETITORS[name](SAVED[case])
     times: dict[str, list[float]] = {}
     for turn in range(WARMUP + rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if isinstance(competitors[name], TorchsSaving) and turn >= WARMUP + max(1, rounds // 2):
-                continue
-            found = _turn(competitors[name], Path(folder, name), STEPS if turn >= WARMUP else 1)
-            for what, seconds in found.items() if turn >= WARMUP else ():
-                times.setdefault(f"{name}/{what}", []).append(seconds)
-    times = slowest(times)
-    return {name: _row(name, times) for name in names}
+        found = _turn(competitor, Path(folder, name), STEPS if turn >= WARMUP else 1)
+        for what, seconds in found.items() if turn >= WARMUP else ():
+            times.setdefault(what, []).append(seconds)
+    return _row(slowest(times))
 
 
 def _turn(competitor: Any, folder: Path, steps: int) -> dict[str, float]:
@@ -129,14 +126,14 @@ def _steps(competitor: Any, count: int) -> None:
         competitor.step()
 
 
-def _row(name: str, times: dict[str, list[float]]) -> dict[str, float]:
-    save, steps, held, beside = (times[f"{name}/{what}"] for what in ("save", "steps", "held", "beside"))
+def _row(times: dict[str, list[float]]) -> dict[str, float]:
+    save, steps, held, beside = (times[what] for what in ("save", "steps", "held", "beside"))
     return {
         "save ms": 1e3 * median(save),
         "held up ms": 1e3 * median(held),
         "held up / save": median(own / other for own, other in zip(held, save)),
         "ten steps": median(own / other for own, other in zip(beside, steps)),
-        "ended after ms": 1e3 * median(map(sum, zip(held, beside, times[f"{name}/rest"]))),
+        "ended after ms": 1e3 * median(map(sum, zip(held, beside, times["rest"]))),
     }
 
 
@@ -152,12 +149,15 @@ def ask(settings: Settings) -> Figures:
     names = settings.implementations([*COMPETITORS] if settings.impl else USUAL)
     figures: Figures = {}
     for case in settings.cases_of([*SAVED], usual=["gpt", MANY]):
-        with tempfile.TemporaryDirectory() as folder:
+        for name in names:
             rounds = settings.rounds or ROUNDS[case]
-            figures[case] = run_ranks(measure, settings.ranks, case, names, rounds, folder)
-        for name in names:  # each alone: what is kept for the next save is no cost to that
+            if name.startswith("fsdp2"):
+                rounds = max(1, rounds // 2)
             with tempfile.TemporaryDirectory() as folder:
-                figures[case][name]["host MB"] = run_ranks(memory, settings.ranks, case, name, folder)
+                row = run_ranks(measure, settings.ranks, case, name, rounds, folder)
+            with tempfile.TemporaryDirectory() as folder:  # alone: what is kept for the next save is no cost
+                row["host MB"] = run_ranks(memory, settings.ranks, case, name, folder)
+            figures.setdefault(case, {})[name] = row
     return figures
 
 
@@ -169,8 +169,8 @@ Milliseconds of a save of model and AdamW state for which training waits, and of
 the background; the next {STEPS} steps relative to as many without a save; how long until the files are there;
 and by how much the first rank's resident memory rises at most in a first one, without the process that
 writes. 2 ranks over gloo, to disk and synced, medians of {ROUNDS["gpt"]} rounds of gpt and
-{ROUNDS[MANY]} of {MANY}; of torch's, half as many. The first save, which plans and starts what writes, is
-not among them.""",
+{ROUNDS[MANY]} of {MANY}; of torch's, half as many. Each implementation has processes of its own. The first
+save, which plans and starts what writes, is not among them.""",
     ask,
     chart="held up ms",
     cases=[*SAVED],

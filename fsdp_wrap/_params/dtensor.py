@@ -283,15 +283,15 @@ class DTensorLayout(Layout):
                 foreach_zero_(gaps)
             notes.fill_(1)
 
-        dense = gathered.is_contiguous() and all(cut.whole == self._ranks for cut in cuts)
-        if (dense or gathered.is_cpu) and all(cut.folded is not None for cut in cuts):
+        fills = all(cut.folded is not None and cut.whole == self._ranks for cut in cuts)  # else it would pad
+        if fills and (gathered.is_contiguous() or gathered.is_cpu):
             return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 
     def _row_packer(
         self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
     ) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer in one call, for parameters of which each rank has equally many rows, or none.
+        """Returns a packer in one call, for parameters with the same number of rows on every rank.
 
         Args:
             parts: The gathered buffer: ranks x shard.
