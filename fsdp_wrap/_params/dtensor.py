@@ -276,19 +276,20 @@ class DTensorLayout(Layout):
         boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
         notes, cuts = self.notes(gathered), self.extents  # not the layout, which a batch would keep alive
         folds = [cut.folded or () for cut in cuts]
+        by_folds = () not in folds
 
         def pack(tensors: list[torch.Tensor]) -> None:
-            if () in folds:
-                views = [view for cut, tensor in zip(cuts, tensors) for view in cut.split(tensor)]
-            else:
+            if by_folds:
                 views = [*map(torch.Tensor.view, tensors, folds)]
+            else:
+                views = [view for cut, tensor in zip(cuts, tensors) for view in cut.split(tensor)]
             foreach_copy_(boxes, views)
             if gaps:
                 foreach_zero_(gaps)
             notes.fill_(1)
 
-        fills = all(cut.whole == self._ranks for cut in cuts)  # else it would pad
-        if fills and () not in folds and (gathered.is_contiguous() or gathered.is_cpu):
+        fills = by_folds and all(cut.whole == self._ranks for cut in cuts)  # else it would pad
+        if fills and (gathered.is_contiguous() or gathered.is_cpu):
             return self._row_packer(gathered.view(self._ranks, -1), pack)
         return pack
 

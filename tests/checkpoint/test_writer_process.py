@@ -48,6 +48,13 @@ def writer() -> int:
     return running._process.pid
 
 
+def trained(front: str, rank: int, world_size: int, steps: int) -> tuple[Any, Any]:
+    model = shard(front, net())
+    optimizer = adamw(model)
+    train(model, optimizer, rank, world_size, range(steps))
+    return model, optimizer
+
+
 def content(folder: Path) -> Any:
     """Returns the checksums of all items of a step folder, without its index, which has an identity."""
     files = Manifest.read(folder).files
@@ -58,9 +65,7 @@ def content(folder: Path) -> Any:
 @ranks(2)
 @small_states_too
 def test_training_goes_on_and_the_files_are_those_of_a_save(rank, world_size, front, tmp_path):
-    model = shard(front, net())
-    optimizer = adamw(model)
-    train(model, optimizer, rank, world_size, range(2))
+    model, optimizer = trained(front, rank, world_size, steps=2)
     extra = {"seen": rank}
     waited = checkpoint.save(tmp_path / "waited", model, optimizer, extra)
     expected = copy.deepcopy(model.state_dict())
@@ -93,9 +98,7 @@ def counted_plans() -> Any:
 @ranks(2)
 @small_states_too
 def test_a_save_like_the_one_before_goes_by_its_plan(rank, world_size, front, tmp_path):
-    model = shard(front, net())
-    optimizer = adamw(model)
-    train(model, optimizer, rank, world_size, range(1))
+    model, optimizer = trained(front, rank, world_size, steps=1)
     extra: dict[str, Any] = {"seen": 0}
 
     def planned_save() -> int:

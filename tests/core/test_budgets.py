@@ -20,7 +20,7 @@ CODE_LINES = {
     "_comm/shared_memory": 1049,
     "_compression": 200,
     "_core": 1688,
-    "_params": 3868,
+    "_params": 3869,
     "_reproducible": 571,
     "_runtime": 3320,
     "_state": 3034,
@@ -37,8 +37,8 @@ CODE_LINES = {
     "tools/tuning": 748,
     "top level": 2220,
     "weights": 795,
-    "core": 16292,
-    "all": 35017,
+    "core": 16293,
+    "all": 35018,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
