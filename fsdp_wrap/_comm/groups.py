@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import re
 import socket
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -392,3 +396,32 @@ def _mesh_groups(mesh: Any, shards: bool) -> tuple[dist.ProcessGroup, ...]:
             "would change places. Give them in ascending order"
         )
     return groups
+
+
+@atexit.register
+def _let_gloo_finish() -> None:
+    """Lets the threads of groups that outlive `destroy_process_group()` drop the tensors they hold.
+
+    A group is kept alive by whoever still has it: torch's own caches keep the meshes of `DTensor`s, and so
+    their groups. Its threads drop the tensors of a collective when that is over, which takes the GIL. Before
+    Python 3.14 a thread that asks for it once the interpreter ends is ended itself, there inside C++ that
+    forbids it, so the process would abort. Linux tells which threads still run.
+    """
+    calm = 0
+    for _ in range(1000):  # a second at the most: others may hold up a thread for good
+        states = _states_of_gloo()
+        calm = calm + 1 if set(states) == {"S"} else 0
+        if calm == 3 or not states:
+            return
+        time.sleep(0.001)  # without the GIL: a thread that sleeps because it waits for it runs now
+
+
+def _states_of_gloo() -> list[str]:
+    """Returns the state of each of gloo's threads that run collectives: S asleep, R running or about to."""
+    states = []
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            _, name, rest = re.split(r"[()]", thread.read_text(), maxsplit=2)
+            if name == "pt_gloo_runloop":
+                states.append(rest.split()[0])
+    return states

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks
 from bed.accelerator import Simulation, simulations
 from bed.patience import NEVER
+from bed.scripts import on_ranks, python
 from forks import run_forks
 from fronts import HYBRID, assert_same_values, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -386,3 +387,28 @@ def test_what_is_neither_a_group_nor_a_place_is_refused():
             FSDP(nn.Linear(2, 2), other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a process group"):
         FSDP(nn.Linear(2, 2))
+
+
+HELD_TO_THE_END = """
+import os, sys
+import torch
+import torch.distributed as dist
+import fsdp_wrap
+
+dist.init_process_group("gloo")
+group = dist.group.WORLD  # as a mesh in a cache of torch's
+processors = sorted(os.sched_getaffinity(0))
+for thread in os.listdir("/proc/self/task"):  # on one processor, gloo's threads come after the program
+    os.sched_setaffinity(int(thread), {processors[dist.get_rank() % len(processors)]})
+sys.setswitchinterval(1000)
+for _ in range(20):
+    dist.all_reduce(torch.ones(1000))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_a_program_whose_group_outlives_its_destruction_ends_well(tmp_path):
+    program = tmp_path / "held_to_the_end.py"
+    program.write_text(HELD_TO_THE_END)
+    python(*on_ranks(2, program))

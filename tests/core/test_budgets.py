@@ -16,7 +16,7 @@ from bed.scripts import script
 
 CODE_LINES = {
     "_activations": 295,
-    "_comm": 2162,
+    "_comm": 2183,
     "_comm/shared_memory": 1049,
     "_compression": 200,
     "_core": 1688,
@@ -37,8 +37,8 @@ CODE_LINES = {
     "tools/tuning": 748,
     "top level": 2220,
     "weights": 795,
-    "core": 16293,
-    "all": 35018,
+    "core": 16314,
+    "all": 35039,
 }
 """By folder; `core` is all but the add-ons, `tools` and `weights`."""
 
