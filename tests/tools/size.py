@@ -3,7 +3,7 @@
     python tests/tools/size.py [--docstrings]
 
 `--docstrings` lists the docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or
-By which. `tests/core/test_budgets.py` bounds the numbers.
+By which.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Four units of one linear layer each, and their root, on two ranks over gloo, wit
 without shared memory, without batches of collectives, and with the optimizer's own step. Rank 0 traces the
 sharding of the model and its third step, in fresh processes for each front-end: functions of `fsdp_wrap`, and
 for comparison those of `torch.distributed` under torch's `fully_shard`. `--list` prints the functions in
-order of first entry. `tests/core/test_budgets.py` bounds the numbers.
+order of first entry.
 """
 
 from __future__ import annotations
