@@ -80,6 +80,7 @@ def setup(
     bf16: bool = False,
     clip: float | None = None,
     optim: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    compiled: bool = False,
 ) -> Any:
     """Makes model, optimizer and step."""
     torch.manual_seed(dist.get_rank() if mistake == "seed" else 0)
@@ -93,6 +94,8 @@ def setup(
     if optimizer is None:
         params = decays(model.parameters()) if mistake == "decay" else model.parameters()
         optimizer = optim(model if optim.__name__ == "Muon" else params, lr=0.01)
+    if compiled:
+        model = torch.compile(model, backend="aot_eager")
     counter = iter(range(100))
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

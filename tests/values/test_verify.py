@@ -215,6 +215,14 @@ def test_one_rank_is_what_a_large_model_is_compared_with():
     assert str(report).startswith("Sharded over 2 ranks, compared with one rank: ")
 
 
+@slow
+@pytest.mark.parametrize(("mistake", "verdict"), [("", "rounding"), ("multiply", "not divided by the ranks")])
+def test_a_compiled_model_is_verified(mistake, verdict):
+    """In processes of their own: where nothing is sharded, dynamo would trace what watches a plain model."""
+    report = fsdp_wrap.verify(partial(setup, mistake=mistake, compiled=True), steps=2)
+    assert report.verdict == verdict, str(report)
+
+
 def alone(setup: Any, sharded: bool = True, count: int = 1, timeout: float = 60.0) -> None:
     """Runs what is no program, or one that fails."""
     Launch(timeout).run(Errand(setup, sharded, 1), count)

@@ -110,8 +110,10 @@ def observe(errand: Errand) -> Observed:
     if errand.rounding:
         _round(model, errand.rounding)
     losses: list[float | None] = []
+    # Inside a compiled graph the seams of a plain module cannot be seen; those of units can.
+    stance = torch.compiler.set_stance("default" if errand.sharded else "force_eager")
     if options:
-        with ValueRecord(seams, rows), witness:
+        with stance, ValueRecord(seams, rows), witness:
             losses = [_number(step()) for _ in range(errand.steps)]
     steps = {each.number: each for each in map(_filled, taken)}
     return Observed(
