@@ -13,9 +13,10 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fsdp_wrap._core import Computing, step_watchers
-from fsdp_wrap._params import held_params, to_local
+from fsdp_wrap._params import held_params
 from fsdp_wrap._runtime import Schedule, joins, schedule_of, units_in
 from fsdp_wrap._uneven.context import schedules_of
+from fsdp_wrap._uneven.fates import GradientFates, follow_fates
 from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Leader
@@ -73,10 +74,24 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class _JoinLeader(Leader):
-    """Ends a round with a forward that no backward can follow."""
+    """Ends a round with a forward that no backward is likely to follow.
+
+    Attributes:
+        between: Whether no round runs, on ranks that have a batch.
+    """
+
+    between = True
+
+    def begin_round(self, told: Sequence[int]) -> None:
+        super().begin_round(told)
+        self.between = False
+
+    def end_round(self) -> None:
+        super().end_round()
+        self.between = True
 
     def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        if what is Computing.FORWARD and not owner.nested and self.told:
+        if what is Computing.FORWARD and owner in self._places and not owner.nested:
             trains = any(param.requires_grad for param in owner.module.parameters())
             if not (trains and torch.is_grad_enabled()):
                 self.end_round()
@@ -86,6 +101,7 @@ class _JoinRounds(Rounds):
     """Rounds that torch's `Join` begins."""
 
     make_leader = _JoinLeader
+    leader: _JoinLeader
 
     def __init__(
         self, model: Any, schedule: Schedule, options: RoundOptions, known: Sequence[Optimizer]
@@ -94,8 +110,9 @@ class _JoinRounds(Rounds):
         super().__init__([schedule], self.peers, options)
         self._model = weakref.ref(model)
         self._schedule = schedule
-        self._all = {*sharded_params(schedule.units)}
-        self.steps = _Steps(self._all, known)
+        params = sharded_params(schedule.units)
+        self._gradients = GradientFates(params)
+        self.steps = _Steps({*params}, known)
         schedule.joining = self
         step_watchers.append(self.leader)
 
@@ -117,8 +134,16 @@ class _JoinRounds(Rounds):
             notified.wait()
         super().begin_forward(schedule)
 
+    def begin_backward(self, schedule: Schedule) -> None:
+        if self.leader.between:  # a further backward of one forward: joined ranks wait for another round
+            self.begin_forward(schedule)
+        if self.leader.told:
+            self.leader.tell_fates(0, self._gradients.fates())
+        super().begin_backward(schedule)
+
     def end_backward(self, schedule: Schedule) -> None:
         super().end_backward(schedule)
+        self._gradients.note()
         self.leader.end_round()
 
     def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
@@ -127,13 +152,18 @@ class _JoinRounds(Rounds):
             self.steps.follow(self.peers, self._schedule.iteration)
         return active
 
-    def keeps_gradients(self) -> bool:
-        return any(param.grad is not None and bool(to_local(param.grad).any()) for param in self._all)
+    def _follow_last_fates(self) -> None:
+        """Does with this rank's parts of gradients as the ranks have done that had the last batch."""
+        rows = self.peers.agree(AGREES, self._gradients.fates(), self._schedule.iteration)
+        if self._rank not in self._active:
+            fates = [min(map(int, fates)) for fates in zip(*(rows[rank] for rank in self._active))]
+            follow_fates(sharded_params(self._schedule.units), fates)
 
     def finish(self) -> None:
         """Ends the context on all ranks, which have joined."""
         if self._schedule.joining is self and self.shadowed:
             self.steps.follow(self.peers, self._schedule.iteration)
+            self._follow_last_fates()
             self._schedule.follow(*self.orders)
         self.end()
 

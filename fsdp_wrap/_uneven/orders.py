@@ -9,6 +9,7 @@ import torch
 
 from fsdp_wrap._core import Phase, Span, SpanKind, StepWatcher
 from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._uneven.fates import follow_fates
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.units import sharded_params
 
@@ -25,6 +26,7 @@ class Instruction(IntEnum):
     FINISH_REDUCTION = 3
     BEGIN_BACKWARD = 4
     END_BACKWARD = 5
+    FOLLOW_FATES = 6
 
 
 _OF_SPANS = {
@@ -59,6 +61,15 @@ class Leader(StepWatcher):
         if self.told:
             self._peers.send([order, model, unit, detail, self._schedules[model].iteration], self.told)
 
+    def tell_fates(self, model: int, fates: Sequence[int]) -> None:
+        """Tells what this rank's program has done with the gradients of a model."""
+        self.tell(Instruction.FOLLOW_FATES, model, detail=len(fates))
+        self._peers.send(fates, self.told)
+
+    def begin_round(self, told: Sequence[int]) -> None:
+        """Begins a round, of which some ranks have to be told."""
+        self.told = told
+
     def end_round(self) -> None:
         """Tells the joined ranks that nothing follows before the next agreement."""
         if self.told:
@@ -89,24 +100,26 @@ class Follower:
         self._schedules, self._peers = schedules, peers
         self._units = [schedule.units for schedule in schedules]
         self._gathered: tuple[Unit, Phase] | None = None
-        self._ended = True
+        self._leader, self._ended = 0, True
 
     @torch.no_grad()
     def follow(self, leader: int) -> None:
         """Follows a rank to the end of its round."""
         for schedule in self._schedules:
             schedule.follow()
-        self._ended = False
+        self._leader, self._ended = leader, False
         while not self._ended:
-            self._obey(*self._receive(leader))
+            self._obey(*self._receive())
 
-    def skip(self, leader: int) -> None:
+    def skip(self) -> None:
         """Reads the rest of a round that failed: orders that nobody reads would come in a later round."""
         while not self._ended:
-            self._receive(leader)
+            order, _, _, detail, _ = self._receive()
+            if order == Instruction.FOLLOW_FATES:
+                self._peers.receive(detail, self._leader)
 
-    def _receive(self, leader: int) -> list[int]:
-        order = self._peers.receive(_LENGTH, leader)
+    def _receive(self) -> list[int]:
+        order = self._peers.receive(_LENGTH, self._leader)
         self._ended = order[0] == Instruction.END_ROUND
         return order
 
@@ -123,11 +136,11 @@ class Follower:
             schedule.finish_reduction_of(unit)
         elif order == Instruction.BEGIN_BACKWARD:
             schedule.syncs, schedule.sums_over_replicas = bool(detail & 2), bool(detail & 1)
-            for param in [] if detail & 4 else sharded_params(schedule.units):
-                param.grad = None
             schedule.begin_backward()
         elif order == Instruction.END_BACKWARD:
             schedule.close_backward(bool(detail))
+        elif order == Instruction.FOLLOW_FATES:
+            follow_fates(sharded_params(schedule.units), self._peers.receive(detail, self._leader))
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         if self._gathered is not None and self._gathered[0] is unit:

@@ -115,7 +115,7 @@ class Rounds:
                 self._follower.follow(leader)
             except BaseException as error:
                 self._tell(error)  # first: the leader may wait for this rank
-                self._follower.skip(leader)
+                self._follower.skip()
                 raise
         return True
 
@@ -211,8 +211,7 @@ class Rounds:
             self.orders = [schedule.copy_order() for schedule in self._schedules]
             self._options.share_nothing()
         self._options.average_over(len(self._active) / self._peers.size)
-        if self._rank == leader:
-            self.leader.told = joined
+        self.leader.begin_round(joined if self._rank == leader else ())
         return [rows[rank] for rank in self._active]
 
     # backwards
@@ -231,12 +230,7 @@ class Rounds:
         schedule.syncs, schedule.sums_over_replicas = agreed = self._agreed[model]
         weights, number, _ = self._backwards[model]
         self._backwards[model] = weights + self.weight, number + 1, agreed != (True, True)
-        detail = 4 * self.keeps_gradients() + 2 * agreed[0] + agreed[1]
-        self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=detail)
-
-    def keeps_gradients(self) -> bool:
-        """Whether the backward that begins adds to the gradients that joined ranks have."""
-        return True
+        self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
 
     def end_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""

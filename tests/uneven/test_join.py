@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
 
 from bed import ranks
 from beside import assert_close_grads, large_batch_backward
-from fronts import assert_same_values, twins
+from fronts import assert_same_values, chosen, no_sync, twins
+from fsdp_wrap.wrap import NameWrapPolicy
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
@@ -102,3 +106,105 @@ def test_an_optimizer_that_a_rank_does_not_know(rank, world_size):
         for step in range([0, 3][rank]):
             loss_of(model, tokens(rank, step)).backward()
             optimizer.step()
+
+
+class Net(nn.Module):
+    """Two units, of which a forward may leave out the inner one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.last(x if skips else self.inner(x))
+
+
+def example(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(100 * rank + number)
+    return tuple(torch.randn(5, size, generator=random, dtype=torch.float64) for size in (4, 3))
+
+
+def fit(model: nn.Module, batch: Any, number: int, share: float, skips: bool = False) -> None:
+    (F.mse_loss(model(batch[0], skips), batch[1]) * share).backward()
+
+
+def fit_without_inner(model: nn.Module, batch: Any, number: int, share: float) -> None:
+    fit(model, batch, number, share, skips=number == 2)
+
+
+def fit_unsynced(model: nn.Module, batch: Any, number: int, share: float) -> None:
+    with nullcontext() if number % 2 else no_sync(model):
+        fit(model, batch, number, share)
+
+
+def fit_twice(model: nn.Module, batch: Any, number: int, share: float) -> None:
+    """Runs two backwards of one forward."""
+    found = model(batch[0])
+    (found.square().mean() * share).backward(retain_graph=True)
+    (F.mse_loss(found, batch[1]) * share).backward()
+
+
+def fit_smooth(model: nn.Module, batch: Any, number: int, share: float) -> None:
+    """Penalizes gradients of inputs."""
+    found = model(x := batch[0].requires_grad_())
+    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    ((F.mse_loss(found, batch[1]) + slope.square().mean()) * share).backward()
+
+
+def fit_and_explain(model: nn.Module, batch: Any, number: int, share: float) -> None:
+    """Ends with a backward that adds to no parameter."""
+    fit(model, batch, number, share)
+    torch.autograd.grad(model(x := batch[0].requires_grad_()).square().sum(), x)
+
+
+class Loop(NamedTuple):
+    """A loop: the backwards of one batch, after how many batches it steps, and how gradients go then."""
+
+    fit: Callable[[nn.Module, Any, int, float], None] = fit
+    accumulates: int = 1
+    drops: bool = True
+
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: Any, share: float) -> None:
+        """Trains with the batches of some ranks for each number."""
+        for number, batches in enumerate(every):
+            for batch in batches:
+                self.fit(model, batch, number, share)
+            if (number + 1) % self.accumulates == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=self.drops)
+
+
+LOOPS = {
+    "gradients are dropped": Loop(),
+    "gradients are zeroed, and a unit is left out": Loop(fit_without_inner, drops=False),
+    "gradients are left": Loop(accumulates=3),
+    "no_sync": Loop(fit_unsynced, accumulates=2),
+    "two backwards of one forward": Loop(fit_twice),
+    "penalty": Loop(fit_smooth),
+    "gradients of inputs": Loop(fit_and_explain),
+}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@pytest.mark.parametrize("name", LOOPS)
+@ranks(2, 4)
+def test_epochs(rank, world_size, name, front, strategy):
+    """Joined ranks leave the context with their parts of the gradients that the others have, or with none."""
+    loop, counts = LOOPS[name], [1, 4, 2, 4][:world_size]
+    options = chosen(front, strategy, world_size)
+    plain, model = twins(front, Net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"), **options)
+    optimizers = [optimizer_of(each) for each in (plain, model)]
+    for epoch in range(2):
+        every = [
+            [example(other, 10 * epoch + number) for other, count in enumerate(counts) if number < count]
+            for number in range(max(counts))
+        ]
+        loop.run(plain, optimizers[0], every, 1 / world_size)
+        with Join([model], optimizer=optimizers[1]):
+            own = [[example(rank, 10 * epoch + number)] for number in range(counts[rank])]
+            loop.run(model, optimizers[1], own, 1.0)
+        assert_same_values(model, plain, **CLOSE)
+        assert_close_grads(model, plain, **CLOSE)
