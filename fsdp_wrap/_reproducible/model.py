@@ -102,7 +102,7 @@ def reproducible(
     with M of them on W ranks, rank r runs those from r * M / W on. It runs one backward for each, without
     dividing the losses. All sums of gradients follow one binary tree over the micro-batches, whatever the
     number of ranks, the sharding and the way of communicating. The gradients appear after the last backward
-    of the step.
+    of the step. A backward counts if it adds to a parameter: `torch.autograd.grad` for inputs does not.
 
     `no_sync()` and its like have no effect: only the last backward communicates gradients. Until then a rank
     holds sums of full gradients, one more each time that the number of its micro-batches doubles. Modules,

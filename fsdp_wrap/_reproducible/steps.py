@@ -111,10 +111,9 @@ class CountedSteps:
         """Begins one of this rank's micro-batches."""
         if self._open:
             self._drop()
-        if self.done == self._each:
-            self._begin_step()
+        refusal = self._refusal() if self.done == self._each else None
         for unit, sums in self._sums.items():
-            sums.begin(self.done)
+            sums.begin(self.done % self._each, refusal)
             if not unit.options.syncs:
                 unit.set(syncs=True)
                 self._unsynced.append(unit)
@@ -122,22 +121,24 @@ class CountedSteps:
         schedule.syncs = schedule.sums_over_replicas = self._open = True
 
     def end_backward(self, schedule: Schedule) -> None:
-        """Ends one of this rank's micro-batches, and after the last one the step."""
-        last = self.done + 1 == self._each
+        """Ends one of this rank's micro-batches, and after the last one the step.
+
+        A backward counts if it adds to a parameter. Those for inputs alone leave all as it is.
+        """
+        done = self.done % self._each + 1 if schedule.gradients_came else self.done
+        last = schedule.gradients_came and done == self._each
         schedule.close_backward(last or schedule.ending.automatic)
         for unit, sums in self._sums.items() if last else ():
             if unit.handle is not None:
                 sums.finish_without(unit.handle.segments)
         self._close()
-        self.done += 1
-        self.backwards += 1
+        self.done = done
+        self.backwards += schedule.gradients_came
 
-    def _begin_step(self) -> None:
-        """Begins the next step; refuses to add to gradients of the one before."""
+    def _refusal(self) -> RuntimeError | None:
+        """Returns the error of adding to gradients of a complete step, if they are still there."""
         grads = (to_local(param.grad) for param in self.params if param.grad is not None)
-        if any(bool(grad.any()) for grad in grads):
-            raise leftovers(self._each)
-        self.done = 0
+        return leftovers(self._each) if any(bool(grad.any()) for grad in grads) else None
 
     def _close(self) -> None:
         """Gives back the user's settings of accumulation after a backward."""

@@ -36,12 +36,13 @@ class TreeSums:
         self._copies, self._leaves = handle.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)
         self._index = 0  # of the running backward among this rank's
+        self._refusal: RuntimeError | None = None
         self._trees: dict[Layout, SumTree] = {}
         self._added: dict[Layout, int] = {}
 
-    def begin(self, index: int) -> None:
-        """Begins this rank's backward of a number."""
-        self._index = index
+    def begin(self, index: int, refusal: RuntimeError | None = None) -> None:
+        """Begins this rank's backward of a number, which may bring no gradients, or must not."""
+        self._index, self._refusal = index, refusal
 
     def drop(self) -> None:
         """Drops all sums."""
@@ -50,6 +51,8 @@ class TreeSums:
 
     def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> TreeReduction:
         """Adds the gradients of one backward, which it spoils; issues their exchange after the last one."""
+        if self._refusal is not None:
+            raise self._refusal
         first = self._first_of(self._ranks.rank)
         for segment, gradients in zip(segments, full):
             layout = segment.layout

@@ -94,6 +94,7 @@ class Schedule(StepState):
         ending: Decides when the last reduction of a backward is waited for.
         device: Device of computation.
         depth: Number of forward calls in progress.
+        gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
         batches: Batches of its units' collectives.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
             its inputs: units with parts that have not all run, and units that do not reshard after forward.
@@ -113,7 +114,7 @@ class Schedule(StepState):
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
         self._awaited: dict[Unit, None] = {}
-        self._backward_open, self._gradients_came, self._end = False, False, _NONE_RUNS
+        self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
         self._deferred: set[Unit] = set()
         self._trains, self._keeps_graph = False, False
         self._thread = get_ident()  # that of the last forward
@@ -539,7 +540,7 @@ class Schedule(StepState):
                 leaf.grad = None
                 return
             arrivals.expect_all_but(leaf)
-        self._gradients_came = True
+        self.gradients_came = True
         if options.gradients_in_place and self._takes_in_place(unit):
             assert unit.handle is not None
             unit.handle.take_in_place(leaf)
@@ -613,7 +614,7 @@ class Schedule(StepState):
 
     def begin_backward(self) -> None:
         """Prepares the units for gradients: of a backward, or of that of other ranks."""
-        self._backward_open, self._gradients_came, self._deferred = True, False, set()
+        self._backward_open, self.gradients_came, self._deferred = True, False, set()
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         shadowed = self.joining is not None and self.joining.shadowed
@@ -636,9 +637,7 @@ class Schedule(StepState):
     def _end_backward(self) -> None:
         """Finishes, as the final callback, the units that no trigger has reached."""
         # No hook has acted where each unit got less than a quarter.
-        self._gradients_came = self._gradients_came or any(
-            [each.arrivals.some_came() for each in self._units]
-        )
+        self.gradients_came = self.gradients_came or any([each.arrivals.some_came() for each in self._units])
         for unit in self._units:
             handle = unit.handle
             over = unit.arrivals.progress is Progress.FINISHED
@@ -868,8 +867,8 @@ class Schedule(StepState):
             owes or handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
         ):
             return
-        self._gradients_came = self._gradients_came or unit.arrivals.some_came()
-        if not (self._gradients_came or owes) and phase is not Phase.IDLE:  # autograd.grad() may bring none
+        self.gradients_came = self.gradients_came or unit.arrivals.some_came()
+        if not (self.gradients_came or owes) and phase is not Phase.IDLE:  # autograd.grad() may bring none
             self._deferred.add(unit)
             return
         unit.arrivals.owes = False

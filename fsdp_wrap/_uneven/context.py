@@ -77,10 +77,10 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     most. Each outermost forward inside begins with one small agreement of all ranks.
 
     Afterwards the gradients are those of the pooled batch: the mean over all backwards of all ranks, each
-    with its weight (`Uneven.backward`), as if one rank had run all of them. Gradients from before are added
-    to. Under `no_sync` gradients wait for a backward outside of it, or for the end of the context. Units that
-    are updated in the backward (`fsdp_wrap.optim.step_in_backward`) take the mean over the ranks that have a
-    batch.
+    with its weight (`Uneven.backward`), as if one rank had run all of them. A backward counts if it adds to a
+    parameter: `torch.autograd.grad` for inputs does not. Gradients from before are added to. Under `no_sync`
+    gradients wait for a backward outside of it, or for the end of the context. Units that are updated in the
+    backward (`fsdp_wrap.optim.step_in_backward`) take the mean over the ranks that have a batch.
 
     Optimizers step, and gradients are clipped, after the context.
 

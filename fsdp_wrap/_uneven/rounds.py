@@ -228,8 +228,6 @@ class Rounds:
             )
         self._before[model] = schedule.syncs, schedule.sums_over_replicas
         schedule.syncs, schedule.sums_over_replicas = agreed = self._agreed[model]
-        weights, number, _ = self._backwards[model]
-        self._backwards[model] = weights + self.weight, number + 1, agreed != (True, True)
         self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
 
     def end_backward(self, schedule: Schedule) -> None:
@@ -238,6 +236,10 @@ class Rounds:
         waits = schedule.ending.automatic
         self.leader.tell(Instruction.END_BACKWARD, model, detail=waits)
         schedule.close_backward(waits)
+        if schedule.gradients_came:  # not of inputs alone
+            weights, number, _ = self._backwards[model]
+            owes = self._agreed[model] != (True, True)
+            self._backwards[model] = weights + self.weight, number + 1, owes
         if self._pool is not None:
             (self._pool.note if waits else self._pool.forget)(schedule)
         schedule.syncs, schedule.sums_over_replicas = self._before[model]

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fsdp_wrap
-from bed import run_isolated, run_ranks
+from bed import ranks, run_isolated, run_ranks
+from beside import assert_close_grads
 from composable import shard_blocks
-from fronts import full, shard
+from fronts import each_front, full, shard, twins
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import (
     MixedPrecision,
@@ -27,7 +28,10 @@ from fsdp_wrap import (
     iter_full_optim_state,
 )
 from fsdp_wrap.optim import Muon
+from fsdp_wrap.wrap import NameWrapPolicy
 from models import WRAPPINGS, Block, Transformer, loss_of, tokens
+from slopes import SLOPES, example, sum_backwards
+from slopes import net as slope_net
 
 MICRO_BATCHES = 12
 """A multiple of 1, 2, 3, 4 and 6, which is no power of two."""
@@ -238,3 +242,20 @@ def mean_gradients(rank: int, size: int) -> None:
 
 def test_gradients_are_the_mean_of_all_micro_batches():
     run_ranks(3, mean_gradients)
+
+
+@pytest.mark.parametrize("name", SLOPES)
+@each_front
+@ranks(2)
+def test_backwards_for_inputs_alone_do_not_count(rank, world_size, front, name):
+    """Also between the last backward of a step and `zero_grad`, where gradients are complete."""
+    plain, model = twins(front, slope_net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"))
+    work = fsdp_wrap.reproducible(model, micro_batches=4)
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+        for index in work.micro_batches(step):
+            SLOPES[name](model, *example(index, step), lambda loss: loss.backward())
+        torch.autograd.grad(model(x := example(rank, 9)[0]).square().sum(), x)
+        sum_backwards(plain, name, {(index, step): 1.0 for index in range(4)})
+        assert_close_grads(model, plain, rtol=0, atol=1e-12)

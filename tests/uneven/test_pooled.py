@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from beside import assert_close_grads
-from fronts import FRONTS, chosen, no_sync, shard
+from fronts import FRONTS, chosen, each_front, no_sync, shard, twins
 from fsdp_wrap import BackwardPrefetch, CPUOffload, set_travel_together_bytes, uneven
+from fsdp_wrap.wrap import NameWrapPolicy
 from models import WRAPPINGS, Transformer, loss_of, tokens
+from slopes import SLOPES, example, net, sum_backwards
 
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
 
@@ -137,3 +139,27 @@ def test_gradients_are_those_of_the_pooled_batch(rank, world_size, first, last):
             assert_close_grads(model, plain, **CLOSE)
         except AssertionError as error:
             raise AssertionError(f"draw {number}: {draw}") from error
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["", "no_sync"])
+@pytest.mark.parametrize("name", SLOPES)
+@each_front
+@ranks(2)
+def test_backwards_for_inputs_alone_do_not_count(rank, world_size, front, name, accumulates, weighted):
+    """Nor do they reduce what `no_sync` has left, or say that it was reduced."""
+    plain, model = twins(front, net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"))
+    places = [(0, 0), (1, 0), (1, 1), (1, 2)]
+    weights = {place: weight_of(*place) if weighted else 1.0 for place in places}
+    with uneven(model) as work:
+        for place in places:
+
+            def backward(loss: torch.Tensor, weight: float = weights[place]) -> None:
+                work.backward(loss, weight if weighted else None)
+
+            if place[0] == rank:
+                with no_sync(model) if accumulates else nullcontext():
+                    SLOPES[name](model, *example(*place), backward)
+                torch.autograd.grad(model(x := example(*place)[0]).square().sum(), x)
+    sum_backwards(plain, name, weights)
+    assert_close_grads(model, plain, **CLOSE)
