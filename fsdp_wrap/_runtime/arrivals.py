@@ -97,6 +97,11 @@ class Arrivals:
         self._next_stop = self._to_come if every else later
         return not self.missing
 
+    @property
+    def reached(self) -> bool:
+        """Whether the running backward, or the last one, has reached the unit."""
+        return self.progress is not Progress.UNREACHED
+
     def some_came(self) -> bool:
         """Whether the running backward has brought any gradient, few as they may be."""
         return self._to_come < self._total

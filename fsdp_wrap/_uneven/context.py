@@ -97,7 +97,8 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     Raises:
         TypeError: If a model is no module.
         ValueError: If no model is given, nothing in one is wrapped or sharded, or one is in such a context
-            already. At the end, on all ranks, if all weights are zero.
+            already. At the end, on all ranks, if all weights are zero, or if models share a unit and have
+            other sums of weights each.
         RuntimeError: Inside a forward or backward, or while gradients of `no_sync` wait. On all ranks, if one
             leaves the context by an error: then all have the gradients from before.
     """
@@ -122,7 +123,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
         try:
             yield Uneven(rounds, bool(updated))
             rounds.join()
-            pool.complete(rounds.totals)
+            pool.complete(rounds.totals, rounds.models)
         except BaseException as error:
             try:
                 rounds.fail(error)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,15 +11,8 @@ from torch import nn
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.units import sharded_params
-
-
-class Totals(NamedTuple):
-    """The backwards of all ranks: the sum of weights, the number, and ranks with unreduced gradients."""
-
-    weights: float
-    backwards: float
-    owing: float
 
 
 class Pool:
@@ -77,10 +69,11 @@ class Pool:
             param.grad = self._before.get(param)
 
     @torch.no_grad()
-    def complete(self, totals: Sequence[Totals]) -> None:
+    def complete(self, totals: Sequence[Totals], models: Models) -> None:
         """Reduces what is left, divides, and adds the gradients from before; collective.
 
-        Raises a ValueError if there were backwards, and all of them had no weight.
+        Raises a ValueError if there were backwards, and all of them had no weight, or if models that share a
+        unit have other weights each.
         """
         for schedule, total in zip(self._schedules, totals):
             if self._averages and total.backwards and not total.weights:
@@ -88,11 +81,13 @@ class Pool:
                     f"the weights of all {int(total.backwards)} backwards of {schedule.root.name} inside "
                     "uneven() are zero, so they have no mean: leave out such batches"
                 )
+        units = [unit for schedule in self._schedules for unit in schedule.units if self._averages]
+        weights = {unit: models.weights_of(unit, totals) for unit in units}
         for schedule, total in zip(self._schedules, totals):
             if total.owing:
                 self._reduce(schedule)
-            if self._averages and total.backwards:
-                self._divide(schedule, total.weights)
+            if self._averages:
+                self._divide(schedule, weights)
         for param, grad in self._before.items():
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
@@ -106,14 +101,14 @@ class Pool:
                 schedule.finish_reduction_of(unit)
         schedule.await_reduction()
 
-    def _divide(self, schedule: Schedule, weights: float) -> None:
+    def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
         units = [unit for unit in schedule.units if unit.handle is not None and unit.updater is None]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)
-        weights *= data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
+        part = data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:
-            divisor = weights / _divisor(unit)
-            for param in sharded_params([unit]) if divisor != 1.0 else ():
+            divisor = weights[unit] * part / _divisor(unit)
+            for param in sharded_params([unit]) if divisor not in (0.0, 1.0) else ():
                 if param.grad is not None:
                     to_local(param.grad).div_(divisor)
 

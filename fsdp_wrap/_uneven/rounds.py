@@ -18,10 +18,11 @@ import torch.distributed as dist
 from fsdp_wrap._comm import GroupPositions, Note
 from fsdp_wrap._core import SpanKind
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
+from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Follower, Instruction, Leader
 from fsdp_wrap._uneven.peers import Peers
-from fsdp_wrap._uneven.pooling import Pool, Totals
+from fsdp_wrap._uneven.pooling import Pool
 
 AGREES = Note("agrees on who has a batch")
 
@@ -55,6 +56,7 @@ class Rounds:
         shadowed: Whether a rank has joined.
         shadows: Number of forwards of others that this rank has shadowed.
         weight: Weight of the backwards that begin now.
+        models: The models, which may share units.
         totals: For each model, what all ranks have done, once all have joined.
         orders: For each model, the order of its units when the first rank joined.
     """
@@ -71,7 +73,10 @@ class Rounds:
         self.shadowed = self._failed = False
         self.shadows = 0
         self.weight = 1.0
-        self._backwards = [(0.0, 0, False)] * len(schedules)
+        self.models = Models(schedules)
+        self._running, self._ran = set[Schedule](), set[Schedule]()
+        self._backwards = [(0.0, 0)] * len(schedules)
+        self._owing = [False] * len(schedules)
         self.totals: list[Totals] = []
         self._wanted, self._agreed = [(True, True)] * len(schedules), [(True, True)] * len(schedules)
         self._before = [(True, True)] * len(schedules)
@@ -147,8 +152,8 @@ class Rounds:
     ) -> Mapping[int, Sequence[float]]:
         """Returns what each rank comes with; raises a LeftByError on all ranks if one has failed."""
         own: list[float] = [turn, model, *self._wanted[model]]
-        for each in self._backwards:
-            own += each
+        for each, owes in zip(self._backwards, self._owing):
+            own += [*each, owes]
         rows = self._peers.agree(AGREES, own, self._schedules[model].iteration, beside)
         failed = [rank for rank, row in rows.items() if row[0] == Turn.FAILED]
         if failed:
@@ -182,6 +187,7 @@ class Rounds:
         if self._failed:
             raise LeftByError("a rank has left uneven() by an error: leave it on all ranks")
         self.leader.end_round()
+        self._running.clear()  # of a backward that has failed
         model = self._schedules.index(schedule)
         self._wanted[model] = _wanted_by(schedule)
         active = self._begin_round(self._agree(Turn.FORWARD, model))
@@ -218,8 +224,12 @@ class Rounds:
 
     def begin_backward(self, schedule: Schedule) -> None:
         """See `Joining`."""
-        if self._pool is not None:
-            self._pool.check()
+        if not self._running:  # else the backward has begun in another model
+            self._ran.clear()
+            if self._pool is not None:
+                self._pool.check()
+        self._running.add(schedule)
+        self._ran.add(schedule)
         model = self._schedules.index(schedule)
         if _wanted_by(schedule) != self._wanted[model]:
             raise ValueError(
@@ -236,13 +246,15 @@ class Rounds:
         waits = schedule.ending.automatic
         self.leader.tell(Instruction.END_BACKWARD, model, detail=waits)
         schedule.close_backward(waits)
-        if schedule.gradients_came:  # not of inputs alone
-            weights, number, _ = self._backwards[model]
-            owes = self._agreed[model] != (True, True)
-            self._backwards[model] = weights + self.weight, number + 1, owes
+        if schedule.gradients_came:
+            self._owing[model] = self._agreed[model] != (True, True)
         if self._pool is not None:
             (self._pool.note if waits else self._pool.forget)(schedule)
         schedule.syncs, schedule.sums_over_replicas = self._before[model]
+        self._running.discard(schedule)
+        for counting in () if self._running else self.models.of_backward(self._ran):
+            weights, number = self._backwards[counting]
+            self._backwards[counting] = weights + self.weight, number + 1
 
 
 def _wanted_by(schedule: Schedule) -> tuple[bool, bool]:

@@ -1,0 +1,76 @@
+"""`Models`: which models a backward belongs to, where models share units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from fsdp_wrap._runtime import Schedule, Unit, units_in
+
+
+class Totals(NamedTuple):
+    """The backwards of all ranks: the sum of weights, the number, and ranks with unreduced gradients."""
+
+    weights: float
+    backwards: float
+    owing: float
+
+
+class Models:
+    """The models of some schedules. A unit that several models share runs in one of their schedules.
+
+    Args:
+        schedules: The schedules, the same on all ranks.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self._schedules = schedules
+        self._units = [_units_of(schedule) for schedule in schedules]
+
+    def of_backward(self, ran: Collection[Schedule]) -> set[int]:
+        """Returns the numbers of the models to which a backward belongs; of none if it is for inputs alone.
+
+        Args:
+            ran: The schedules in which it ran; it has just ended in the last one.
+        """
+        reached = {unit for each in ran for unit in each.units if unit.arrivals.reached}
+        found = {
+            model
+            for model, units in enumerate(self._units)
+            if any(unit.arrivals.some_came() for unit in reached & units)
+            and any(self._is_own(unit) for unit in reached & units)
+        }
+        for schedule in ran:  # of a shared unit that runs by itself
+            if schedule.gradients_came and not any(self._units[model] & {*schedule.units} for model in found):
+                found.add(self._schedules.index(schedule))
+        return found
+
+    def _is_own(self, unit: Unit) -> bool:
+        return sum(unit in units for units in self._units) == 1
+
+    def weights_of(self, unit: Unit, totals: Sequence[Totals]) -> float:
+        """Returns the weights of the backwards of the models that have a unit; 0 if there were none.
+
+        Raises a ValueError if models that share the unit have others each: one sum has one divisor.
+        """
+        counted = [
+            (schedule.root.name, total.weights)
+            for schedule, units, total in zip(self._schedules, self._units, totals)
+            if unit in units and total.backwards
+        ]
+        first, weights = next(iter(counted), ("", 0.0))
+        for name, others in counted:
+            if not math.isclose(weights, others, rel_tol=1e-9):
+                raise ValueError(
+                    f"{unit.name} is part of {first} and of another model, {name}, whose backwards inside "
+                    f"uneven() weigh {weights:g} and {others:g} in total: a sum of both has no one mean. Use "
+                    "one uneven() for each of the models, or average=False with losses divided by yourself"
+                )
+        return weights
+
+
+def _units_of(schedule: Schedule) -> set[Unit]:
+    """Returns the units of a model, also those that run in the schedule of another one."""
+    units = {*schedule.units}
+    return units if schedule.root.gone else units.union(units_in(schedule.root.module).values())
