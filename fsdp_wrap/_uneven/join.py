@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp_wrap._core import Computing, step_watchers
 from fsdp_wrap._params import held_params
@@ -113,6 +117,7 @@ class _JoinRounds(Rounds):
         params = sharded_params(schedule.units)
         self._gradients = GradientFates(params)
         self.steps = _Steps({*params}, known)
+        self._watching = register_optimizer_step_pre_hook(self._before_step)
         schedule.joining = self
         step_watchers.append(self.leader)
 
@@ -142,8 +147,9 @@ class _JoinRounds(Rounds):
         super().begin_backward(schedule)
 
     def end_backward(self, schedule: Schedule) -> None:
+        complete = schedule.ending.automatic
         super().end_backward(schedule)
-        self._gradients.note()
+        self._gradients.note(complete, norms=self.shadowed)
         self.leader.end_round()
 
     def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
@@ -151,6 +157,20 @@ class _JoinRounds(Rounds):
         if self.shadowed:
             self.steps.follow(self.peers, self._schedule.iteration)
         return active
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuses a step with gradients that joined ranks have otherwise."""
+        if not self.shadowed or self._rank not in self._active:
+            return
+        held = held_params(optimizer)
+        for unit in self._schedule.units:
+            params = held.intersection(sharded_params([unit]))
+            if any(map(self._gradients.was_written, params)):
+                raise RuntimeError(
+                    f"gradients of {unit.name} were written to (clipping, a scaler) before "
+                    f"{type(optimizer).__name__}.step() inside Join on rank {self._rank}, and those of ranks "
+                    "without a batch were not: use uneven(), and clip and step after it"
+                )
 
     def _follow_last_fates(self) -> None:
         """Does with this rank's parts of gradients as the ranks have done that had the last batch."""
@@ -173,6 +193,7 @@ class _JoinRounds(Rounds):
             self._schedule.joining = None
             step_watchers.remove(self.leader)
             self.steps.watching.remove()
+            self._watching.remove()
             self._options.restore()
 
 

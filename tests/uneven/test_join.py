@@ -208,3 +208,25 @@ def test_epochs(rank, world_size, name, front, strategy):
             loop.run(model, optimizers[1], own, 1.0)
         assert_same_values(model, plain, **CLOSE)
         assert_close_grads(model, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["clipping", "scaler"])
+@pytest.mark.parametrize("front", ["flat", "orig"])
+@ranks(2)
+def test_a_step_with_gradients_that_joined_ranks_have_otherwise(rank, world_size, front, scales):
+    _, model = pair(front)
+    optimizer, scaler = optimizer_of(model), torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scales)
+    with Join([model], optimizer=optimizer):
+        for step in range([1, 2][rank]):
+            scaler.scale(loss_of(model, tokens(rank, step))).backward()
+            scaler.unscale_(optimizer)
+            if not scales:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if step == 0:
+                optimizer.step()  # all ranks do alike
+            else:
+                told = r"were written to \(clipping, a scaler\) before SGD.step\(\) inside Join on rank 1"
+                with pytest.raises(RuntimeError, match=told):
+                    optimizer.step()
+            scaler.update()
+            optimizer.zero_grad()
