@@ -236,8 +236,18 @@ class Joins:
                 those that still have a batch.
             optimizer: The optimizers of the model, which a rank without any batch has to know.
             _: For other joinables.
+
+        Raises:
+            ValueError: If the model has units that run with another model.
         """
-        (schedule,) = schedules_of([self._model], "Join")
+        schedule, *others = schedules_of([self._model], "Join")
+        for unit in units_in(self._model).values():
+            if unit.schedule in others:
+                raise ValueError(
+                    f"{unit.name} is part of {schedule.root.name} and of another model on rank "
+                    f"{dist.get_rank()}, so backwards of both end in it: Join takes models of their own, use "
+                    "uneven() with both"
+                )
         options = RoundOptions([schedule], () if divide_by_initial_world_size else schedule.units)
         options.gather_wholes()
         known = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]

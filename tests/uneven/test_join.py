@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from bed import ranks
 from beside import assert_close_grads, large_batch_backward
 from fronts import assert_same_values, chosen, no_sync, twins
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.wrap import NameWrapPolicy
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
@@ -230,3 +231,13 @@ def test_a_step_with_gradients_that_joined_ranks_have_otherwise(rank, world_size
                     optimizer.step()
             scaler.update()
             optimizer.zero_grad()
+
+
+@ranks(2)
+def test_models_that_share_a_unit(rank, world_size):
+    unit = FSDP(nn.Linear(4, 4))
+    models = [FSDP(nn.Sequential(unit, nn.Linear(4, 4))) for _ in range(2)]
+    for model in models:
+        model(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"unit '0' is part of the root unit .* use uneven\(\) with both"):
+        Join([models[0]])
