@@ -21,6 +21,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_dispatch
 from torch._C import _dispatch_tls_set_dispatch_key_included as include_dispatch_key
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _len_torch_dispatch_stack as number_of_dispatch_modes
+from torch._C._autograd import CreationMeta
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore, ReduceScatterOptions
 from torch._C._distributed_c10d import _register_handler as answer_debug_page
 from torch._C._functorch import peek_interpreter_stack as current_transform
@@ -69,6 +70,8 @@ PURPOSES = {
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
+    "torch._C._autograd._get_creation_meta": "whether autograd lets anyone edit a view in place",
+    "torch._C._autograd.CreationMeta": "whether autograd lets anyone edit a view in place",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "steps that an audit cannot repeat",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "steps that an audit cannot repeat",
     "torch.nn.Module._forward_hooks": "modules whose forward an audit cannot repeat",
@@ -82,9 +85,10 @@ PURPOSES = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "which tensors are made of others",
     "torch.Tensor._version": "whether a gradient, parameter or leaf was written since we last saw it",
     "torch.Tensor._has_grad_dtype_override": "whether a user has set `grad_dtype`; from 2.15 on",
-    "torch.Tensor._base": "whether a parameter is a view of another tensor",
+    "torch.Tensor._base": "whether a parameter or an output is a view of another tensor",
     "torch.Tensor._backward_hooks": "refuses parameters with hooks that would never be called; hooks outputs",
     "torch.autograd.Function._register_hook_dict": "hooks outputs without the cost of `register_hook`",
+    "torch.autograd.Function._sequence_nr": "whether a node is older than a forward call",
     "torch.Tensor._post_accumulate_grad_hooks": "refuses such hooks of parameters, calls those of shards",
     "torch.UntypedStorage._cdata": "whether two tensors share memory",
     "torch.UntypedStorage._swap_data_ptr_": "lends a buffer memory that other ranks see; without, over gloo",
@@ -232,6 +236,10 @@ has_storage = torch._C._has_storage
 storage_use_count = torch._C._storage_Use_Count
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
+made_by = torch._C._autograd._get_creation_meta
+"""Returns what kind of code has made a view."""
+EDITABLE = CreationMeta.DEFAULT
+"""The only kind whose views autograd lets anyone edit in place."""
 set_version_counters = torch._C._autograd._unsafe_set_version_counter
 swap_tensor_impl = torch._C._swap_tensor_impl
 no_torch_function = torch._C._disabled_torch_function_impl

@@ -68,6 +68,7 @@ from fsdp_wrap._runtime.unit import (
     StepState,
     Unit,
     handle_of,
+    hooked_for,
     refuse_shown,
     units_in,
 )
@@ -257,7 +258,8 @@ class Schedule(StepState):
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
         for tensor in with_grad:
-            hook_gradient(tensor, partial(self._pre_backward, call, inputs))
+            hooked = tensor if tensor._base is None else hooked_for(tensor, inputs)
+            hook_gradient(hooked, partial(self._pre_backward, call, inputs))
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
@@ -310,7 +312,8 @@ class Schedule(StepState):
         lasting, self.lasting = self.lasting, {}
         for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
-                hook_gradient(tensor, partial(self._pre_backward, call, inputs))
+                hooked = tensor if tensor._base is None else hooked_for(tensor, inputs)
+                hook_gradient(hooked, partial(self._pre_backward, call, inputs))
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()

@@ -36,7 +36,7 @@ from fsdp_wrap._core import (
     walk,
     warn_caller,
 )
-from fsdp_wrap._core.torch_private import will_execute
+from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
 from fsdp_wrap._params import HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
@@ -721,6 +721,27 @@ def refuse_shown(unit: Unit) -> NoReturn:
         f"the parameters of {unit.name} are shown in full by summon_full_params; leave its context "
         "before running forward or backward"
     )
+
+
+def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
+    """Returns the tensor to hook for an output that is a view: what it is a view of, if the call made that.
+
+    An edit in place gives all views of one memory other nodes, without hooks, and keeps the node of what they
+    are views of. A node older than the call needs nothing of the unit, and may be one to which the nodes of
+    `inputs` lead: they would be kept alive by its hook, in a cycle that is never collected.
+
+    Args:
+        view: The output.
+        inputs: The nodes of the call's watched inputs.
+    """
+    base = view._base
+    node = None if base is None else base.grad_fn
+    if base is None or node is None or made_by(view) != EDITABLE:
+        return view
+    if inputs and node._sequence_nr() < inputs[0]._sequence_nr():
+        return view
+    # Another thread, which has numbers of its own, may have made the inputs of a recomputation.
+    return view if graph_task() != -1 and _will_run([node]) else base
 
 
 def _will_run(nodes: Iterable[Node]) -> int:
