@@ -4,8 +4,9 @@ They wait on their leaves for the end of their unit's backward, and then move in
 the reduction empties. Without a reduction (`no_sync`) they stay in the buffer.
 
 A reduce dtype that is wider than the leaves' is for sums: a single gradient need not be widened. So the
-buffer has the leaves' dtype, unless a backward has ended without a reduction since the last one. Gradients
-of this rank alone must not decide: ranks reduce buffers of one dtype.
+buffer has the leaves' dtype, unless a backward has ended without a reduction since the last one, or gradients
+may be sums over tensor parallelism. Gradients of this rank alone must not decide: ranks reduce buffers of one
+dtype.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ class Gradients:
         leaves: Sequence[nn.Parameter],
     ) -> None:
         self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
+        parts = layout.distributed
+        self._over_meshes = None if parts is None else PartialSums(parts, dtypes.reduce)
+        sums = self._over_meshes is not None and self._over_meshes.expected
         widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
-        narrow = dtypes.param if widens else dtypes.reduce
+        narrow = dtypes.param if widens and not sums else dtypes.reduce
         self._own = self._sums = self._freed_buffer(communicator, narrow)
         if narrow != dtypes.reduce:
             self._sums = self._freed_buffer(communicator, dtypes.reduce)
@@ -79,7 +83,6 @@ class Gradients:
         self.unreduced = False
         self._waited = False  # whether gradients of earlier backwards, summed or not, are waiting
         self.partial: torch.Tensor | None = None
-        self._over_meshes = None if layout.distributed is None else PartialSums(layout.distributed)
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
             layout.take_gradients_in(dtypes.grad)
@@ -121,9 +124,8 @@ class Gradients:
 
         It becomes the reduce buffer, unless there is one already.
         """
-        narrow = self._sums is self._own or not self.unreduced
         there = self.buffer is buffer
-        if not narrow or (self.collected and not there):
+        if self.buffer_dtype is not self._dtypes.param or (self.collected and not there):
             return
         if not there:
             buffer.keep_alone()

@@ -4,6 +4,7 @@ Training, what a wrapper shows and tells of parts, norms of gradients on several
 their bytes at 8 ranks beside torch's.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from fsdp_wrap import (
     set_gradients_in_place,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap._params.parallel import LocalPart, PartialSums
 from fsdp_wrap.clip_grad import clip_grad_norm_
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from scenario import Scenario, pairwise
@@ -156,6 +158,80 @@ def clip(model: nn.Module, bound: float, p: float) -> torch.Tensor:
 def test_training_equals_a_plain_model(rank, world_size, part):
     mesh_of = functools.cache(tp_nets.mesh_of)
     check_each(functools.partial(check, mesh_of), pairwise(SPACE, seed=22)[part::12])
+
+
+FRONTS_ON_MESHES = [
+    *((front, mesh) for front in [*fronts.FRONTS, "replicate"] for mesh in ["flat", "wide"]),
+    *(("orig", "replicas"), ("composable", "replicas")),
+]
+
+
+def exact_gradients(model: nn.Module, data: Any, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Returns gradients of a model cut by tensor parallelism alone; ranks and batches are added in fp32."""
+    sums: dict[str, torch.Tensor] = {}
+    for number in numbers:
+        model.zero_grad()
+        tp_nets.loss_of(model, tp_nets.own_batch(tp_nets.batches(data.size(), number), data), "sequence")
+        for name, param in model.named_parameters():
+            own, mesh = param.grad.to_local().float(), param.grad.device_mesh
+            (placed,) = param.grad.placements
+            if isinstance(placed, Partial):
+                dist.all_reduce(own, group=mesh.get_group())
+                placed = Replicate()
+            whole = DTensor.from_local(own, mesh, [placed], shape=param.shape, stride=param.stride())
+            whole = whole.full_tensor()
+            for dim in range(data.ndim):
+                dist.all_reduce(whole, group=data.get_group(dim))
+            sums[name] = sums.get(name, 0.0) + whole / data.size()
+    return sums
+
+
+@pytest.mark.parametrize(("front", "mesh"), FRONTS_ON_MESHES)
+@ranks(4)
+def test_sums_over_tensor_parallelism_are_in_the_reduce_dtype(rank, world_size, front, mesh):
+    _, data, tensor = tp_nets.mesh_of(mesh)
+    net = tp_nets.net_for(mesh)
+    lower = tp_nets.parallelize(copy.deepcopy(net).bfloat16(), tensor, "sequence")
+
+    def check(scenario: tuple[str, bool, int]) -> None:
+        accumulation, in_place, together = scenario
+        model = tp_nets.parallelize(copy.deepcopy(net).float(), tensor, "sequence")
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        told = {"travel_together_bytes": together}
+        if front in fronts.FRONTS[:2]:
+            policy, precision = ModuleWrapPolicy({tp_nets.Block}), MixedPrecision(**dtypes)
+            told |= {"auto_wrap_policy": policy, "mixed_precision": precision, "device_mesh": data}
+            strategy = HYBRID if data.ndim > 1 else ShardingStrategy.FULL_SHARD
+            model = FSDP(model, sharding_strategy=strategy, use_orig_params=front == "orig", **told)
+        else:
+            told |= {"mesh": data, "mp_policy": MixedPrecisionPolicy(**dtypes)}
+            shard_blocks(model, replicate if front == "replicate" else fully_shard, **told)
+        set_gradients_in_place(model, in_place)
+        for number, letter in enumerate(accumulation):
+            with fronts.accumulating(model, letter):
+                batch = tp_nets.own_batch(tp_nets.batches(data.size(), number), data)
+                tp_nets.loss_of(model, batch, "sequence")
+        expected = exact_gradients(lower, data, range(len(accumulation)))
+        assert_tensors(fronts.full_grads(model), expected, rtol=1e-6, atol=1e-9)
+
+    scenarios = [("F", False, 0), ("F", True, 0), ("FFF", False, 1 << 20), ("TF", False, 0), ("FTF", True, 0)]
+    check_each(check, scenarios + [("CF", False, 0)] * (data.ndim > 1))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@ranks(4)
+def test_a_sum_of_parts_is_in_the_reduce_dtype(rank, world_size, op):
+    """Gradients that are summed by redistribution: a part of a sum, or a mean."""
+    *_, mesh = tp_nets.mesh_of("wide")
+    torch.manual_seed(rank)
+    own = torch.rand(8, 3).bfloat16()
+    whole = own.float()
+    dist.all_reduce(whole)
+    param = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0) if op == "sum" else Replicate()])
+    sums = PartialSums([LocalPart.of(param)], torch.float32)
+    (found,) = sums.take([(0, DTensor.from_local(own, mesh, [Partial(op)]))], [[]], [False], waits=False)
+    expected = whole[2 * rank : 2 * rank + 2] if op == "sum" else whole / 4
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:

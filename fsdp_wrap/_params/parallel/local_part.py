@@ -205,6 +205,12 @@ class LocalPart:
         return tuple(dim for dim, each in enumerate(self.placements) if not isinstance(each, Replicate))
 
     @property
+    def may_be_summed(self) -> bool:
+        """Whether its gradient may need a sum over ranks with the same part, beside the unit's reduction."""
+        dims = {*range(self.mesh.ndim)} - self.own - {*self.cut_dims}
+        return any([self.mesh.size(dim) > 1 for dim in dims])
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Groups of ranks with different parts."""
         return [self.mesh.get_group(dim) for dim in self.cut_dims]

@@ -20,10 +20,18 @@ class PartialSums:
 
     Each rank has a summand where ranks compute with different tokens (norms under sequence parallelism). One
     collective sums all gradients of a segment. Accumulated gradients wait for the last one.
+
+    Args:
+        parts: The local part of each parameter; None for one that is not distributed.
+        dtype: Dtype of the sums, unless the gradients have a wider one.
+
+    Attributes:
+        expected: Whether ranks may have summands, as far as the placements of the parameters tell.
     """
 
-    def __init__(self, parts: Sequence[LocalPart | None]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[LocalPart | None], dtype: torch.dtype) -> None:
+        self._parts, self._dtype = parts, dtype
+        self.expected = any(part is not None and part.may_be_summed for part in parts)
         self._waiting: dict[int, tuple[int, ...]] = {}  # by number, the mesh dimensions to sum over
 
     def take(
@@ -54,13 +62,13 @@ class PartialSums:
                 continue
             grad = part.arriving(grad)
             dims = part.sums_over(grad)
-            found.append(part.gradient(grad) if dims is None else arrived(grad))
+            found.append(part.gradient(self._widened(grad)) if dims is None else arrived(grad))
             if dims and (self._waiting.get(index) == dims if used[index] else waits):
                 self._waiting[index] = dims
                 continue
             others.append(index)
             if dims:
-                lacking.append((place, (part, dims, [found[-1]])))  # type: ignore[list-item]
+                lacking.append((place, (part, dims, [self._widened(arrived(grad))])))
         self._sum_held(held, [index for index in others if index in self._waiting])
         for (place, _), (total,) in zip(lacking, _summed([each for _, each in lacking])):
             found[place] = total
@@ -70,6 +78,10 @@ class PartialSums:
         """Sums the waiting gradients in place; collective over the parameters' meshes."""
         self._forget_unused(used)
         self._sum_held(held, [*self._waiting])
+
+    def _widened(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient in the dtype of sums; in its own where that is wider."""
+        return grad.to(torch.promote_types(grad.dtype, self._dtype))
 
     def _forget_unused(self, used: Sequence[bool]) -> None:
         """Drops gradients that were reduced, or zeroed by the user."""
