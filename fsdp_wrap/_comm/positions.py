@@ -5,6 +5,11 @@ of units that it issues in a group and logs them, with unit, phase and iteration
 file of the host. Different entries of equal number are a mix-up. No other error shows it: gathers of equal
 size from different units complete, with wrong parameters.
 
+A step that raises on one rank alone, and is caught there, may have issued nothing: then this rank's next step
+would pair with the others' last one. So entries also count the forwards since the last backward, and tell
+that one has raised. Ranks that skip a step together have begun equally many. Without an error the numbers may
+differ: ranks need not evaluate alike.
+
 File names contain a random word that the ranks of a job agree on through the store. A rank that is not in
 its group's file runs on another host and is left out. Each rank locks a byte of the file until its process
 ends, however it ends: a free lock means a dead rank, or a file to remove. A rank that ends leaves the files
@@ -42,12 +47,15 @@ from fsdp_wrap._comm.groups import CARRY_NOTHING
 from fsdp_wrap._core import Phase, listed, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
-_ENTRY = struct.Struct("<Q235pIB")  # fields of `LogEntry`
+_ENTRY = struct.Struct("<QB235pIB")  # fields of `LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # number of a group's latest collectives that are kept
 _ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
 _ROWS = _FIRST + _RING
 _LOW = 0xFFFFFFFF
+_DIGEST_NBYTES, _MARK_BITS = 3, 8  # what the lower half of a word consists of
+_MOST_TRIES = 254
+_RAISED = ", after a step that raised"
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
 _PHASES = list(Phase)
@@ -56,25 +64,52 @@ _PHASES = list(Phase)
 class LogEntry(NamedTuple):
     """A logged collective, or the last entered unit, of a rank.
 
-    `number` counts the group's collectives from 1; 0 means an empty entry. `phase` is an index.
+    `number` counts the group's collectives from 1; 0 means an empty entry. `tries` are those of a `Tree`.
+    `phase` is an index.
     """
 
     number: int
+    tries: int
     text: bytes
     iteration: int
     phase: int
 
     def __str__(self) -> str:
         what = self.text.decode(errors="replace")
-        return f"{what} ({_PHASES[self.phase].value} of iteration {self.iteration})"
+        when = f"{_PHASES[self.phase].value} of iteration {self.iteration}"
+        return f"{what} ({when}{_RAISED if self.tries & 1 else ''})"
+
+
+class Noted(NamedTuple):
+    """A logged collective, for ranks of other hosts: `digest` is the lower half of its word."""
+
+    number: int
+    digest: int
+    tries: int
+    text: str
+
+
+def alike(noted: Iterable[tuple[int, int]]) -> bool:
+    """Whether the (digest, tries) of some ranks are those of one collective.
+
+    Ranks that have begun different numbers of forwards fit together as long as none of these has raised.
+    """
+    digests, tries = zip(*noted)
+    raised = any(number & 1 for number in tries)
+    same = len({digest >> _MARK_BITS for digest in digests}) == 1
+    return same and not (raised and len({number >> 1 for number in tries}) > 1)
 
 
 class Note:
-    """The text of a log entry, encoded once and cut to fit, with a 32-bit digest of the whole text."""
+    """The text of a log entry, encoded once and cut to fit, with a digest of the whole text.
+
+    The lowest bits of the digest are free for a `Tree`'s mark.
+    """
 
     def __init__(self, text: str) -> None:
         encoded = text.encode()
-        self.digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=4).digest(), "little")
+        digest = hashlib.blake2b(encoded, digest_size=_DIGEST_NBYTES).digest()
+        self.digest = int.from_bytes(digest, "little") << _MARK_BITS
         self.text = encoded if len(encoded) < 235 else encoded[:30] + b"..." + encoded[-200:]
 
 
@@ -365,7 +400,7 @@ def describe_here() -> str:
         if entered.number:
             lines.insert(0, f"in or after {entered}")
         ranks = list_ranks(group._members)
-        lines += [f"  number {number} of {ranks}: {text}" for number, _, text in reversed(group.history())]
+        lines += [f"  number {noted.number} of {ranks}: {noted.text}" for noted in reversed(group.history())]
     return "\n".join(lines) or "in no unit yet"
 
 
@@ -406,14 +441,14 @@ class GroupPositions:
         """Returns this rank's last entry."""
         return self._sheet.read(self._rank, _row(self.issued))
 
-    def history(self) -> list[tuple[int, int, str]]:
-        """Returns (number, digest, text) of this rank's latest collectives, oldest first."""
+    def history(self) -> list[Noted]:
+        """Returns this rank's latest collectives, oldest first."""
         found = []
         for number in range(max(1, self.issued - _RING + 2), self.issued + 1):  # one may be being written
             entry = self._sheet.read(self._rank, _row(number))
             word = self._words[_row(number) * self._size + self._rank]
             if entry.number == number and word >> 32 == number & _LOW:
-                found.append((number, word & _LOW, str(entry)))
+                found.append(Noted(number, word & _LOW, entry.tries, str(entry)))
         return found
 
     def issue(self, note: Note, phase: Phase, iteration: int) -> None:
@@ -433,6 +468,12 @@ class GroupPositions:
 
     def mixed_up(self, told: str) -> RuntimeError:
         """Makes the error for different collectives, with the positions of all ranks."""
+        if _RAISED in told:
+            return RuntimeError(
+                f"ranks communicate for different units or steps: {told}. A step that raises on one rank "
+                "must end on all: let the error end the program, or let all ranks agree to skip the step, "
+                f"before any of them runs its backward.\n{self.table()}"
+            )
         return RuntimeError(
             f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
             f"the same order.\n{self.table()}"
@@ -445,7 +486,11 @@ class GroupPositions:
         behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
         if len({words[rank] for rank in here}) == 1 and not behind:
             return []
-        did = [f"rank {self._members[rank]} {self._sheet.read(rank, _row(number))}" for rank in here]
+        entries = [self._sheet.read(rank, _row(number)) for rank in here]
+        noted = [(words[rank] & _LOW, entry.tries) for rank, entry in zip(here, entries)]
+        if here and alike(noted) and not behind:
+            return []
+        did = [f"rank {self._members[rank]} {entry}" for rank, entry in zip(here, entries)]
         return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
 
     def _noted(self, number: int) -> dict[int, int]:
@@ -521,10 +566,31 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 
 class Tree:
-    """Identity of a tree of units, to distinguish units of equal names in several trees."""
+    """A tree of units: its identity, as units of several trees may have equal names, and what it has tried.
+
+    Attributes:
+        tries: Twice the number of forwards since the last backward with a reduction; odd once one of these
+            forwards, or a backward, has raised.
+        mark: The same if it is odd, else 0.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[GroupPositions, int] = {}
+        self.tries = self.mark = 0
+
+    def begin_forward(self) -> None:
+        """Counts a forward whose backward would reduce."""
+        raised = self.tries & 1
+        self.tries = min(self.tries + 2, _MOST_TRIES + raised)
+        self.mark = self.tries * raised
+
+    def fail(self) -> None:
+        """Notes that a forward or backward has raised on this rank."""
+        self.tries = self.mark = self.tries | 1
+
+    def end_backward(self) -> None:
+        """Begins to count anew: a backward has issued its reductions."""
+        self.tries = self.mark = 0
 
     def number_in(self, group: GroupPositions) -> int:
         """Returns the tree's number in the group, by the order of first collectives.
@@ -542,13 +608,14 @@ Agree = Callable[[Agreement, str], None]
 
 
 Places = Sequence[tuple[GroupPositions, Note]]
+_NO_TREE = Tree()
 
 
 class Collective:
     """Logs one kind of collective in its groups; `issued` collects them to compare after the wait."""
 
-    def __init__(self, places: Places, issued: list[_Issued] | None = None) -> None:
-        self._places = places
+    def __init__(self, places: Places, issued: list[_Issued] | None = None, tree: Tree = _NO_TREE) -> None:
+        self._places, self._tree = places, tree
         self._issued: list[_Issued] = [] if issued is None else issued
 
     def _find_places(self) -> Places:
@@ -560,20 +627,19 @@ class Collective:
 
         Compares all peers at once: the cost does not depend on the number of ranks on the host.
         """
-        issued = self._issued
+        issued, tree = self._issued, self._tree
         issued.clear()  # collectives that were never waited for
         for group, note in self._places or self._find_places():
             if group._searches:
                 group._search()
             group.issued = number = group.issued + 1
             row = _FIRST + number % _RING
-            _write(
-                group._memory, group._entries + row * _ENTRY.size, number, note.text, iteration, phase.index
-            )
+            place = group._entries + row * _ENTRY.size
+            _write(group._memory, place, number, tree.tries, note.text, iteration, phase.index)
             words, first = group._words, row * group._size
             own = first + group._rank
             before = words[own]
-            words[own] = word = (number & _LOW) << 32 | note.digest
+            words[own] = word = (number & _LOW) << 32 | note.digest | tree.mark
             if len(group._there) > 1:
                 peers = words[first + group._begin : first + group._end]
                 # A rank that is behind has 0 here, or the word of the ring's last round.
@@ -593,8 +659,8 @@ class UnitCollective(Collective):
         issued: list[_Issued],
         agree: Agree | None = None,
     ) -> None:
-        super().__init__([], issued)
-        self._texts, self._tree, self._agree = texts, tree, agree
+        super().__init__([], issued, tree)
+        self._texts, self._agree = texts, agree
         self._groups = tuple(dict.fromkeys(groups))
 
     @property
@@ -676,7 +742,7 @@ class UnitPositions:
         world = next((group.world for group in reducing), None)
         self.enter: Callable[[int, int], object] = lambda iteration, phase: None
         if world is not None:
-            self.enter = partial(_write, world._memory, world._entries, 1, Note(name).text)
+            self.enter = partial(_write, world._memory, world._entries, 1, 0, Note(name).text)
 
 
 def _check_alike(issued: list[_Issued], waits: bool) -> None:

@@ -288,9 +288,11 @@ class InFlight(ABC):
                 self._ended = self._wait_for(pause)
             except RuntimeError as error:
                 self._failure = str(error)
-                failure = self._watch.failure(error)  # or raises: peers issued something else
-                self._failure = str(failure)
-                raise failure from error
+                try:
+                    raise self._watch.failure(error) from error  # or that raises: peers issued another one
+                except RuntimeError as told:
+                    self._failure = str(told)  # for what waits again when the error passes through it
+                    raise
             if not self._ended:
                 pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
                 pause = max(min(pause, self._look()), _LAST_LOOK)

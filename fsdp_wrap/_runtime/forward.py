@@ -90,8 +90,8 @@ def run_forward(
         if own.lasting and own.depth == len(calls):
             output = _without_lasting(own, output)
         return output
-    except (RuntimeError, MemoryError) as error:
-        own.explain(error)
+    except BaseException as error:
+        own.fail_forward(error, len(calls))
         raise
     finally:
         for schedule, call, _ in calls:

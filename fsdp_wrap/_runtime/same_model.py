@@ -38,8 +38,8 @@ def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
 class SameModel:
     """The comparison of one tree's units between ranks."""
 
-    def __init__(self) -> None:
-        self._tree = Tree()
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
         self._told_of_values = False
 
     def positions_of(self, unit: Unit) -> UnitPositions:

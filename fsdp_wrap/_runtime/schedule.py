@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._comm import GroupCommunicator, accelerator_of
+from fsdp_wrap._comm import GroupCommunicator, Tree, accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     Computing,
@@ -116,6 +116,7 @@ class Schedule(StepState):
         self.transformed: list[ExitStack] = []
         self._awaited: dict[Unit, None] = {}
         self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
+        self._shifts = False  # as `_alone_shifts`, of the running backward
         self._deferred: set[Unit] = set()
         self._trains, self._keeps_graph = False, False
         self._thread = get_ident()  # that of the last forward
@@ -133,7 +134,8 @@ class Schedule(StepState):
         offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         self._updates = Updates(self._offloading)
-        ranks = SameModel()
+        self._tree = Tree()
+        ranks = SameModel(self._tree)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), ranks.positions_of)
             for layout in unit.layouts:
@@ -148,6 +150,18 @@ class Schedule(StepState):
     def runs_backward(self) -> bool:
         """Whether a backward runs, and no forward inside it."""
         return self._backward_open and not self.depth
+
+    @property
+    def _alone_shifts(self) -> bool:
+        """Whether a step that this rank alone leaves out would shift its reductions against the others'."""
+        return self.joining is None and self.syncs and any([unit.options.syncs for unit in self._units])
+
+    def fail_forward(self, error: BaseException, inside: int) -> None:
+        """Explains the error of a forward, and notes it if only `inside` forward calls are in progress."""
+        if self.depth == inside and self._trains and graph_task() == -1 and self._alone_shifts:
+            self._tree.fail()
+        if isinstance(error, (RuntimeError, MemoryError)):
+            self.explain(error)
 
     def explain(self, error: BaseException) -> None:
         """Adds to an error that leaves the runtime the units' memory, or the names of sharded parameters."""
@@ -367,12 +381,14 @@ class Schedule(StepState):
 
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
+        self._trains = torch.is_grad_enabled()
+        if self._trains and self._alone_shifts:
+            self._tree.begin_forward()
         self.ending.require_waited("a forward")
         if self.joining is not None:
             self.joining.begin_forward(self)
         if step_watchers or profiler_runs():
             follow_profiler()
-        self._trains = torch.is_grad_enabled()
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
@@ -618,6 +634,7 @@ class Schedule(StepState):
     def begin_backward(self) -> None:
         """Prepares the units for gradients: of a backward, or of that of other ranks."""
         self._backward_open, self.gradients_came, self._deferred = True, False, set()
+        self._shifts = self._alone_shifts
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         shadowed = self.joining is not None and self.joining.shadowed
@@ -672,6 +689,8 @@ class Schedule(StepState):
             self._offloading.end_backward(self._units)
         if waits:
             self._updates.finish(self._units)
+        if self.gradients_came and self._shifts:
+            self._tree.end_backward()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
 
@@ -698,6 +717,8 @@ class Schedule(StepState):
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
+        if self._backward_open and self._shifts:
+            self._tree.fail()
         self._reducing.clear()
         self._prefetching_later = None
         self.batches.forget()

@@ -1,6 +1,7 @@
 """Ranks that run different units, die or stop: what every rank is told, and that right runs are silent."""
 
 import contextlib
+import copy
 import multiprocessing
 import multiprocessing.util
 import os
@@ -22,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from bed import ranks
 from bed.references import count_collectives
 from forks import run_forks
-from fronts import shard
+from fronts import assert_same_values, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import Phase, ShardingStrategy, record_events
+from fsdp_wrap import Phase, ShardingStrategy, record_events, replicate
 from fsdp_wrap._comm import positions as _positions
 from fsdp_wrap._comm import process_group as _process_group
 from fsdp_wrap._comm.watching import watch as _watch
@@ -221,6 +222,131 @@ def test_mix_up_in_backward(rank, world_size, strategy):
     verb = "gathers" if strategy == "FULL_SHARD" else "reduces"
     for other, unit in enumerate("bc"):
         assert f"rank {other} {verb} unit '{unit}' (backward of iteration 1)" in str(caught.value)
+
+
+class Spoils(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a bad batch")
+
+
+class Fragile(nn.Module):
+    """Two units and a head; `bad` says what the next batch spoils."""
+
+    bad = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        if self.bad == "forward":
+            raise ValueError("a bad batch")
+        return Spoils.apply(self.head(x)) if self.bad == "backward" else self.head(x)
+
+
+REPLICATED = ["flat", "orig", "hybrid", "replicate"]
+
+
+class Skipping:
+    """A replicated model beside a plain one; a step whose batch is bad is caught and left out."""
+
+    def __init__(self, form: str) -> None:
+        torch.manual_seed(0)
+        self.plain = Fragile().double()
+        self.inner = copy.deepcopy(self.plain)
+        policy = ModuleWrapPolicy({nn.Sequential})
+        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        if form == "hybrid":
+            mesh = dist.init_device_mesh("cpu", (dist.get_world_size(), 1))
+            options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+        if form == "replicate":
+            for unit in (self.inner.first, self.inner.second):
+                replicate(unit)
+            self.model: nn.Module = replicate(self.inner)
+        else:
+            self.model = shard("orig" if form == "hybrid" else form, self.inner, policy, **options)
+        self.optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (self.model, self.plain)]
+
+    def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank))
+        return model(x).square().mean()
+
+    def try_step(self, step: int, bad: str = "", backward: bool = True, tries: int = 1) -> bool:
+        """Runs forwards, all of which may be bad, and perhaps the backward of their mean loss."""
+        self.inner.bad = bad
+        try:
+            losses = [self.loss(self.model, step, dist.get_rank()) for _ in range(tries)]
+            if backward:
+                (sum(losses) / tries).backward()
+        except ValueError:
+            return False
+        finally:
+            self.inner.bad = ""
+        return True
+
+    def step(self, step: int, **options: Any) -> None:
+        """Trains both models."""
+        assert self.try_step(step, **options)
+        for rank in range(dist.get_world_size()):
+            (self.loss(self.plain, step, rank) / dist.get_world_size()).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        assert_same_values(self.model, self.plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("form", "shared"), [*zip(REPLICATED, "1010")])
+@pytest.mark.parametrize("bad", ["forward", "backward", "backward, then no_sync"])
+@ranks(2)
+def test_a_step_that_raises_on_one_rank_alone_is_told(rank, world_size, form, shared, bad, monkeypatch):
+    """Before gradients of two steps meet; the rank has sent none of that step, as all travel together."""
+    monkeypatch.setenv("FSDP_WRAP_SHARED_MEMORY", shared)
+    training = Skipping(form)
+    for step in range(3):
+        training.step(step)
+    with pytest.raises(RuntimeError, match=MIXED_UP) as caught:
+        if rank == 1:
+            assert not training.try_step(3, bad.partition(",")[0])
+            if "no_sync" in bad:
+                with no_sync(training.model):
+                    training.try_step(4)
+        training.try_step(4 - (rank == 0))
+    assert " or steps: rank 0 reduces the root unit" in str(caught.value)
+    assert ", after a step that raised). " in str(caught.value) and "agree to skip the step" in str(
+        caught.value
+    )
+    for param in training.model.parameters():
+        param.grad = None
+    training.check()
+
+
+@pytest.mark.parametrize("form", REPLICATED)
+@ranks(2)
+def test_ranks_that_skip_a_step_together_go_on(rank, world_size, form):
+    """Also ranks that evaluate differently often, with gradients or without, and unroll differently far."""
+    training = Skipping(form)
+    with silence():
+        for step in range(6):
+            for _ in range(rank):  # evaluations of rank 1
+                training.loss(training.model, step, rank)
+            training.step(step, tries=1 + rank)
+            assert training.try_step(step, "forward" if rank == step % 2 else "", False) is (rank != step % 2)
+            training.step(step + 10)
+            if rank == 1:  # a bad micro-batch of an accumulation is not missed by the others
+                with no_sync(training.model):
+                    assert not training.try_step(step, ["forward", "backward"][step % 2])
+    training.check()
 
 
 def mix_up_replicas(rank: int, world_size: int) -> str:
@@ -468,7 +594,7 @@ def works(*pending: Any) -> _process_group.Works:
 
 @ranks(1)
 def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
-    """Has arrived, or has failed, which is not waited for again whatever peers did."""
+    """Has arrived, or has failed, which is not waited for again: the first words stay."""
     works(Late(fails=False)).wait()
     with pytest.raises(RuntimeError, match="closed by peer"):
         works(Late()).wait()
@@ -477,5 +603,5 @@ def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
         with pytest.raises(RuntimeError, match="other units"):
             pending.wait()
     with mock.patch.object(pending, "_wait_for", side_effect=AssertionError):
-        with pytest.raises(RuntimeError, match="closed by peer"):
+        with pytest.raises(RuntimeError, match="other units"):
             pending.wait()

@@ -242,7 +242,7 @@ class Event:
 def somewhere() -> Any:
     made = mock.Mock(verdict=None, elsewhere=(), lives=True)
     made.positions = made
-    made.latest.return_value = positions.LogEntry(7, b"gathers unit 'a'", 2, 0)
+    made.latest.return_value = positions.LogEntry(7, 0, b"gathers unit 'a'", 2, 0)
     made.limit.return_value = LIMIT
     made.time_left.side_effect = lambda waited: LIMIT - waited
     made.is_late.return_value = False
@@ -264,7 +264,7 @@ def one() -> Iterator[tuple[monitor.Monitor, Any, Any]]:
 def test_few_events_are_asked(one):
     made, group, _ = one
     events = [Event(done=number < 700) for number in range(1000)]
-    nothing = positions.LogEntry(0, b"", 0, 0)
+    nothing = positions.LogEntry(0, 0, b"", 0, 0)
     lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, nothing) for each in events)
     monitor._drop_done(lane)
     assert len(lane) == 300 and lane[0].event is events[700]

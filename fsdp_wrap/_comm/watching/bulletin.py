@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable
+from itertools import starmap
 from typing import Any
 
-from fsdp_wrap._comm.positions import GroupPositions, list_ranks
+from fsdp_wrap._comm.positions import GroupPositions, Noted, alike, list_ranks
 
 
 class Bulletin:
@@ -49,21 +50,22 @@ class Bulletin:
         positions = self._positions()
         if positions is None:
             return ""
-        own = {number: (digest, text) for number, digest, text in positions.history()}
+        own = {noted.number: noted for noted in positions.history()}
         lines, silent = [], []
         for rank in ranks:
             found = self._read(rank)
             if found is None:
                 silent.append(rank)
                 continue
-            history = found["history"]
-            for number, digest, text in history:
-                if own.get(number, (digest,))[0] != digest:
+            history = [*starmap(Noted, found["history"])]
+            for other in history:
+                mine = own.get(other.number, other)
+                if not alike((noted.digest, noted.tries) for noted in (mine, other)):
                     raise positions.mixed_up(
-                        f"rank {positions.member} {own[number][1]} while rank {rank} {text}, as collective "
-                        f"number {number} of the group"
+                        f"rank {positions.member} {mine.text} while rank {rank} {other.text}, as collective "
+                        f"number {other.number} of the group"
                     )
-            last = "; last collective, number {0} of the group: {2}".format(*history[-1]) if history else ""
+            last = "; last collective, number {0} of the group: {3}".format(*history[-1]) if history else ""
             lines.append(f"  rank {rank} (another host): {found['state']}{last}")
         if silent:
             lines.append(f"  no word yet of {list_ranks(silent)}")
