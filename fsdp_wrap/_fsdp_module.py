@@ -221,8 +221,8 @@ class FSDPModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether gradients are reduced, or accumulated unsharded for a later backward.
 
-        While gradients accumulate, parameters without a `.grad` get zeros as their gradient. `zero_grad`
-        drops the accumulated gradients.
+        While gradients accumulate, parameters without a `.grad` get zeros as their gradient: log and clip
+        after the backward that reduces. `zero_grad` drops the accumulated gradients.
         """
         self.__set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
 

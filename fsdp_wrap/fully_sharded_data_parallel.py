@@ -334,6 +334,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         (SHARD_GRAD_OP) keep their parameters too. The next forward gathers nothing, unless the parameters
         have changed; a change must come on all ranks alike. A backward outside of the context frees them.
 
+        Until then a `.grad` that was None is zeros of the parameter's dtype, on NO_SHARD too, where torch's
+        is the accumulated gradient of this rank, in the dtype in which it was computed. Log and clip after
+        the backward outside of the context.
+
         Args:
             reduce_within_copy: With several copies (HYBRID_SHARD, _HYBRID_SHARD_ZERO2, NO_SHARD), sum
                 gradients over the ranks of each copy at once. The next backward outside of the context sums

@@ -535,23 +535,25 @@ class Layout(ABC):
 
     def zeroed(self) -> list[bool]:
         """Returns for each leaf whether its gradient was zeroed since `mark_unsynced`."""
-        return self._marks.zeroed(self.sources)
+        return self._marks.zeroed(self.sources, self.fqns)
 
     def mark_partial(self) -> None:
         """Marks the gradient of the smallest parameter, for `zeroed_partial`.
 
         A missing gradient gets zeros: a mark for each would take as much memory as the sums that are kept.
         """
-        self._marks.put(self._smallest_trained())
+        self._marks.put(param for param, _ in self._smallest_trained())
 
     def zeroed_partial(self) -> bool:
         """Whether the gradient that `mark_partial` has marked was zeroed since."""
-        return any(self._marks.zeroed(self._smallest_trained()))
+        smallest = self._smallest_trained()
+        return any(self._marks.zeroed([param for param, _ in smallest], [fqn for _, fqn in smallest]))
 
-    def _smallest_trained(self) -> Sequence[nn.Parameter]:
-        pairs = zip(self.sources, self.extents)  # sizes of slices differ between ranks
-        trained = [(extent.shape.numel(), source) for source, extent in pairs if source.requires_grad]
-        return [min(trained, key=itemgetter(0))[1]] if trained else []
+    def _smallest_trained(self) -> Sequence[tuple[nn.Parameter, str]]:
+        """Returns the smallest trained parameter and its name, if there is one."""
+        found = zip(self.sources, self.fqns, self.extents)  # sizes of slices differ between ranks
+        trained = [(extent.shape.numel(), param, fqn) for param, fqn, extent in found if param.requires_grad]
+        return [min(trained, key=itemgetter(0))[1:]] if trained else []
 
     def write_gradient(self, out: torch.Tensor) -> None:
         """Copies this rank's shard of the gradient to `out`, with zeros where there is none."""

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._core import warn_caller
 from fsdp_wrap._params.parallel import to_local
 
 
@@ -27,7 +29,8 @@ class _Mark(NamedTuple):
 class GradientMarks(dict[nn.Parameter, _Mark]):
     """Marks of sharded parameters while unreduced gradients wait.
 
-    A parameter without a gradient gets one of zeros, so that `zero_grad` of either kind leaves a trace.
+    A parameter without a gradient gets one of negative zeros, so that `zero_grad` of either kind leaves a
+    trace: it makes them positive. What scales gradients, such as clipping, does not.
     """
 
     def put(self, params: Iterable[nn.Parameter]) -> None:
@@ -39,17 +42,30 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
             own = grad is None or (mark is not None and mark.own and grad is mark.grad)
             if grad is None:
                 grad = param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+                to_local(grad).neg_()
             held = mark.held if mark is not None and grad is mark.grad else to_local(grad)
             self[param] = _Mark(grad, held, grad._version + held._version, own)
 
-    def zeroed(self, params: Sequence[nn.Parameter]) -> list[bool]:
-        """Returns for each parameter whether it was marked and its gradient zeroed since."""
+    def zeroed(self, params: Sequence[nn.Parameter], fqns: Sequence[str] = ()) -> list[bool]:
+        """Returns for each parameter whether it was marked and its gradient zeroed since.
+
+        Warns of the first of `fqns` whose mark was written to otherwise: that has no effect.
+        """
         marked = [(param.grad, self.get(param)) for param in params]
         told = [mark is not None and (grad is None or mark.is_left(grad)) for grad, mark in marked]
         written = [grad for (grad, _), left in zip(marked, told) if left and grad is not None]
         if written:  # with zeros or with other values: the host waits once to see all
-            seen = iter(torch.stack([to_local(grad).any() for grad in written]).tolist())
-            told = [left and (grad is None or not next(seen)) for (grad, _), left in zip(marked, told)]
+            found = torch.stack([_any_marked(to_local(grad)) for grad in written]).tolist()
+            scaled, seen = any(found), iter(found)  # what is empty here was scaled if another one was
+            zeroed = [
+                left and (grad is None or not (next(seen) or (scaled and not to_local(grad).numel())))
+                for (grad, _), left in zip(marked, told)
+            ]
+            for fqn, (_, mark), left, zero in zip(fqns, marked, told, zeroed):
+                if left and not zero and mark is not None and mark.own:
+                    _warn_of_edit(fqn)
+                    break
+            return zeroed
         return told
 
     def take_away(self) -> None:
@@ -58,3 +74,17 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
             if mark.own and param.grad is mark.grad:
                 param.grad = None
         self.clear()
+
+
+def _any_marked(grad: torch.Tensor) -> torch.Tensor:
+    """Whether any element is not a positive zero."""
+    parts = torch.view_as_real(grad) if grad.is_complex() else grad
+    return (parts.signbit() | (parts != 0)).any()
+
+
+def _warn_of_edit(fqn: str) -> None:
+    warn_caller(
+        f"the gradient of '{fqn}' was scaled or written to on rank {dist.get_rank()} while gradients that "
+        "no_sync() or set_requires_gradient_sync(False) accumulates wait for their sum. Until then .grad is "
+        "zeros, so this has no effect: clip, unscale or log after the backward that reduces"
+    )

@@ -43,7 +43,8 @@ def summon_full_params(
         module: Any module; all units at and below it take part.
         recurse: Also show the units below the outermost one. Without it, no parameter is shown unless
             `module` itself is a unit.
-        writeback: Keep edits of the parameters (and gradients); otherwise edits are dropped.
+        writeback: Keep edits of the parameters (and gradients); otherwise edits are dropped, also with
+            NO_SHARD, where torch keeps them.
         rank0_only: Show full parameters only on the first rank of each unit's process group (of the first
             copy, with several copies). The other ranks go on showing sharded parameters, and get the
             first rank's edits. If any rank leaves by an exception, no edit is kept on any rank.

@@ -31,6 +31,7 @@ from fsdp_wrap._params import (
     segment,
     to_local,
 )
+from fsdp_wrap._params.zero_marks import GradientMarks
 from params.fake_ranks import fake_ranks
 
 SHAPES = {
@@ -423,6 +424,17 @@ def test_zeroing_is_told_from_nothing(kind):
     assert not layout.zeroed_partial()
     layout.sources[2].grad = None
     assert layout.zeroed_partial()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_marks_of_all_dtypes_tell_zeroing(dtype):
+    marks, param = GradientMarks(), nn.Parameter(torch.ones(3, dtype=dtype))
+    marks.put([param])
+    assert marks.zeroed([param]) == [False] and param.grad is not None
+    param.grad.mul_(0.5)
+    assert marks.zeroed([param]) == [False]
+    param.grad.zero_()
+    assert marks.zeroed([param]) == [True]
 
 
 def test_gradients_take_another_dtype_with_their_values():

@@ -5,6 +5,7 @@ Those over the replicas come with the last backward then. Against DDP and a plai
 
 import copy
 import itertools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -51,6 +52,37 @@ def test_zero_grad_forgets_what_no_sync_accumulated(rank, world_size, front):
         backwards(wrapped, rank, letters)
         large_batch_backward(plain, range(len(letters)))
         assert_same_grads(wrapped, plain, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("front", "letter"), [("flat", "T"), ("orig", "T"), ("composable", "T"), ("whole", "T"), ("whole", "C")]
+)
+@ranks(2)
+def test_scaling_gradients_before_their_sum_drops_nothing(rank, world_size, front, letter):
+    """Clipping and unscaling there have no effect: the user is told."""
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD} if front == "whole" else {}
+    made = "orig" if front == "whole" else front
+    plain, model = twins(made, Transformer, torch.float64, auto_wrap_policy=WRAPPINGS["block"](), **options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    for clips in (False, True):
+        backwards(model, rank, letter)
+        shown = [param.grad for param in params if param.grad is not None]
+        assert shown and not any(torch.count_nonzero(getattr(each, "_local_tensor", each)) for each in shown)
+        if clips:
+            nn.utils.clip_grad_norm_(params, 1.0)
+            with warnings.catch_warnings():  # it moves no version counter of `DTensor`s
+                warnings.simplefilter("ignore")
+                backwards(model, rank, "F", 1)
+        else:
+            for grad in shown:
+                grad.mul_(0.5)
+            told = rf"^the gradient of '.+' was scaled or written to on rank {rank} .*: clip, unscale"
+            with pytest.warns(UserWarning, match=told):
+                backwards(model, rank, "F", 1)
+        large_batch_backward(plain, range(2))
+        assert_same_grads(model, plain, **EXACT)
+        for each in (plain, model):
+            each.zero_grad()
 
 
 def _gathers(model, rank, letters):
