@@ -28,7 +28,7 @@ from fsdp_wrap._runtime import (
     units_in,
     use_comms,
 )
-from fsdp_wrap._state import deepcopy_wrapper
+from fsdp_wrap._state import deepcopy_wrapper, note_load
 from fsdp_wrap.forward_methods import register_forward_method
 
 _Self = TypeVar("_Self", bound="FSDPModule")
@@ -443,9 +443,11 @@ class FSDPModule(nn.Module):
         make_copyable(destination, [*destination][earlier:])
         return destination
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.reshard()
-        super()._load_from_state_dict(*args, **kwargs)
+        for unit in _unit_of(self).over_all_meshes:
+            note_load(unit, self, state_dict, prefix, call=args[-1])  # the errors of the whole load
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # common helpers; names that a user's module, whose class this joins, cannot have as well
 

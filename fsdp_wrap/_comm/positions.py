@@ -60,6 +60,9 @@ _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
 _PHASES = list(Phase)
 
+CHANGED = ", after "
+"""Begins the part of a note that tells of changes, which all ranks must have made."""
+
 
 class LogEntry(NamedTuple):
     """A logged collective, or the last entered unit, of a rank.
@@ -474,6 +477,15 @@ class GroupPositions:
                 "must end on all: let the error end the program, or let all ranks agree to skip the step, "
                 f"before any of them runs its backward.\n{self.table()}"
             )
+        if CHANGED in told:
+            error = (
+                f"ranks have loaded or edited apart: {told}. A rank changes its own part of the parameters "
+                "(or of an optimizer's state) alone, so all ranks load and edit alike, or none does. A state "
+                "dict that one rank alone has goes to all ranks by set_model_state_dict with full_state_dict "
+                "and broadcast_from_rank0"
+            )
+            self.world.agreement.tell(error)  # ranks of other groups wait for these
+            return RuntimeError(f"{error}\n{self.table()}")
         return RuntimeError(
             f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
             f"the same order.\n{self.table()}"
@@ -572,11 +584,25 @@ class Tree:
         tries: Twice the number of forwards since the last backward with a reduction; odd once one of these
             forwards, or a backward, has raised.
         mark: The same if it is odd, else 0.
+        changes: The changes of its values that all ranks must have made before the next collective, as the
+            end of each note; "" before the first one.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[GroupPositions, int] = {}
+        self._collectives: weakref.WeakSet[UnitCollective] = weakref.WeakSet()
+        self.changes = ""
         self.tries = self.mark = 0
+
+    def add(self, collective: UnitCollective) -> None:
+        """Adds a collective of its units, whose notes follow `changes`."""
+        self._collectives.add(collective)
+
+    def change(self, changes: str) -> None:
+        """Sets `changes`: from now on this rank's notes differ from those of a rank without them."""
+        self.changes = f"{CHANGED}{changes}" if changes else ""
+        for collective in self._collectives:
+            collective.rewrite()
 
     def begin_forward(self) -> None:
         """Counts a forward whose backward would reduce."""
@@ -662,11 +688,17 @@ class UnitCollective(Collective):
         super().__init__([], issued, tree)
         self._texts, self._agree = texts, agree
         self._groups = tuple(dict.fromkeys(groups))
+        self._is_known = not self._groups
+        tree.add(self)
 
     @property
     def is_known(self) -> bool:
         """Whether the ranks have compared the unit."""
-        return bool(self._places) or not self._groups
+        return self._is_known
+
+    def rewrite(self) -> None:
+        """Writes the notes anew at the next collective."""
+        self._places = []
 
     def with_others(self, others: Iterable[UnitCollective]) -> UnitCollective:
         """Returns the batched collective of known units of one tree in the same groups."""
@@ -680,10 +712,10 @@ class UnitCollective(Collective):
             number = self._tree.number_in(group)
             root = "" if number == 1 else f" of root number {number}"
             text = " and ".join(f"{each}{root}" for each in self._texts)
-            if self._agree is not None:
+            if self._agree is not None and not self._is_known:
                 self._agree(group.agreement, text.partition(" ")[2])
-            places.append((group, Note(text)))
-        self._places = places
+            places.append((group, Note(text + self._tree.changes)))
+        self._places, self._is_known = places, True
         return places
 
 

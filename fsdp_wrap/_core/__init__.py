@@ -109,6 +109,7 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
+    load_watchers,
     note_piece,
     reason_against_pieces,
     refuse_as,
@@ -117,6 +118,7 @@ from fsdp_wrap._core.optimizers.optimizer_steps import (
     steps_taken,
     warn_of_lost_decay,
     watch_distributed_steps,
+    watch_loads,
     watch_steps,
 )
 from fsdp_wrap._core.optimizers.probe import (

@@ -450,6 +450,11 @@ class ParamHandle:
         for segment in self._summoned:
             segment.take_edits(prefix)
 
+    @property
+    def edited(self) -> bool:
+        """Whether the noted edits change any summoned parameter, where `Summoning.tells_edits` was set."""
+        return any(segment.edited for segment in self._summoned)
+
     def dismiss(self, writeback: bool = False) -> None:
         """Ends `summon` or `replace`; with `writeback`, which is collective, noted edits go to the shards."""
         summoned, self._summoned = self._summoned, []

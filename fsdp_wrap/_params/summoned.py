@@ -25,6 +25,9 @@ _REASON = (
     "make it outside, or wrap with use_orig_params=True"
 )
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""The dtype in which to sum the bits of an element, by its size."""
+
 
 @dataclass(frozen=True)
 class Summoning:
@@ -33,6 +36,7 @@ class Summoning:
     rank0_only: bool = False  # the other ranks show the sharded parameters, and get the first one's edits
     offload_to_cpu: bool = False
     with_grads: bool = False
+    tells_edits: bool = False  # whether `SummonedSegment.edited` will be asked
 
 
 class SummonedSegment:
@@ -46,6 +50,7 @@ class SummonedSegment:
         self._grads = _FullBuffer(layout, communicator, replicas, how)
         self.shows_full = self._values.shows
         self._values.collect(layout.write_shard)
+        self._before = self._values.state() if how.tells_edits else None
         self._have_grads = self._where_grads() if how.with_grads else []
         if any(self._have_grads):
             self._grads.collect(layout.write_gradient)
@@ -70,6 +75,11 @@ class SummonedSegment:
         """Makes optimizers refuse the shown parameters, if users have kept them there."""
         for fqn, param in zip(self._layout.fqns, self._params):
             refuse_in_steps(param, functools.partial(_REASON.format, fqn))
+
+    @property
+    def edited(self) -> bool:
+        """Whether the noted parameters are others than at first, or have other values; alike on all ranks."""
+        return self._before is not None and self._values.state() != self._before
 
     def take_edits(self, prefix: str) -> None:
         """Notes the parameters that modules show now, for `write_back`; refuses other shapes and dtypes."""
@@ -150,6 +160,13 @@ class _FullBuffer:
             with torch.inference_mode(False):
                 full = self._layout.unpack(full)
                 self._lie_in(full.cpu() if self._how.offload_to_cpu else full)
+
+    def state(self) -> object:
+        """Returns what edits change: a write in place a counter, one through `.data` the sum of all bits."""
+        if self._full is None:
+            return None
+        bits = self._full.detach().view(_BITS[self._full.element_size()])
+        return len(self._edits), self._full._version, int(bits.sum(dtype=torch.int64))
 
     def note(self, values: Sequence[torch.Tensor | None]) -> None:
         """Notes new values, with None for zeros; copies those that lie elsewhere than their view."""

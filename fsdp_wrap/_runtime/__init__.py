@@ -37,6 +37,7 @@ from fsdp_wrap._runtime.same_model import communicators_of, ranks_of
 from fsdp_wrap._runtime.schedule import (
     Schedule,
     joins,
+    note_change,
     out_of_memory,
     require_idle,
     schedule_kinds,

@@ -1,13 +1,15 @@
 """`SameModel`: compares each unit between ranks before its first collective.
 
-The ranks also compare a few elements of each parameter's initial values.
+The ranks also compare a few elements of each parameter's initial values, and what was changed since: the
+notes of all later collectives tell how often this rank has loaded or edited values of the tree.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -36,11 +38,39 @@ def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
 
 
 class SameModel:
-    """The comparison of one tree's units between ranks."""
+    """The comparison of one tree's units between ranks.
 
-    def __init__(self, tree: Tree) -> None:
+    Args:
+        tree: The identity of the tree.
+        parts: Those of trees that have become parts of this one.
+    """
+
+    def __init__(self, tree: Tree, parts: Iterable[SameModel] = ()) -> None:
         self._tree = tree
         self._told_of_values = False
+        self._changes: Counter[str] = sum((part._changes for part in parts), Counter[str]())
+        self._last: str = next((part._last for part in parts if part._last), "")
+        self._call = object()
+        self._tell()
+
+    def note_change(self, unit: Unit, what: str, call: object) -> None:
+        """Notes that this rank changes values of a unit as all ranks must, though nothing is communicated.
+
+        Args:
+            unit: The unit, or the first of several.
+            what: The kind of change, for messages.
+            call: An object of the user's call, which may change several units, and counts once.
+        """
+        if call is not self._call:
+            self._call, self._last = call, unit.name
+            self._changes[what] += 1
+            self._tell()
+
+    def _tell(self) -> None:
+        counts = (
+            f"{count} {what}{'s' if count > 1 else ''}" for what, count in sorted(self._changes.items())
+        )
+        self._tree.change(f"{' and '.join(counts)}, the last for {self._last}" if self._changes else "")
 
     def positions_of(self, unit: Unit) -> UnitPositions:
         """Returns the positions of a unit's collectives, which compare the unit before the first one."""

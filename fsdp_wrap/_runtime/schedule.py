@@ -34,6 +34,7 @@ from fsdp_wrap._core import (
     added_names,
     check_nbytes,
     follow_profiler,
+    load_watchers,
     map_tensors,
     observers,
     step_in_backward,
@@ -75,6 +76,7 @@ from fsdp_wrap._runtime.unit import (
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
+_alive: weakref.WeakSet[Schedule] = weakref.WeakSet()
 _NONE_RUNS: Callable[[], object] = weakref.ref(set())  # dead, as the callback of a backward that is over
 
 out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
@@ -93,6 +95,7 @@ class Schedule(StepState):
 
     Attributes:
         ending: Decides when the last reduction of a backward is waited for.
+        ranks: Compares the tree between ranks.
         device: Device of computation.
         depth: Number of forward calls in progress.
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
@@ -129,15 +132,17 @@ class Schedule(StepState):
         self._event: Any = None
         every = dict.fromkeys(each for unit in self._units for each in communicators_of(unit))
         self._communicators = [each for each in every if isinstance(each, GroupCommunicator)]
+        _alive.add(self)
         self.device = next((each.device for each in every), torch.device("cpu"))
         accelerator = accelerator_of(self.device)
         offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         self._updates = Updates(self._offloading)
         self._tree = Tree()
-        ranks = SameModel(self._tree)
+        parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
+        self.ranks: SameModel = SameModel(self._tree, parts)
         for unit, fqns in names.items():
-            unit.join(self, ", ".join(fqns), ranks.positions_of)
+            unit.join(self, ", ".join(fqns), self.ranks.positions_of)
             for layout in unit.layouts:
                 layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
 
@@ -1015,6 +1020,24 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """
     for schedule in dict.fromkeys(map(schedule_of, units)):
         schedule.require_idle(doing)
+
+
+def note_change(units: Iterable[Unit], what: str, call: object) -> None:
+    """Notes a change of values that all ranks must make; see `SameModel.note_change`."""
+    for unit in units:
+        schedule_of(unit).ranks.note_change(unit, what, call)
+
+
+def _note_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
+    """Notes that an optimizer of some trees has loaded its state, as those of all ranks must."""
+    loaded = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for schedule in [*_alive]:
+        for unit in schedule.units:
+            if any(id(param) in loaded for layout in unit.layouts for param in layout.sharded_params):
+                note_change([unit], "optimizer load", call=loaded)
+
+
+load_watchers.append(_note_optimizer_load)
 
 
 def set_kept_bytes(units: Iterable[Unit], nbytes: int) -> None:

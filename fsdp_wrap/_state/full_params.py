@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import HandleState, ParamHandle, Summoning
-from fsdp_wrap._runtime import Unit, refuse_replaced, require_idle, units_in
+from fsdp_wrap._runtime import Unit, note_change, refuse_replaced, require_idle, units_in
 from fsdp_wrap._state.originals import handles_of, used_by
 
 _EVERYWHERE = Summoning()
@@ -78,6 +79,7 @@ def summon_full_params(
 def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
     """Shows the full parameters that units use; after an exception inside, nothing is written back."""
     summoned: list[Unit] = []
+    how = replace(how, tells_edits=writeback and not how.rank0_only)
     with _taken_back(summoned, writeback):
         for unit in units:
             summoned += summon(unit, how)
@@ -85,6 +87,12 @@ def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVER
             yield
             if writeback:
                 _take_edits(summoned)
+                # Without replicas and gathers nothing else tells a rank that does this alone.
+                note_change(
+                    (unit for unit in summoned if unit.handle is not None and unit.handle.edited),
+                    "edit",
+                    summoned,
+                )
 
 
 @contextmanager

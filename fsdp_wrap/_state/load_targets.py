@@ -8,7 +8,7 @@ more than its shard and one value. Modules that load in ways of their own are le
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import is_tensor_like
 
 from fsdp_wrap._core import (
+    UNIT_ATTR,
     WRAPPED_ATTR,
     Place,
     StateDictType,
     clean_fqn,
+    joined,
     named,
     original_class,
     saved_tensors,
@@ -28,7 +30,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
-from fsdp_wrap._runtime import units_in
+from fsdp_wrap._runtime import Unit, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
@@ -157,6 +159,8 @@ class Targets:
             _takes(target.interval, target.taken_apart(state_dict[key]), pieces) for target, key in pairs
         ):
             return False
+        if any(target.handle is not None for target, _ in pairs):
+            note_change(self._units, "load", pairs)
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:
                 _load(target.interval, target.taken_apart(state_dict[key]))
@@ -198,6 +202,23 @@ class Targets:
                 f"Error(s) in loading state_dict for {type(self._module).__name__} (nothing was loaded):"
                 f"\n\t{details}"
             )
+
+
+def note_load(unit: Unit, module: nn.Module, names: Collection[str], prefix: str, call: object) -> None:
+    """Notes that a part of a load changes a unit's parameters, which all ranks must load.
+
+    Args:
+        unit: The unit.
+        module: Its module, which shows sharded parameters. Modules of nested units tell of theirs.
+        names: The names in the state dict.
+        prefix: The prefix there of names below the module.
+        call: An object of the whole load.
+    """
+    owned = {id(param) for layout in unit.layouts for param in layout.sources}
+    for path, current in walk(module, into=lambda below: UNIT_ATTR not in below.__dict__):
+        for name, param in current._parameters.items():
+            if id(param) in owned and prefix + joined(path, name) in names:
+                return note_change([unit], "load", call)
 
 
 def _kind_of(value: Any) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._core import watch_loads
 from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._state.full_values import FirstRank, copied, unsharded
 from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
@@ -62,6 +63,8 @@ def load_optim_state_dict(
         without `param_groups` where those are not given.
     """
     names = originals_of(model, optim, "optim_state_dict_to_load()", as_dtensors)
+    if optim is not None:
+        watch_loads(innermost(optim))
     small = None if optim is None else small_states_of(optim)
     if small is not None:
         state_dict = _apart(small, names, state_dict)

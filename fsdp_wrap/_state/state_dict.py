@@ -34,7 +34,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, to_local
-from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._runtime import Unit, note_change, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
     is_summoned,
@@ -323,6 +323,8 @@ def begin_load(
     within = all(module in own for module, _ in owned_places([unit]))
     into = (lambda module: UNIT_ATTR not in module.__dict__) if within else None
     named_originals = [*owned_names(_wrapped(unit), [unit], into)]
+    if any(prefix + name in state_dict for name, _ in named_originals):
+        note_change([unit], "load", errors)
     for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])

@@ -1,4 +1,4 @@
-"""Hooks on optimizer steps: they count steps, and refuse some parameters.
+"""Hooks on optimizer steps: they count steps, refuse some parameters, and tell of later loads.
 
 Kernels of optimizers do not always move version counters: so steps are counted, and those of fused kernels
 noted.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -34,6 +34,10 @@ _steps = 0
 _refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
 _pieces = WeakIdKeyDictionary()  # by parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
+_watched: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose loads are told of
+
+load_watchers: list[Callable[[torch.optim.Optimizer], None]] = []
+"""Called when an optimizer that was seen before has loaded a state dict."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,18 @@ def watch_steps() -> None:
 def watch_distributed_steps() -> RemovableHandle:
     """Registers the hook by which the add-on takes steps; it is imported at the first one."""
     return register_optimizer_step_pre_hook(_offer)
+
+
+def watch_loads(optimizer: torch.optim.Optimizer) -> None:
+    """Lets `load_watchers` know of the optimizer's loads; so does its first step."""
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_tell_loaded)
+
+
+def _tell_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for watcher in load_watchers:
+        watcher(optimizer)
 
 
 def _offer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -136,6 +152,7 @@ def _try_once(optimizer: torch.optim.Optimizer) -> None:
         return
     if (reason := reason_against_pieces(optimizer)) is not None:
         raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
+    watch_loads(optimizer)
     warn_of_lost_decay(optimizer)
 
 
