@@ -11,11 +11,12 @@ from functools import partial
 from itertools import repeat
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, mark_owned, round_up
+from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, mark_owned, refuse_in_steps, round_up
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta, chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.layout import Extent, Interval, Layout, Written, alignment_of
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
@@ -366,6 +367,9 @@ class DTensorLayout(Layout):
         for cut, spec, param in zip(self.extents, self._specs, found):
             _check_replaced(cut, spec, param, found[0], self._rank)
         self._take_values(found)
+        for cut, before, now in zip(self.extents, self.sources, found):
+            if before is not now:  # an optimizer that was made earlier would train nothing
+                refuse_in_steps(before, partial(_why_left, self.name_of, cut.fqn))
         self.sources = self.sharded_params = found
         self._show_pieces()
         self._follow_places()
@@ -378,6 +382,14 @@ class DTensorLayout(Layout):
         self._adopt(self._new_shard(values[0]))
         for piece, value in zip(self._pieces, values):
             piece.copy_(value)
+
+
+def _why_left(name_of: Callable[[str], str], fqn: str) -> str:
+    return (
+        f"holds the parameter '{name_of(fqn)}' as it was before another took its place (on rank "
+        f"{dist.get_rank()}), by load_state_dict(assign=True), say: training no longer reaches it. Make the "
+        "optimizer after that, or load without assign"
+    )
 
 
 def _param_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:

@@ -144,6 +144,7 @@ class Layout(ABC):
         average_hook: Called with this rank's part of each reduction once it is averaged.
         averages_notes: Whether that hook averages the notes of `note_used`, too.
         prepare_leaves: Lets the leaves take gradients; set by the schedule.
+        name_of: Returns a parameter's name relative to the root; set by the schedule.
     """
 
     extents: Sequence[Extent]
@@ -185,6 +186,7 @@ class Layout(ABC):
         self.average_hook: Callable[[torch.Tensor], None] | None = None
         self.averages_notes = False
         self.prepare_leaves: Callable[[], None] | None = None
+        self.name_of: Callable[[str], str] = str
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
@@ -604,7 +606,7 @@ class Layout(ABC):
         `memo` of `copy.deepcopy` then leads from the old sharded parameters to the new ones.
         """
         new = copy(self)
-        new._marks, new._arriving, new.prepare_leaves = GradientMarks(), [], None
+        new._marks, new._arriving, new.prepare_leaves, new.name_of = GradientMarks(), [], None, str
         new._adopt_copies()
         pieces = zip(new._pieces, self.sources)
         new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])

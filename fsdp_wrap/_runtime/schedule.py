@@ -145,6 +145,7 @@ class Schedule(StepState):
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
             for layout in unit.layouts:
                 layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
+                layout.name_of = partial(Schedule._name_of, weakref.ref(unit))
 
     @property
     def units(self) -> list[Unit]:
@@ -470,6 +471,11 @@ class Schedule(StepState):
         if unit is not None and unit.handle is not None and unit.schedule is not None:
             if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
                 schedule_of(unit)._hook_leaves(unit)
+
+    @staticmethod
+    def _name_of(reference: weakref.ref[Unit], param: str) -> str:
+        unit = reference()
+        return param if unit is None else unit.name_of(param)
 
     # backward
 

@@ -135,6 +135,28 @@ def test_meta_then_to_empty_then_loaded(rank, world_size):
 
 
 @ranks(2)
+def test_an_optimizer_from_before_a_load_that_assigns_is_refused_by_name(rank, world_size):
+    """It holds parameters that training no longer reaches; one made afterwards trains as with DDP."""
+    torch.manual_seed(0)
+    plain = Transformer(1).double()
+    model = copy.deepcopy(plain)
+    shard_blocks(model)
+    early = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, early, rank, range(1))
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    loss_of(model, tokens(rank, 1)).backward()
+    with pytest.raises(RuntimeError, match=f"this SGD holds the parameter 'embed.weight' .*on rank {rank}"):
+        early.step()
+    model.zero_grad()
+    plain.load_state_dict(full_state(model))
+    ddp = DDP(plain)
+    for one in (ddp, model):
+        train(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9), rank, range(3))
+    assert_same(model, plain)
+
+
+@ranks(2)
 def test_both_front_ends_in_one_model(rank, world_size):
     """The wrapper around units of `fully_shard`; and the other way round, beside a compiled unit."""
     torch.manual_seed(0)
