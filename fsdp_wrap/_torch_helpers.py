@@ -40,7 +40,7 @@ def adapt_torch_helpers() -> None:
         (theirs, "_get_model_state_dict", partial(_ask_first, model_state)),
         (theirs, "_get_optim_state_dict", partial(_ask_first, optim_state)),
         (theirs, "_load_model_state_dict", _load_model_state),
-        (theirs, "_load_optim_state_dict", partial(_ask_first, load_optim_state)),
+        (theirs, "_load_optim_state_dict", _load_optim_state),
         (theirs, "_distribute_state_dict", _distribute),
         (theirs, "_verify_options", _verify_options),
         (theirs, "_get_fqns", _fqns),
@@ -79,6 +79,14 @@ def _load_model_state(
     if not info.handle_model:
         return IncompatibleKeys([], [])
     return _ask_first(load_model_state, torchs, model, state_dict, info)
+
+
+def _load_optim_state(torchs: Callable[..., None], model: nn.Module, *args: Any) -> None:
+    """Loads into models of `DTensor`s too: those of torch's functions do not know what was never stepped."""
+    if not units_in(model):
+        return torchs(model, *args)
+    with deaths_told():
+        return load_optim_state(model, *args)
 
 
 def _distribute(

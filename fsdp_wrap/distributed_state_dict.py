@@ -157,7 +157,9 @@ def load_optim_state(
 ) -> None:
     """Loads optimizers' state by names of parameters, nested or flattened; `options` as for `model_state`.
 
-    With `strict=False`, parameters that the model does not have are left out.
+    With `strict=False`, parameters that the model does not have are left out. Parameters without state were
+    never stepped, and get none. Torch's function, which a model of `DTensor`s alone would do with, refuses
+    these, and an optimizer without state while there are gradients.
     """
     if not options.handle_optim:
         return
@@ -166,14 +168,21 @@ def load_optim_state(
     if state_dict and not options.strict:
         state_dict = _without_others(model, state_dict)
     first = options.broadcast_from_rank0 or (options.full_state_dict and options.cpu_offload)
+    as_dtensors = not is_wrapped(model)
     for optimizer in optims:
-        fitting = load_optim_state_dict(model, optimizer, state_dict, from_first_rank=first)
+        fitting = load_optim_state_dict(
+            model, optimizer, state_dict, from_first_rank=first, as_dtensors=as_dtensors
+        )
         own_method(optimizer, "load_state_dict")(state_dict=fitting)
 
 
 def is_wrapped(model: nn.Module) -> bool:
     """Returns whether any module at or below `model` is wrapped (`fully_shard` wraps none)."""
     return any(isinstance(module, StateDictMethods) for module in model.modules())
+
+
+def _originals(model: nn.Module) -> Originals:
+    return Originals(model, as_dtensors=not is_wrapped(model))
 
 
 def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False) -> Any:
@@ -204,7 +213,7 @@ def by_own_names(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
 
 def _without_others(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state dict without the parameters that the model does not have."""
-    own, groups = Originals(model).by_name, given["param_groups"]
+    own, groups = _originals(model).by_name, given["param_groups"]
     others = {name for group in groups for name in group["params"] if uncompiled_fqn(name) not in own}
     state = {name: entry for name, entry in given["state"].items() if name not in others}
     cut = [{**group, "params": [n for n in group["params"] if n not in others]} for group in groups]
@@ -242,7 +251,7 @@ def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
-    names = Originals(model).by_name
+    names = _originals(model).by_name
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         part, _, rest = path.partition(".")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._core import watch_loads
 from fsdp_wrap._params import IntervalTensor, to_local
-from fsdp_wrap._state.full_values import FirstRank, copied, unsharded
+from fsdp_wrap._state.full_values import FirstRank, copied, is_sharded, unsharded
 from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
 from fsdp_wrap._state.optim_params import (
     given_groups,
@@ -177,13 +177,24 @@ def _pieces(
         original, pieces[name] = names.by_name[name], {}
         for key, given in entry.items():  # tensors of the first rank travel one by one
             value, of_blocks = given if first is None else first.fetched(given), is_scale(key, entry)
-            if not isinstance(original.source, DTensor) or of_blocks:
+            if isinstance(original.source, DTensor) and not of_blocks:
+                value = _as_dtensor(original.source, value)
+            else:
                 value = unsharded(value)
                 cut = _cut(original, key, value, counted, of_blocks)
                 # A full tensor that is not the caller's is freed at once.
                 value = cut.clone() if isinstance(cut, IntervalTensor) and value is not given else cut
             pieces[name][key] = value
     return pieces, others
+
+
+def _as_dtensor(source: DTensor, value: Any) -> Any:
+    """Returns a full tensor of a parameter's shape as a `DTensor` like it, in memory of its own."""
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or value.shape != source.shape:
+        return value
+    mesh, placements = source.device_mesh, source.placements
+    held = value.detach().to(source.device)
+    return distribute_tensor(held, mesh, placements, src_data_rank=None).clone()  # not a view of all
 
 
 def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_blocks: bool) -> Any:

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import state_dict as theirs
 
 from bed import ranks
 from bed.scripts import python
-from fronts import each_form, each_front, full_state, shard
+from beside import mean_backward
+from fronts import each_form, each_front, full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import IntervalTensor, fully_shard, iter_full_params
 from fsdp_wrap import distributed_state_dict as ours
@@ -63,7 +64,6 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     found, found_optim = copy.deepcopy((expected, expected_optim) if rank == 0 else ({}, {}))
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
-    fresh.zero_grad()  # or torch makes no state to load into
     both: dict[str, Any] = {"model_state_dict": found, "optim_state_dict": found_optim}
     theirs.set_state_dict(model, fresh, **copy.deepcopy(both), options=options)
     theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
@@ -93,6 +93,63 @@ def test_a_full_state_read_into_that_of_an_optimizer_that_was_never_stepped(
     theirs.set_optimizer_state_dict(model, fresh, begun, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(model.state_dict(), plain.state_dict())
+
+
+class Experts(nn.Module):
+    """A layer between two others, out of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.chosen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.experts[self.chosen](self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("front", "way"),
+    [("composable", "full"), ("composable", "first_rank"), ("composable", "pieces"), ("orig", "full")],
+)
+@ranks(2)
+def test_a_new_optimizer_beside_gradients_and_experts_that_were_never_stepped(rank, world_size, front, way):
+    """The next step is that of the plain model, also of an expert that has no state yet."""
+    torch.manual_seed(0)
+    plain = Experts().double()
+    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.Sequential}))
+
+    def backward(number: int, chosen: int) -> None:
+        batches = [
+            torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9 * number + r)) for r in (0, 1)
+        ]
+        inner(model).chosen = plain.chosen = chosen
+        model(batches[rank].double()).square().mean().backward()
+        mean_backward(lambda other: plain(batches[other].double()).square().mean())
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, reference = adamw(model), adamw(plain)
+    for number in range(3):
+        backward(number, number % 2)
+        step(optimizer, reference)
+    options = StateDictOptions(full_state_dict=way != "pieces", broadcast_from_rank0=way == "first_rank")
+    saved: Any = ours.get_optimizer_state_dict(model, optimizer, options=options)
+    before = copy.deepcopy(saved)
+    fresh = adamw(model)
+    backward(3, 1)
+    given = saved if way != "first_rank" or rank == 0 else {}
+    ours.set_optimizer_state_dict(model, fresh, given, options=options)
+    step(fresh, reference)
+    for number in range(4, 7):
+        backward(number, number % 3)
+        step(fresh, reference)
+    assert_close(full_state(model), plain.state_dict())
+    if way != "pieces":  # which are the optimizer's own memory, as torch's functions load them
+        assert_same(saved, before)
 
 
 @pytest.mark.parametrize(
