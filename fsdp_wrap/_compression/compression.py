@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -30,7 +31,10 @@ def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) 
     for communicator in dict.fromkeys(handle.communicator for handle in handles):
         communicator.agree("compress()", {"gathers": gathers, "reductions": reductions})
     for handle in handles:
-        if handle.communicator.size > 1:
+        if gathers is reductions is None:
+            if isinstance(handle.transport, CompressedTransport):
+                handle.set_transport(attrgetter("communicator"))
+        elif handle.communicator.size > 1:
             codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
             handle.set_transport(partial(CompressedTransport, gather_codec, codec))
 

@@ -408,6 +408,9 @@ def test_wrong_calls_are_refused(rank, world_size):
     compress(composable, gathers="int8")
     with pytest.raises(RuntimeError, match="compress"):
         composable.set_custom_all_gather(None)
+    compress(composable)
+    with pytest.raises(TypeError, match="takes an object that can be called"):  # no longer compressed
+        composable.set_custom_all_gather(None)
 
 
 @pytest.mark.parametrize(("front", "codec"), [("flat", "int8"), ("orig", "int8"), ("orig", "bf16")])

@@ -14,7 +14,7 @@ from torch import nn
 import tp_nets
 from bed import ranks, run_ranks
 from composable import shard_blocks
-from fronts import each_front, full_grads, no_sync, shard
+from fronts import assert_tensors, each_front, full_grads, no_sync, shard
 from fsdp_wrap import fully_shard, reproducible, uneven
 from fsdp_wrap.comm_hooks import LowPrecisionState, bf16_compress_hook, compress, register_comm_hook
 from fsdp_wrap.optim import HostAdamW, step_in_backward
@@ -99,6 +99,21 @@ BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
     "uneven": (join, RuntimeError, r"is reproducible, and uneven\(\) lets ranks"),
     "twice": (twice, RuntimeError, "is reproducible already"),
 }
+
+
+@ranks(2)
+def test_a_compression_that_has_been_ended_does_not_count(rank, world_size):
+    """The gradients are those without it, bit for bit."""
+    grads = []
+    for squeezed in (False, True):
+        model = model_of()
+        if squeezed:
+            compress(model, gathers="int8", reductions="int8")
+            compress(model)
+        work = reproducible(model, micro_batches=COUNT)
+        run(model, work.indices)
+        grads.append(full_grads(model))
+    assert_tensors(*grads)
 
 
 @ranks(2)
