@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
+from torch.optim import swa_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fronts
@@ -436,6 +437,37 @@ def test_copies_and_groups_that_come_later(rank, world_size, way):
         again.param_groups[0]["params"][0].grad = torch.ones(1)
         again.step()
         assert again.param_groups[0]["params"][0].item() == 0
+
+
+@each_way
+@ranks(2)
+def test_averages_and_groups_that_come_later_are_those_of_a_plain_model(rank, world_size, way):
+    """Averages by one call for all parameters, and one by one, which read what the steps have written."""
+    torch.manual_seed(0)
+    models, averages = (Net().double(), sharded()), []
+    optimizers = []
+    for model, made in zip(models, (itself, WAYS[way])):
+        optimizers.append(made(torch.optim.AdamW([*model.first.parameters(), model.short], lr=0.05)))
+        ways = [{}, {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)}]
+        averages.append([swa_utils.AveragedModel(model, **options) for options in ways])
+    schedulers = [swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=3) for optimizer in optimizers]
+    for at in range(5):
+        if at == 2:
+            for model, optimizer in zip(models, optimizers):
+                later = [*model.last.parameters(), *model.sometimes.parameters()]
+                optimizer.add_param_group({"params": later, "lr": 0.02, "weight_decay": 0.3, "swa_lr": 0.03})
+        plain_step(models[0], optimizers[0], at)
+        step(models[1], optimizers[1], at)
+        for model, each, scheduler in zip(models, averages, schedulers):
+            for averaged in each:
+                averaged.update_parameters(model)
+            scheduler.step()
+    near = {"rtol": 1e-10, "atol": 1e-10}
+    assert_tensors(full_state(models[1]), full_state(models[0]), **near)
+    for plain, averaged in zip(*averages):
+        assert_tensors(full_state(averaged), full_state(plain), **near)
+        x = torch.ones(2, 5).double()
+        torch.testing.assert_close(averaged(x), plain(x), **near)
 
 
 @each_way
