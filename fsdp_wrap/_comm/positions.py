@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import CARRY_NOTHING
-from fsdp_wrap._core import Phase, listed, warn_caller
+from fsdp_wrap._core import Phase, listed, open_own, warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
 _ENTRY = struct.Struct("<QB235pIB")  # fields of `LogEntry`
@@ -221,7 +221,10 @@ class _Sheet:
     @classmethod
     def open(cls, path: Path, rank: int, ranks: int) -> _Sheet:
         """Opens a host's file, which its last user removes; raises an OSError if that fails."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT, private=True)
+        except ValueError as error:
+            raise OSError(str(error)) from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             # Lack of space raises here, not as SIGBUS later. Each rank allocates its own entries.
@@ -272,12 +275,17 @@ def _row(number: int) -> int:
 def _abandoned(path: Path) -> bool:
     """Whether no other process holds a lock of a file."""
     try:
-        with path.open("rb") as file:
-            fcntl.lockf(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        file = open_own(path, os.O_RDONLY)
     except FileNotFoundError:
         return True
+    except (OSError, ValueError):
+        return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
+    finally:
+        os.close(file)
     return True
 
 
@@ -371,7 +379,9 @@ def _remove_left_overs(directory: Path) -> None:
     """Removes files of killed ranks."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
-            if time.time() - path.stat().st_mtime > _LEFT_OVER_AFTER and _abandoned(path):
+            found = path.lstat()
+            is_own_and_old = found.st_uid == os.geteuid() and time.time() - found.st_mtime > _LEFT_OVER_AFTER
+            if is_own_and_old and _abandoned(path):
                 path.unlink()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fsdp_wrap._core import own_folder
 from fsdp_wrap._values.statistics import Statistics
 
 SHARD, PARAMETER, AGAIN, UPDATE = "shard", "parameter", "parameter in backward", "update"
@@ -65,8 +66,9 @@ class Writer:
         self._path = Path(folder) / f"rank-{header.rank:05d}.jsonl"
         if self._path.exists():
             raise ValueError(f"{self._path} is there already: record_values() needs a folder of its own")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(asdict(header)) + "\n")
+        own_folder(self._path.parent)
+        with self._path.open("x") as file:
+            file.write(json.dumps(asdict(header)) + "\n")
 
     def write(self, step: RecordedStep) -> None:
         """Appends a step."""

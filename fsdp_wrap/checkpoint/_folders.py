@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_wrap._core import listed, warn_caller
+from fsdp_wrap._core import listed, open_own, own_folder, refuse_others, warn_caller
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
@@ -34,6 +34,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})(?:\.[0-9a-f]+)?\.(partial|replaced|deleted)")
 _LOOKS, _PAUSE = 3, 0.1  # what another host has made is there, unless the file system is slow to show it
 _CLAIM, MARK = ".saving", ".rank_"
+_LONGEST_OWNER = 400  # bytes of a claim
 _held: set[Path] = set()  # a process does not meet its own locks
 
 
@@ -129,7 +130,7 @@ def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
 
     In the end its leftovers are removed, and others may save. All ranks must see a folder of that name.
     """
-    parent.mkdir(parents=True, exist_ok=True)
+    own_folder(parent)
     with _claimed(parent):
         _clean_up(parent)
         if step is None:
@@ -150,7 +151,7 @@ def begun(parent: Path, step: int | None) -> Iterator[tuple[int, str]]:
 
 def clean_up(parent: Path) -> None:
     """Removes leftovers of crashed saves, unless another process does so or saves."""
-    with suppress(RuntimeError, OSError), _claimed(parent):
+    with suppress(RuntimeError, ValueError, OSError), _claimed(parent):
         _clean_up(parent)
 
 
@@ -260,6 +261,7 @@ def place_of(path: Path) -> str:
 @contextmanager
 def _claimed(parent: Path) -> Iterator[None]:
     """Claims a folder for saving, by a lock that ends with the process; refuses if another run has it."""
+    refuse_others(parent)
     path = parent.resolve() / _CLAIM
     if path in _held:
         raise _refusal(parent, "this very process")
@@ -279,20 +281,23 @@ def _claimed(parent: Path) -> Iterator[None]:
 def _locked(path: Path) -> Iterator[int]:
     """Locks a file, which is made if it is not there, until it is closed."""
     while True:
-        with path.open("ab", buffering=0) as file:
+        file = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                owner = path.read_text(errors="replace") if path.exists() else ""
+                owner = os.pread(file, _LONGEST_OWNER, 0).decode(errors="replace")
                 raise _refusal(path.parent, owner or "another process") from None
             except OSError as error:
                 warn_caller(
                     f"{path.parent} takes no file locks ({error}): two runs that save there at the same time "
                     "would not notice each other"
                 )
-            if _is_there(path, file.fileno()):  # and was not removed by its last owner meanwhile
-                yield file.fileno()
+            if _is_there(path, file):  # and was not removed by its last owner meanwhile
+                yield file
                 return
+        finally:
+            os.close(file)
 
 
 def _refusal(parent: Path, owner: str) -> RuntimeError:
@@ -304,5 +309,5 @@ def _refusal(parent: Path, owner: str) -> RuntimeError:
 
 def _is_there(path: Path, descriptor: int) -> bool:
     with suppress(FileNotFoundError):
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     return False

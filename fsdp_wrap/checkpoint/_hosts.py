@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._core import own_folder
 from fsdp_wrap.checkpoint._folders import MARK
 from fsdp_wrap.checkpoint._team import Team
 
@@ -33,8 +34,8 @@ class Hosts:
         mark = folder / f"{MARK}{secrets.token_hex(8)}"
 
         def make() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            own_folder(folder, alone=True)
+            mark.touch(exist_ok=False)
 
         try:
             team.together(make)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdp_wrap._core import listed, warn_caller
+from fsdp_wrap._core import listed, refuse_others, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
@@ -51,6 +51,9 @@ class InMemory:
 
     A host holds two shards for each of its ranks, twice as much while a step is saved. The memory is used
     until `clear` is called or the host restarts: it outlives the processes.
+
+    The folder is made for this user alone (mode 0700). One that another user has made, or may write to, and a
+    link, are refused by a ValueError wherever the place is used: others could lead what is written elsewhere.
 
     Attributes:
         folder: In this host's memory.
@@ -85,8 +88,11 @@ class InMemory:
 
         Raises:
             RuntimeError: If a save is going on there.
+            ValueError: If others may write there.
         """
-        folders.remove_steps(self.folder)
+        if self.folder.is_dir():
+            refuse_others(self.folder, alone=True)
+            folders.remove_steps(self.folder)
 
     def find(self, team: Team, step: int | None) -> tuple[Path, Manifest, Callable[[], KnownReader]]:
         """Finds a step whose files are all on some host, and has its bytes verified; collective.
@@ -242,7 +248,8 @@ class MemorySave(Save):
         def write_index() -> None:
             if hosts.is_first and not team.is_first:
                 for name, data in zip(_EVERYWHERE, index):
-                    (written / name).write_bytes(data)
+                    with open(written / name, "xb") as file:
+                        file.write(data)
 
         team.together(write_index)
         manifest = team.together(lambda: Manifest.read(written))
@@ -257,7 +264,7 @@ class MemorySave(Save):
         ]
 
         def keep(move: Move, chunks: Iterator[torch.Tensor]) -> None:
-            with open(written / move.file, "wb") as file:
+            with open(written / move.file, "xb") as file:
                 for chunk in chunks:
                     file.write(chunk.numpy().data)
 

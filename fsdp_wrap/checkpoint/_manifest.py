@@ -164,8 +164,8 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
 
 @contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing, and syncs it to disk at the end."""
-    with path.open("wb") as file:
+    """Opens a new file for writing, and syncs it to disk at the end."""
+    with path.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from fsdp_wrap._core import StateDictType, is_castable, nbytes_of
+from fsdp_wrap._core import StateDictType, is_castable, nbytes_of, own_folder
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
@@ -149,7 +149,7 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _write(directory: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
     """Writes all files under other names and then lets them take the place of an earlier export."""
-    directory.mkdir(parents=True, exist_ok=True)
+    own_folder(directory)
     with TemporaryDirectory(prefix=".export_safetensors.", dir=directory) as name:
         aside = Path(name)
         for file, tensors in plan.items():

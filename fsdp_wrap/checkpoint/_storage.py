@@ -14,7 +14,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -60,11 +60,20 @@ class _Checked(WriteResult):
     crc: int = 0
 
 
+class _NewFiles(FileSystem):
+    """A file system in which a file that is written must not be there, not even as a link to another one."""
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> AbstractContextManager[io.IOBase]:  # type: ignore[override]
+        """Opens a file."""
+        return super().create_stream(path, mode.replace("w", "x"))
+
+
 class CheckedWriter(FileSystemWriter):
     """Writes as its base does, and a manifest on the first rank."""
 
     def __init__(self, path: Path, step: int, world_size: int, progress: bool, patience: float = 0.0) -> None:
         super().__init__(path)
+        self.fs = _NewFiles()
         self._folder, self._step, self._world_size = path, step, world_size
         self._bar = {"disable": not progress, "delay": patience}
 
@@ -201,7 +210,8 @@ def write_file(value: Any, path: Path) -> None:
     """Writes a value by `torch.save`; the file appears when all of it is there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
+        partial.unlink(missing_ok=True)  # left by a crash, or laid there by others as a link
+        with open(partial, "xb") as file:
             stream = _SummedStream(file, partial)
             with _failures_of([stream]):
                 torch.save(value, cast("IO[bytes]", stream))

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdp_wrap._core import own_output
+
 
 @contextmanager
 def drawn(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
@@ -23,5 +25,6 @@ def drawn(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     with matplotlib.rc_context({"svg.hashsalt": "fsdp_wrap", "svg.fonttype": "none"}):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+        figure.savefig(
+            own_output(Path(path)), metadata={"Date": None} if str(path).endswith(".svg") else None
+        )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_wrap._core import open_own, own_folder, refuse_others
 from fsdp_wrap._state import FirstRank
 from fsdp_wrap.weights._changes import Change, Changes, apply_changes
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
@@ -53,8 +54,8 @@ class WeightFolder:
         self._keep_last, self._gap = keep_last, False
         self.version = 0
         if self._path is not None:
-            with suppress(OSError):  # the first `send` tells of it, on all ranks
-                self._path.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError, ValueError):  # the first `send` tells of it, on all ranks
+                own_folder(self._path)
                 (self._path / _END).unlink(missing_ok=True)
                 self.version = max(_versions(self._path), default=0)
 
@@ -107,7 +108,7 @@ class WeightFolder:
     def close(self) -> None:
         """Tells receivers that nothing more comes."""
         if self._path is not None:
-            (self._path / _END).touch()
+            os.close(open_own(self._path / _END, os.O_WRONLY | os.O_CREAT))
 
     def _write(
         self,
@@ -121,6 +122,7 @@ class WeightFolder:
 
         if self._path is None:
             raise ValueError("the first rank writes, and has no path: give it there")
+        refuse_others(self._path)
         name = _NAME.format(self.version + 1)
         aside = self._path / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -129,7 +131,8 @@ class WeightFolder:
             if described:
                 write_safetensors(aside, described, tensors)
             about = {"whole": whole, "names": [*described], "checksums": checksums}
-            (aside / _ABOUT).write_text(json.dumps(about))
+            with open(aside / _ABOUT, "x") as file:
+                file.write(json.dumps(about))
             sizes = {file: file.stat().st_size for file in sorted(aside.iterdir())}
             ranges = {file.name: [[0, size, crc_of(file, 0, size)]] for file, size in sizes.items()}
             Manifest(self.version + 1, 1, ranges).write(aside)

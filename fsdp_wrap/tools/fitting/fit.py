@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
+from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of, own_output
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.planner import many_plans
@@ -113,7 +113,7 @@ class Fit:
         }
         text = json.dumps(plain, indent=1)
         if path is not None:
-            Path(path).write_text(text)
+            own_output(Path(path)).write_text(text)
         return text
 
     def __str__(self) -> str:

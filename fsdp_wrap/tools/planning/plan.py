@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, format_count, format_seconds
+from fsdp_wrap._core import format_bytes, format_count, format_seconds, own_output
 from fsdp_wrap.tools.planning.comparison import Comparison, compared, record_of
 from fsdp_wrap.tools.planning.figures import (
     OPTIMIZER_TEMPORARIES,
@@ -140,7 +140,7 @@ class Plan:
         """Returns the plan as JSON, and writes it to a file if one is named."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
         if path is not None:
-            Path(path).write_text(text)
+            own_output(Path(path)).write_text(text)
         return text
 
     @classmethod

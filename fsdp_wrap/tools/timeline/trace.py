@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_wrap._core import own_output
 from fsdp_wrap.tools.timeline.records import FORMAT, GATHER, REDUCE, RankRecord, Slice, Transfer
 
 _KEY = "fsdp_wrap"
@@ -31,8 +32,7 @@ def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
     whole = {"displayTimeUnit": "ms", "traceEvents": events, _KEY: saved}
     # Each of a record's objects is a row of values.
     data = json.dumps(whole, separators=(",", ":"), default=lambda each: [*vars(each).values()]).encode()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = own_output(Path(path))
     path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
 
 

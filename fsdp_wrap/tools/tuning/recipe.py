@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, walk
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, own_output, walk
 from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
 from fsdp_wrap.fully_shard import fully_shard
@@ -244,7 +244,7 @@ class Recipe:
         """Returns the recipe as JSON, and writes it to a file if one is named."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
         if path is not None:
-            Path(path).write_text(text)
+            own_output(Path(path)).write_text(text)
         return text
 
     @classmethod
