@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -316,13 +317,27 @@ def mark_managed(module: nn.Module) -> None:
 @functools.cache
 def _watch_registrations() -> None:
     """Keeps `added_names` up to date from now on."""
-    register_module_parameter_registration_hook(_note_added)
-    register_module_module_registration_hook(_note_added)
+    hook = _open_to_compilers(_note_added)
+    register_module_parameter_registration_hook(hook)
+    register_module_module_registration_hook(hook)
+
+
+def _open_to_compilers(hook: FunctionType) -> FunctionType:
+    """Returns a function that torch's compiler traces, though it skips what lies in files of this package.
+
+    Torch calls the hooks for the modules of all models: one that is skipped would break all their graphs.
+    """
+    code = hook.__code__.replace(co_filename=f"<{hook.__module__}.{hook.__name__}>")
+    return FunctionType(code, hook.__globals__, hook.__name__)
 
 
 def _note_added(module: nn.Module, name: str, added: object) -> None:
     if added is not None and _MANAGED in module.__dict__:
-        added_names.setdefault(module, set()).add(name)
+        _keep_name(module, name)
+
+
+def _keep_name(module: nn.Module, name: str) -> None:
+    added_names.setdefault(module, set()).add(name)
 
 
 def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -142,6 +142,36 @@ def test_compiled_training_in_other_strategies(rank, world_size, strategy):
     _check_against_eager("wrapped-whole", "aot_eager", rank, **options)
 
 
+class Sliced(nn.Module):
+    """Runs a part of its layers, as decoders of Hugging Face do: a slice is a new module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+@ranks(1)
+def test_sharding_a_model_breaks_no_graph_of_another(rank, world_size):
+    """Nor one of its own blocks, which are compiled in place."""
+    FSDP(nn.Linear(2, 2))
+    fully_shard(nn.Linear(2, 2))
+    other, block, x = Sliced(), Sliced(), torch.randn(2, 4)
+    plain = copy.deepcopy(block)
+    for module, called, reference in (
+        (other, other, copy.deepcopy(other)),
+        (block, fully_shard(nn.Sequential(block)), plain),
+    ):
+        _forget()
+        module.compile(fullgraph=True, backend="eager")
+        assert torch.equal(called(x), reference(x))
+        assert _compiled() == 1 and not counters["graph_break"]
+
+
 @pytest.mark.slow
 @ranks(2)
 def test_one_graph_break_per_unit(rank, world_size):
