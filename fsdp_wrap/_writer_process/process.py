@@ -58,7 +58,7 @@ import os, sys
 os.setpgrp()  # Ctrl-C is for the ranks; a session of its own would be no less nice than theirs
 sys.path[:] = {path!r}
 from fsdp_wrap._writer_process.work import work
-work({file})
+work({file}, {rank})
 """
 
 
@@ -67,7 +67,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         self._memory = StagingMemory()
-        start = _START.format(path=sys.path, file=self._memory.descriptor)
+        start = _START.format(path=sys.path, file=self._memory.descriptor, rank=os.getpid())
         self._process = subprocess.Popen(
             [sys.executable, "-c", start],
             stdin=subprocess.PIPE,

@@ -28,11 +28,14 @@ _LOOK_SECONDS = 0.2
 _NICENESS = 19
 
 
-def work(file: int) -> None:
-    """Answers requests from standard input on standard output; `file` is the descriptor of the memory."""
+def work(file: int, rank: int) -> None:
+    """Answers requests from standard input on standard output.
+
+    `file` is the descriptor of the memory, `rank` the process id of the rank, which may have died by now.
+    """
     os.nice(_NICENESS)
     torch.set_num_threads(1)
-    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    Thread(target=_end_with, args=(rank,), daemon=True).start()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not be taken for answers
     own = _Answers(file)
@@ -98,8 +101,11 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process when the rank has died: others may remove what it writes."""
-    while os.getppid() == parent:
+def _end_with(rank: int) -> None:
+    """Ends this process when the rank has died: others may remove what it writes.
+
+    The end of the pipe does not tell: forks of the rank hold it, too.
+    """
+    while os.getppid() == rank:
         time.sleep(_LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

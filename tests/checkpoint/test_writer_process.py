@@ -305,3 +305,23 @@ def test_it_ends_with_its_rank_killed_or_not(tmp_path):
     pids = [int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)]
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert "step_00000001" in names_in(tmp_path) and "step_00000002" not in names_in(tmp_path)
+
+
+def test_it_ends_if_its_rank_was_killed_before_it_has_begun(tmp_path):
+    """A fork of the rank holds the pipe, whose end so does not come."""
+    rank = os.fork()
+    if not rank:
+        pid = process.WriterProcess()._process.pid
+        os.kill(pid, signal.SIGSTOP)  # it still imports
+        fork = os.fork()
+        if not fork:
+            signal.pause()
+        (tmp_path / "pids").write_text(f"{pid} {fork}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(rank, 0)
+    pid, fork = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        os.kill(pid, signal.SIGCONT)
+        until(lambda: not Path(f"/proc/{pid}").exists())
+    finally:
+        os.kill(fork, signal.SIGKILL)
