@@ -128,7 +128,7 @@ from fsdp_wrap._core.optimizers.probe import (
     knows_its_shards,
     note_knows_shards,
 )
-from fsdp_wrap._core.own_files import open_own, own_folder, own_output, refuse_others
+from fsdp_wrap._core.own_files import open_own, own_folder, own_output, refuse_others, sync_folder
 from fsdp_wrap._core.precision import (
     NO_CASTS,
     BufferCasts,

@@ -42,6 +42,15 @@ def open_own(path: Path, flags: int, private: bool = False) -> int:
     )
 
 
+def sync_folder(folder: Path) -> None:
+    """Syncs a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def own_folder(folder: Path, alone: bool = False) -> None:
     """Makes a folder if it is not there; refuses it as `refuse_others` does.
 
@@ -50,6 +59,8 @@ def own_folder(folder: Path, alone: bool = False) -> None:
     for path in reversed([folder, *folder.parents]):
         if not path.is_dir():
             path.mkdir(0o700 if alone or _open_to_all(path.parent) else 0o775, exist_ok=True)
+            with suppress(OSError):  # of a folder that may not be listed
+                sync_folder(path.parent)
     refuse_others(folder, alone)
 
 

@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdp_wrap._core import listed, open_own, own_folder, refuse_others, warn_caller
+from fsdp_wrap._core import listed, open_own, own_folder, refuse_others, sync_folder, warn_caller
 from fsdp_wrap.checkpoint._manifest import (
     MANIFEST,
     METADATA,
     DamagedCheckpoint,
     Fault,
     Manifest,
-    sync,
 )
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -189,12 +188,12 @@ def publish(written: Path, step: int, keep_last: int | None) -> None:
     """Makes a written step visible, then removes older complete steps but the last ones."""
     parent = written.parent
     final = step_folder(parent, step)
-    sync(written)
+    sync_folder(written)
     replaced = _hidden(final, "replaced")
     if final.exists():
         final.rename(replaced)
     written.rename(final)
-    sync(parent)
+    sync_folder(parent)
     try:
         _remove(replaced)
         if keep_last is not None:

@@ -171,15 +171,6 @@ def durable(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def sync(folder: Path) -> None:
-    """Syncs a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _places(folder: Path) -> list[tuple[str, int, str]]:
     try:
         storage = read_metadata(folder).storage_data

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from fsdp_wrap._core import StateDictType, is_castable, nbytes_of, own_folder
+from fsdp_wrap._core import StateDictType, is_castable, nbytes_of, own_folder, sync_folder
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
@@ -31,7 +31,7 @@ from fsdp_wrap._state import (
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._manifest import durable, sync
+from fsdp_wrap.checkpoint._manifest import durable
 from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -206,7 +206,7 @@ def _install(aside: Path, directory: Path) -> None:
         (aside / name).replace(directory / name)
     for name in (stale | {INDEX}) - set(new):
         (directory / name).unlink(missing_ok=True)
-    sync(directory)
+    sync_folder(directory)
 
 
 # reading

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fsdp_wrap._core import Seam, __version__
+from fsdp_wrap._core import Seam, __version__, sync_folder
 from fsdp_wrap._params import like_made_of_tensors
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest
+from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, durable
 from fsdp_wrap.checkpoint._team import ALONE, T, Team
 from fsdp_wrap.checkpoint._torch_private import (
     DistWrapper,
@@ -211,11 +211,12 @@ def write_file(value: Any, path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)  # left by a crash, or laid there by others as a link
-        with open(partial, "xb") as file:
+        with durable(partial) as file:
             stream = _SummedStream(file, partial)
             with _failures_of([stream]):
                 torch.save(value, cast("IO[bytes]", stream))
         os.replace(partial, path)
+        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_wrap._core import open_own, own_folder, refuse_others
+from fsdp_wrap._core import open_own, own_folder, refuse_others, sync_folder
 from fsdp_wrap._state import FirstRank
 from fsdp_wrap.weights._changes import Change, Changes, apply_changes
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
@@ -117,7 +117,7 @@ class WeightFolder:
         checksums: dict[str, int],
         tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> int:
-        from fsdp_wrap.checkpoint._manifest import Manifest, crc_of
+        from fsdp_wrap.checkpoint._manifest import Manifest, crc_of, durable
         from fsdp_wrap.checkpoint._safetensors import write_safetensors
 
         if self._path is None:
@@ -131,12 +131,14 @@ class WeightFolder:
             if described:
                 write_safetensors(aside, described, tensors)
             about = {"whole": whole, "names": [*described], "checksums": checksums}
-            with open(aside / _ABOUT, "x") as file:
-                file.write(json.dumps(about))
+            with durable(aside / _ABOUT) as file:
+                file.write(json.dumps(about).encode())
             sizes = {file: file.stat().st_size for file in sorted(aside.iterdir())}
             ranges = {file.name: [[0, size, crc_of(file, 0, size)]] for file, size in sizes.items()}
             Manifest(self.version + 1, 1, ranges).write(aside)
+            sync_folder(aside)
             aside.rename(self._path / name)
+            sync_folder(self._path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # what was written in part
         self.version += 1

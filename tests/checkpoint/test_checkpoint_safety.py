@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ from fsdp_wrap.checkpoint import _command as command
 from fsdp_wrap.checkpoint import _convert, _folders
 from fsdp_wrap.checkpoint._manifest import read_metadata
 from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader
+from fsdp_wrap.weights import WeightFolder, weight_source
 from resuming import names_in, told_alike
 from state_nets import assert_equal
 
@@ -182,6 +184,51 @@ def test_whoever_holds_all_of_the_model_may_save(rank, world_size, tmp_path):
             checkpoint.save(tmp_path, model, process_group=pair)
     dist.barrier()
     assert names_in(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+class Synced:
+    """Notes which files and folders were synced, and what became visible by a rename, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.inodes: set[int] = set()
+        self.awaited: dict[int, str] = {}
+        self.shown: list[str] = []
+        patch.setattr(os, "fsync", partial(self._sync, os.fsync))
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, partial(self._rename, getattr(os, name)))
+
+    def _sync(self, sync: Callable[[int], None], file: int) -> None:
+        sync(file)
+        self.inodes.add(os.fstat(file).st_ino)
+        self.awaited.pop(os.fstat(file).st_ino, None)
+
+    def _rename(self, rename: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+        if not Path(target).name.startswith("."):
+            within = [Path(source), *Path(source).rglob("*")]
+            assert not [path for path in within if path.stat().st_ino not in self.inodes], "not on disk yet"
+            self.shown.append(Path(target).name)
+            self.awaited[Path(target).parent.stat().st_ino] = str(target)
+        rename(source, target)
+
+
+@ranks(1)
+def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
+    """Files and their folder are synced before a rename shows them, the folder around them after it."""
+    model, synced = shard("composable", layers()), Synced(monkeypatch)
+    run = tmp_path / "new" / "run"
+    for number in (1, 1, 2):
+        checkpoint.save(run, model, step=number, keep_last=1)
+        assert not synced.awaited
+    made = {path.stat().st_ino for path in (run, run.parent, tmp_path)}
+    assert made <= synced.inodes  # else the folder could go, with all that is in it
+    _convert.to_torch_file(run, tmp_path / "file.pt")
+    _convert.export(run, tmp_path / "files", max_shard_bytes=100)
+    sent = WeightFolder(tmp_path / "weights")
+    sent.send(weight_source(model))
+    assert not synced.awaited
+    steps = ["step_00000001", "step_00000001", "step_00000002"]
+    assert [name for name in synced.shown if "model" not in name] == [*steps, "file.pt", "version-00000001"]
+    assert "model.safetensors.index.json" in synced.shown
 
 
 @ranks(2)
