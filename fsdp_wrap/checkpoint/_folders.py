@@ -265,10 +265,11 @@ def _claimed(parent: Path) -> Iterator[None]:
     if path in _held:
         raise _refusal(parent, "this very process")
     with _locked(path) as file:
-        os.truncate(file, 0)
-        os.write(file, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         _held.add(path)
         try:
+            with suppress(OSError):  # where no space is left: the step's files fail by their names
+                os.truncate(file, 0)
+                os.write(file, f"process {os.getpid()} on host {socket.gethostname()}".encode())
             yield
         finally:
             with suppress(OSError):  # without its lock it keeps nobody from saving
