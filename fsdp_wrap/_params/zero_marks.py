@@ -83,8 +83,9 @@ def _any_marked(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _warn_of_edit(fqn: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
     warn_caller(
-        f"the gradient of '{fqn}' was scaled or written to on rank {dist.get_rank()} while gradients that "
+        f"the gradient of '{fqn}' was scaled or written to on rank {rank} while gradients that "
         "no_sync() or set_requires_gradient_sync(False) accumulates wait for their sum. Until then .grad is "
         "zeros, so this has no effect: clip, unscale or log after the backward that reduces"
     )
