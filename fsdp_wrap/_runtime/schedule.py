@@ -278,8 +278,10 @@ class Schedule(StepState):
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
         for tensor in with_grad:
-            hooked = tensor if tensor._base is None else hooked_for(tensor, inputs)
-            hook_gradient(hooked, partial(self._pre_backward, call, inputs))
+            if tensor._base is None:
+                hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
+            else:
+                self._hook_view(call, inputs, tensor)
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
@@ -298,6 +300,14 @@ class Schedule(StepState):
                 unit.reshard(Phase.FORWARD, within, self.kept.chosen)
         else:
             self.lasting[unit] = call, inputs
+
+    def _hook_view(self, call: ForwardCall, inputs: list[Node], view: torch.Tensor) -> None:
+        """Hooks an output that is a view for its backward, and itself for those who watch its gradient."""
+        hooked = hooked_for(view, inputs)
+        if hooked is view or value_watchers:
+            hook_gradient(view, partial(self._pre_backward, call, inputs, True))
+        if hooked is not view:
+            hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
 
     def _set_aside(self, unit: Unit) -> None:
         """Reshards a unit that an earlier forward keeps full for a backward to come, and keeps its segments.
@@ -332,8 +342,10 @@ class Schedule(StepState):
         lasting, self.lasting = self.lasting, {}
         for unit, (call, inputs) in lasting.items():
             for tensor in with_grad:
-                hooked = tensor if tensor._base is None else hooked_for(tensor, inputs)
-                hook_gradient(hooked, partial(self._pre_backward, call, inputs))
+                if tensor._base is None:
+                    hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
+                else:
+                    self._hook_view(call, inputs, tensor)
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()
@@ -479,8 +491,13 @@ class Schedule(StepState):
 
     # backward
 
-    def _pre_backward(self, call: ForwardCall, inputs: list[Node], grad: torch.Tensor) -> torch.Tensor | None:
-        """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed."""
+    def _pre_backward(
+        self, call: ForwardCall, inputs: list[Node], tells: bool, grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed.
+
+        `tells` says that the gradient is the output's own, not one of what it is a view of.
+        """
         if self._end() is None:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
@@ -514,7 +531,7 @@ class Schedule(StepState):
                     self._prefetch(unit)
             if self._offloading is not None and (self._prefetching_later or not prefetches):
                 self._offloading.send_ahead(self._next_to_unshard(unit))
-        if value_watchers:
+        if tells and value_watchers:
             tell_values(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
