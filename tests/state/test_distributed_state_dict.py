@@ -15,7 +15,7 @@ from bed.scripts import python
 from beside import mean_backward
 from fronts import each_form, each_front, full_state, inner, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import IntervalTensor, fully_shard, iter_full_params
+from fsdp_wrap import IntervalTensor, fully_shard, iter_full_params, replicate
 from fsdp_wrap import distributed_state_dict as ours
 from fsdp_wrap.distributed_state_dict import StateDictOptions
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -110,14 +110,25 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     ("front", "way"),
-    [("composable", "full"), ("composable", "first_rank"), ("composable", "pieces"), ("orig", "full")],
+    [
+        ("composable", "full"),
+        ("composable", "first_rank"),
+        ("composable", "pieces"),
+        ("replicate", "full"),
+        ("orig", "full"),
+    ],
 )
 @ranks(2)
 def test_a_new_optimizer_beside_gradients_and_experts_that_were_never_stepped(rank, world_size, front, way):
     """The next step is that of the plain model, also of an expert that has no state yet."""
     torch.manual_seed(0)
     plain = Experts().double()
-    model = shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.Sequential}))
+    model: Any = copy.deepcopy(plain)
+    if front == "replicate":
+        for module in (*model.experts, model):
+            replicate(module)
+    else:
+        model = shard(front, model, ModuleWrapPolicy({nn.Sequential}))
 
     def backward(number: int, chosen: int) -> None:
         batches = [
