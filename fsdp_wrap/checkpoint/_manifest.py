@@ -163,9 +163,20 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Lets errors of a file's writes name it, also those of what was buffered."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # else its text would be lost
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file for writing, and syncs it to disk at the end."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -14,7 +14,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import Seam, __version__, sync_folder
 from fsdp_wrap._params import like_made_of_tensors
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, durable
+from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, durable, naming
 from fsdp_wrap.checkpoint._team import ALONE, T, Team
 from fsdp_wrap.checkpoint._torch_private import (
     DistWrapper,
@@ -63,9 +63,11 @@ class _Checked(WriteResult):
 class _NewFiles(FileSystem):
     """A file system in which a file that is written must not be there, not even as a link to another one."""
 
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> AbstractContextManager[io.IOBase]:  # type: ignore[override]
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
         """Opens a file."""
-        return super().create_stream(path, mode.replace("w", "x"))
+        with naming(path), super().create_stream(path, mode.replace("w", "x")) as stream:
+            yield stream
 
 
 class CheckedWriter(FileSystemWriter):
