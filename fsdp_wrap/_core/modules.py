@@ -322,7 +322,7 @@ def _watch_registrations() -> None:
     register_module_module_registration_hook(hook)
 
 
-def _open_to_compilers(hook: FunctionType) -> FunctionType:
+def _open_to_compilers(hook: Any) -> Any:
     """Returns a function that torch's compiler traces, though it skips what lies in files of this package.
 
     Torch calls the hooks for the modules of all models: one that is skipped would break all their graphs.

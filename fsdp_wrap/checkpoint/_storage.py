@@ -64,7 +64,7 @@ class _NewFiles(FileSystem):
     """A file system in which a file that is written must not be there, not even as a link to another one."""
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Opens a file."""
         with naming(path), super().create_stream(path, mode.replace("w", "x")) as stream:
             yield stream
