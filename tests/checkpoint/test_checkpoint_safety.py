@@ -214,18 +214,20 @@ class Synced:
 @ranks(1)
 def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
     """Files and their folder are synced before a rename shows them, the folder around them after it."""
-    model, synced = shard("composable", layers()), Synced(monkeypatch)
-    run = tmp_path / "new" / "run"
-    for number in (1, 1, 2):
-        checkpoint.save(run, model, step=number, keep_last=1)
+    model = shard("composable", layers())
+    with monkeypatch.context() as patch:
+        synced = Synced(patch)
+        run = tmp_path / "new" / "run"
+        for number in (1, 1, 2):
+            checkpoint.save(run, model, step=number, keep_last=1)
+            assert not synced.awaited
+        made = {path.stat().st_ino for path in (run, run.parent, tmp_path)}
+        assert made <= synced.inodes  # else the folder could go, with all that is in it
+        _convert.to_torch_file(run, tmp_path / "file.pt")
+        _convert.export(run, tmp_path / "files", max_shard_bytes=100)
+        sent = WeightFolder(tmp_path / "weights")
+        sent.send(weight_source(model))
         assert not synced.awaited
-    made = {path.stat().st_ino for path in (run, run.parent, tmp_path)}
-    assert made <= synced.inodes  # else the folder could go, with all that is in it
-    _convert.to_torch_file(run, tmp_path / "file.pt")
-    _convert.export(run, tmp_path / "files", max_shard_bytes=100)
-    sent = WeightFolder(tmp_path / "weights")
-    sent.send(weight_source(model))
-    assert not synced.awaited
     steps = ["step_00000001", "step_00000001", "step_00000002"]
     assert [name for name in synced.shown if "model" not in name] == [*steps, "file.pt", "version-00000001"]
     assert "model.safetensors.index.json" in synced.shown
