@@ -109,6 +109,8 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
+    count_step,
+    counted_before,
     load_watchers,
     note_piece,
     reason_against_pieces,

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
 from fsdp_wrap._core import (
     SpanKind,
+    count_step,
+    counted_before,
     reason_against_pieces,
     span,
     warn_caller,
@@ -229,6 +231,9 @@ class BackwardSteps:
     # steps that several of the above share
 
     def _issue(self, work: Callable[[], None]) -> None:
+        # Counted here, where all ranks are alike: steps outdate what is kept, and a thread takes them at any
+        # time.
+        count_step()
         if self._lane is None:
             work()
         else:
@@ -236,7 +241,7 @@ class BackwardSteps:
 
     def _apply(self, unit: Unit, *work: Any) -> None:
         """Updates a unit, as `_clip_and_step` says."""
-        with span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None):
+        with span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None), counted_before():
             self._clip_and_step(unit.name, *work)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ import fronts
 import mesh_nets
 from bed import ranks
 from fronts import assert_tensors, each_front, full, full_state, no_sync, shard
-from fsdp_wrap import clip_grad_norm_
-from fsdp_wrap.optim import backward_steps, on_shards, step_in_backward
+from fsdp_wrap import clip_grad_norm_, record_events
+from fsdp_wrap._comm import HostLane
+from fsdp_wrap.optim import HostAdamW, backward_steps, on_shards, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
 from fsdp_wrap.wrap import ModuleWrapPolicy
+from models import gather_objects
 
 SIZE = 6
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -181,6 +184,59 @@ def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
             compare(pair(front, make), groups if kind == "plain" else adamw, kind)
         if kind == "twice":
             compare(pair(front, make), told="in a thread", in_thread=True)
+
+
+def time_thread(patch: pytest.MonkeyPatch, late: bool) -> None:
+    """Lets work in the thread be done at once, or as late as anything waits for it."""
+    asked: list[Event] = []
+    issue = HostLane.issue
+
+    def issue_then(lane: HostLane, work: Callable[[], None]) -> None:
+        asked.append(released := Event())
+        issue(lane, lambda: (released.wait(), work())[1])
+        if not late:
+            released.set()
+            lane.settle()
+
+    def releasing(wait: Callable[[HostLane], None]) -> Callable[[HostLane], None]:
+        return lambda lane: ([each.set() for each in asked], wait(lane))[1]
+
+    patch.setattr(HostLane, "issue", issue_then)
+    for name in ("finish", "settle", "abandon"):
+        patch.setattr(HostLane, name, releasing(getattr(HostLane, name)))
+
+
+def one_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def both_losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) + model(-x).tanh()).square().sum()
+
+
+@each_front
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+@ranks(2)
+def test_ranks_communicate_alike_whenever_a_thread_updates(rank, world_size, front, kept):
+    """The thread of one rank is late, that of the other is not; against a plain model in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        time_thread(patch, late=rank == 1)
+        for make, loss in ((tied, one_loss), (KINDS["twice"], one_loss), (Chain, both_losses)):
+            torch.manual_seed(0)
+            plain = make().double()
+            model = shard(front, copy.deepcopy(plain), POLICY)
+            model.set_keep_unsharded_bytes(kept)
+            step_in_backward(model, lambda params: HostAdamW(params, lr=0.01), in_thread=True)
+            reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+            for step in range(3):
+                reference.zero_grad()
+                sum(loss(plain, batch(each, step)) for each in range(world_size)).div(world_size).backward()
+                reference.step()
+                with record_events() as events:
+                    loss(model, batch(rank, step)).backward()
+                orders = gather_objects([(each.kind, each.unit, each.together) for each in events])
+                assert orders[0] == orders[1]
+            fronts.assert_same_values(model, plain, rtol=1e-9, atol=1e-9)
 
 
 class Watching(torch.optim.SGD):

@@ -7,7 +7,9 @@ noted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,6 +33,7 @@ shard_steps: Seam[Callable[..., Any]] = Seam("optimizers", "fsdp_wrap.optim")
 _ASKED = "_fsdp_asked_in_steps"  # an attribute is fast to look up, for each parameter at each step
 
 _steps = 0
+_here = threading.local()  # `counted` where the running thread's steps have been counted
 _refused = WeakIdKeyDictionary()  # by parameter: returns a reason against a step, or None
 _pieces = WeakIdKeyDictionary()  # by parameter: its `OptimizerPiece`
 _tried: WeakKeyDictionary[torch.optim.Optimizer, _Tried] = WeakKeyDictionary()
@@ -49,8 +52,24 @@ class _Tried:
 
 
 def steps_taken() -> int:
-    """Returns how many steps optimizers have taken since `watch_steps`."""
+    """Returns how many steps optimizers have taken since `watch_steps`, or are to take (`count_step`)."""
     return _steps
+
+
+def count_step() -> None:
+    """Counts a step that another thread will take, so that all ranks count it at the same place."""
+    global _steps
+    _steps += 1
+
+
+@contextmanager
+def counted_before() -> Iterator[None]:
+    """Counts no steps of this thread while the context is open: `count_step` has."""
+    _here.counted = True
+    try:
+        yield
+    finally:
+        _here.counted = False
 
 
 @functools.cache
@@ -194,8 +213,8 @@ def _sees_wholes(
 
 
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _steps
-    _steps += 1
+    if not getattr(_here, "counted", False):
+        count_step()
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])
