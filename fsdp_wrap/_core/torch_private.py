@@ -69,6 +69,7 @@ PURPOSES = {
     "torch._C._storage_Use_Count": "whether anything but autograd holds an activation",
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
+    "torch.autograd.graph.Node._sequence_nr": "which of two outputs was made first",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
     "torch._C._autograd._get_creation_meta": "whether autograd lets anyone edit a view in place",
     "torch._C._autograd.CreationMeta": "whether autograd lets anyone edit a view in place",

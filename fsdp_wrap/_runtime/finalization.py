@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.offloading import Offloading
-from fsdp_wrap._runtime.unit import Unit, Updater
+from fsdp_wrap._runtime.unit import Unit, Updater, will_run
+
+_NEVER = -1  # the number of no node
+_NO_OUTPUTS: tuple[set[int], set[int]] = set(), set()
 
 
 class BackwardEnd:
@@ -114,9 +119,9 @@ class BackwardEnd:
 class Updates:
     """Updates the units of a tree in the running backward, each once its gradients are complete.
 
-    A unit whose forward ran once since the last backward is complete when its own backward is over and its
-    reduction is done. All other units wait for the end of the backward, since a further use needs their
-    parameters or adds to their gradients.
+    A unit whose forward ran once since the last backward is complete when its own backward is over, the
+    gradients of all its outputs have come and its reduction is done. All other units wait for the end of the
+    backward, since a further use needs their parameters or adds to their gradients.
     """
 
     def __init__(self, offloading: Offloading | None) -> None:
@@ -124,6 +129,7 @@ class Updates:
         self._updaters: dict[Updater, None] = {}
         self.reduced: dict[Unit, None] = {}  # units with gradients, not updated yet
         self.updated: set[Unit] = set()  # in the running backward
+        self._outputs: dict[Unit, tuple[set[int], set[int]]] = {}  # awaited and come, by number of their node
         self._last = True
         self._recomputed: dict[Unit, int] = {}  # the graph task of the last recomputation
         self._updated_in: dict[Unit, int] = {}  # the graph task of the recomputation before the last update
@@ -132,9 +138,39 @@ class Updates:
         """Begins a backward; without `last` its gradients wait for the gradients of a later backward."""
         self._updaters = dict.fromkeys(unit.updater for unit in units if unit.updater is not None)
         self.updated.clear()
+        self._outputs.clear()
         self._last = last
         for updater in self._updaters:
             updater.begin()
+
+    def hooks_of(
+        self, unit: Unit, outputs: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+        """Yields hooks for the gradients of a forward's outputs; none where they come at once.
+
+        The last leaf may have its gradient before some output does, whose backward needs the unit again.
+        """
+        owners = [(each, each.grad_fn) for each in outputs if each.grad_fn is not None]
+        nodes = {node._sequence_nr(): node for _, node in owners}
+        for output, node in owners if len(nodes) > 1 else ():
+            number = node._sequence_nr()
+            # An earlier node must not know later ones, which refer to it: the cycle would never be collected.
+            earlier = {each: before for each, before in nodes.items() if each < number}
+            yield output, partial(self._on_output, unit, frozenset(nodes), number, earlier)
+
+    def _on_output(
+        self, unit: Unit, every: frozenset[int], number: int, earlier: Mapping[int, Node], _: torch.Tensor
+    ) -> None:
+        """Notes that the gradient of an output has come, and which of the others will not."""
+        awaited, come = self._outputs.setdefault(unit, (set(), set()))
+        awaited |= every
+        come |= {number, *(each for each, node in earlier.items() if not will_run([node]))}
+        if unit.arrivals.progress is Progress.FINISHED:
+            awaited.add(_NEVER)  # it is unsharded again, until the end
+
+    def _awaits_outputs(self, unit: Unit) -> bool:
+        awaited, come = self._outputs.get(unit, _NO_OUTPUTS)
+        return not awaited <= come
 
     def refuse_updated(self, unit: Unit) -> None:
         """Refuses to compute with a unit that the running backward has updated."""
@@ -172,7 +208,7 @@ class Updates:
         handle = unit.handle
         if handle is None or updater.waits or not self._last or unit.forwards > 1:
             return
-        if unit.arrivals.progress is not Progress.FINISHED:
+        if unit.arrivals.progress is not Progress.FINISHED or self._awaits_outputs(unit):
             return
         if handle.reduction is not None or handle.holds_gradients or handle.keeps_gradients:
             return  # a reduction or a sum is still due

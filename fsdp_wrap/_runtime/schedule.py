@@ -286,6 +286,8 @@ class Schedule(StepState):
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
+        if unit.updater is not None:
+            self._await_outputs(unit, inputs, with_grad)
         if unit.running > 1:
             return
         over = not unit.parts or unit.ran(call.part)
@@ -308,6 +310,12 @@ class Schedule(StepState):
             hook_gradient(view, partial(self._pre_backward, call, inputs, True))
         if hooked is not view:
             hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
+
+    def _await_outputs(self, unit: Unit, inputs: list[Node], outputs: Iterable[torch.Tensor]) -> None:
+        """Lets the update of a unit in the backward wait for the gradients of several outputs."""
+        hooked = [output if output._base is None else hooked_for(output, inputs) for output in outputs]
+        for tensor, hook in self._updates.hooks_of(unit, hooked):
+            hook_gradient(tensor, hook)
 
     def _set_aside(self, unit: Unit) -> None:
         """Reshards a unit that an earlier forward keeps full for a backward to come, and keeps its segments.
@@ -346,6 +354,8 @@ class Schedule(StepState):
                     hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
                 else:
                     self._hook_view(call, inputs, tensor)
+            if unit.updater is not None:
+                self._await_outputs(unit, inputs, with_grad)
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()

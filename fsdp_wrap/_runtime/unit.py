@@ -617,7 +617,7 @@ class Unit:
         if self.handle is None or not missing:
             return False
         leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
-        return any(_will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
+        return any(will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def tell_backward_over(self, phase: Phase) -> None:
         """Tells watchers and observers that its backward is over."""
@@ -668,7 +668,7 @@ class ForwardCall:
     def open(self, task: int, inputs: list[Node]) -> None:
         """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
         self.task = task
-        self._awaited = _will_run(inputs) if len(inputs) > 1 else len(inputs)
+        self._awaited = will_run(inputs) if len(inputs) > 1 else len(inputs)
         self.unit.arrivals.open_calls += self.watched > 0
 
     def input_done(self) -> bool:
@@ -741,10 +741,10 @@ def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
     if inputs and node._sequence_nr() < inputs[0]._sequence_nr():
         return view
     # Another thread, which has numbers of its own, may have made the inputs of a recomputation.
-    return view if graph_task() != -1 and _will_run([node]) else base
+    return view if graph_task() != -1 and will_run([node]) else base
 
 
-def _will_run(nodes: Iterable[Node]) -> int:
+def will_run(nodes: Iterable[Node]) -> int:
     """Counts the nodes that the running backward will execute."""
     try:
         return sum(will_execute(node) for node in nodes)

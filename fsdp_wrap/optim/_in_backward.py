@@ -49,8 +49,9 @@ def step_in_backward(
 
     So the gradients of no more than two units exist. A backward is a step: there is no `optimizer.step()` to
     call, and to call it changes nothing. A backward under `no_sync` (or the like) is none. A unit whose
-    forward ran more than once since the last backward is updated when the backward ends, and so is what is
-    left then. Schedulers, state dicts and checkpoints take the optimizer as if it stepped after the backward.
+    forward ran more than once since the last backward is updated when the backward ends. So is one of which
+    an output gets its gradient after all parameters have theirs, and what is left then. Schedulers, state
+    dicts and checkpoints take the optimizer as if it stepped after the backward.
 
     All ranks must call this alike.
 

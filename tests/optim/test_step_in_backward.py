@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fronts
 import mesh_nets
 from bed import ranks
-from fronts import assert_tensors, each_front, full, full_state, no_sync, shard
+from fronts import assert_tensors, chosen, each_front, full, full_state, no_sync, shard
 from fsdp_wrap import clip_grad_norm_, record_events
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap.optim import HostAdamW, backward_steps, on_shards, step_in_backward
@@ -259,6 +259,86 @@ def test_gradients_of_no_more_than_two_units_exist(rank, world_size):
         model(batch(rank, step).float()).sum().backward()
     assert len(optimizer.seen) == 3 * 6 and max(optimizer.seen) <= 2 * len(optimizer.all) // 6
     assert backward_steps(optimizer).updated == [f"unit '{number}'" for number in range(5, -1, -1)]
+
+
+class Two(nn.Module):
+    """A parameter beside a nested unit, which may get its gradient before one of two outputs does."""
+
+    def __init__(self, detached: bool = True) -> None:
+        super().__init__()
+        self.layer, self.scale = Layer(), nn.Parameter(torch.rand(SIZE))
+        self._detached = detached
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x)
+        return hidden, (hidden.detach() if self._detached else hidden) * self.scale
+
+
+class TwoInRoot(nn.Module):
+    def __init__(self, detached: bool = True) -> None:
+        super().__init__()
+        self.first, self.two, self.last = Layer(), Two(detached), Layer()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, scaled = self.two(self.first(x))
+        return self.last(hidden), scaled
+
+
+def one_after_the_other(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    hidden, scaled = model(x)
+    return hidden.exp().square().sum() + scaled.square().sum()  # the gradient of the last one comes first
+
+
+@each_front
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_outputs_whose_gradients_come_one_after_the_other(rank, world_size, front, strategy):
+    """Against a plain model in float64."""
+    policy = ModuleWrapPolicy({Layer, Two})
+    for make in (Two, TwoInRoot, lambda: TwoInRoot(detached=False)):
+        torch.manual_seed(0)
+        plain = make().double()
+        model = shard(front, copy.deepcopy(plain), policy, **chosen(front, strategy, world_size))
+        step_in_backward(model, recorded)
+        reference = recorded(plain.parameters())
+        for step in range(2):
+            reference.zero_grad()
+            losses = (one_after_the_other(plain, batch(each, step)) for each in range(world_size))
+            sum(losses).div(100 * world_size).backward()
+            reference.step()
+            one_after_the_other(model, batch(rank, step)).div(100).backward()
+        fronts.assert_same_values(model, plain, rtol=1e-9, atol=1e-9)
+
+
+class Aside(Layer):
+    """Has an output beside the usual one, which losses leave out."""
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+        x = x[0] if isinstance(x, tuple) else x
+        hidden = torch.tanh(self.up(x))
+        aside = hidden.softmax(-1)
+        return x + self.down(hidden), aside
+
+
+@ranks(2)
+def test_an_output_without_a_gradient_delays_no_update(rank, world_size):
+    net = nn.Sequential(*(Aside() for _ in range(6)))
+    model = shard("composable", net, ModuleWrapPolicy({Aside}), travel_together_bytes=0)
+    optimizer = step_in_backward(model, Watching)
+    for step in range(3):
+        model(batch(rank, step).float())[0].sum().backward()
+    assert len(optimizer.seen) == 3 * 6 and max(optimizer.seen) <= 2 * len(optimizer.all) // 6
+
+
+@ranks(2)
+def test_a_dropped_graph_of_several_outputs_goes_with_its_model(rank, world_size):
+    model = shard("composable", Two(detached=False), POLICY)
+    optimizer = step_in_backward(model, recorded)
+    loss = one_after_the_other(model, batch(rank, 0).float())
+    gone = weakref.ref(loss), weakref.ref(model)
+    del loss, model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
 
 
 class Some(Chain):
