@@ -56,6 +56,8 @@ class RoundOptions:
         for unit, options in self._before.items():
             unit.set(**options)
         self._before.clear()
+        for schedule in self._schedules:  # now: only some ranks have begun a forward with other options
+            schedule.batches.allow(schedule.root.options.travel_together_bytes, schedule.device)
 
     def _change(self, unit: Unit, **options: Any) -> None:
         before = self._before.setdefault(unit, {})

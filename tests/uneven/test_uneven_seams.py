@@ -67,6 +67,22 @@ def test_with_as_many_batches_the_bits_are_those_of_the_even_case(rank, world_si
 
 
 @each_front
+@ranks(2)
+def test_a_forward_from_before_has_its_backward_afterwards(rank, world_size, front):
+    """Whether ranks have had forwards meanwhile, which share no collectives, has no part in it."""
+    plain, model = pair(front)
+    loss_of(model, tokens(rank, 0)).backward()  # units that small share collectives from the second one on
+    large_batch_backward(plain, [0])
+    loss = loss_of(model, tokens(rank, 1))
+    with torch.no_grad(), uneven(model):
+        for step in range(rank):
+            model(tokens(rank, step))
+    loss.backward()
+    large_batch_backward(plain, [1])
+    assert_close_grads(model, plain)
+
+
+@each_front
 @ranks(3)
 def test_generation_of_different_lengths(rank, world_size, front):
     plain, model = pair(front)
