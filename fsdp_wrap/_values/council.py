@@ -23,6 +23,18 @@ T = TypeVar("T")
 _MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on values")
 
 
+def all_here(schedule: Schedule) -> bool:
+    """Whether all ranks come to this place: not where some have run out of batches (`uneven`, `Join`)."""
+    return schedule.joining is None or not schedule.joining.separates
+
+
+def all_begin(schedule: Schedule) -> bool:
+    """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
+    handles = [unit.handle for unit in schedule.units if unit.handle is not None]
+    needs_all = torch.is_grad_enabled() or any(handle.communicator.size > 1 for handle in handles)
+    return needs_all and all_here(schedule)
+
+
 class Council:
     """The ranks of one model's tree of units; made by all of them.
 

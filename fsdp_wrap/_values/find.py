@@ -16,7 +16,7 @@ from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, encl
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
-from fsdp_wrap._values.council import Council
+from fsdp_wrap._values.council import Council, all_begin, all_here
 from fsdp_wrap._values.finding import quoted, raise_first
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap._values.modules import ModuleLooks, Names, not_finite, numbered
@@ -38,7 +38,8 @@ def find_nonfinite(model: nn.Module, *, modules: bool = True, gradients: bool = 
 
     The error names rank, unit, module, phase, the first index, how many there are, and finite values around,
     and whether they were made there or came in. It is raised on all ranks at the same place: at the end of
-    the backward, at the beginning of the next forward for what came after that, or at the end of the context.
+    the backward, at the beginning of the next forward for what came after that, or at the end of the context;
+    not before the end of `uneven`, in which ranks may run different forwards.
     The model can be used afterwards; its gradients are not finite, so call `zero_grad()`.
 
     Args:
@@ -74,6 +75,7 @@ class Finder(ValueWatcher):
         self._meetings = {
             schedule: Council(schedule) for schedule in dict.fromkeys(map(schedule_of, self._units))
         }
+        self._met = {schedule: schedule.iteration for schedule in self._meetings}
         self._layouts: dict[Layout, Unit] = {}
         self._gradients = gradients
         on_device = any(schedule.device.type != "cpu" for schedule in self._meetings)
@@ -114,7 +116,8 @@ class Finder(ValueWatcher):
 
     def begin(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
-            self._meet(schedule)
+            if all_begin(schedule):
+                self._meet(schedule)
             self._layouts = {each: unit for unit in self._units for each in unit.layouts}
             self._looks.restart(schedule.iteration)
             if self._modules is not None:
@@ -131,13 +134,17 @@ class Finder(ValueWatcher):
 
     def _meet(self, schedule: Schedule) -> None:
         """Raises, on all ranks, the first of what they have found; not while some ranks have no batch."""
-        if schedule.joining is not None:
+        if not all_here(schedule):
             return
         self._looks.settle()
-        found = self._meetings[schedule].share(self._looks.found)
+        own, met = self._looks.found, self._met[schedule]
+        self._met[schedule] = schedule.iteration
+        # Counted from the last meeting: a rank that has evaluated alone is further.
+        found = self._meetings[schedule].share(None if own is None else (own.iteration - met, own))
         if found:
             self._looks.take()
-            raise_first(found)
+            found.sort(key=lambda told: (told[0], told[1].order))
+            raise_first([finding for _, finding in found])
 
     # looks
 

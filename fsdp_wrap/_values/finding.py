@@ -55,9 +55,9 @@ class NonFinite:
     before: tuple[tuple[str, float], ...]
 
     @property
-    def order(self) -> tuple[int, int, bool, int]:
-        """A key that is smallest for the first in a step; what was made comes before what came in."""
-        return self.iteration, self.look, not self.made, self.rank
+    def order(self) -> tuple[int, bool, int]:
+        """A key that is smallest for the first in an iteration; what was made comes before what came in."""
+        return self.look, not self.made, self.rank
 
     def describe(self) -> str:
         """Returns the finding as sentences."""
@@ -99,8 +99,8 @@ class NonFiniteError(FoundError[NonFinite]):
 
 
 def raise_first(found: Sequence[NonFinite]) -> None:
-    """Raises the error about the first of what all ranks have found, which all know."""
-    first, *also = sorted(found, key=lambda each: each.order)
+    """Raises the error about what all ranks have found, the first of it first, which all know."""
+    first, *also = found
     seen = "".join(
         f" It was seen on rank {each.rank} as {each.phase} of {quoted(each.unit)}." for each in also
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import apart
 from bed import ranks
 from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import Audit, Corruption, CorruptionError, CPUOffload, MixedPrecision, ShardingStrategy, audit
@@ -436,6 +438,35 @@ def test_an_audit_changes_no_number_and_looks_at_drawn_steps_alone(rank, world_s
     assert value_watchers == []
     assert all(torch.equal(one, other) for one, other in zip(*finals))
     assert steps in (3, 4) and len(drawn) <= 8
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "front, options",
+    [
+        ("composable", {}),
+        ("orig", {}),
+        ("flat", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    ],
+    ids=["composable", "orig", "whole"],
+)
+def test_ranks_meet_alike_whatever_each_of_them_runs(rank, world_size, front, options):
+    finals = []
+    for audits in (True, False):
+        torch.manual_seed(0)
+        model = shard(front, Net(), ModuleWrapPolicy({Block}), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        programs = apart.programs_for(model)
+        with audit(model, every=1, on_fault="raise") if audits else nullcontext() as watch:
+            for program in programs:
+                program(model, optimizer, lambda model: model(batch()).square().mean())
+        if watch is not None:
+            # The first step of an optimizer beside another one does not count; one program has two steps.
+            steps = len(programs) - 1 + (apart.evaluation_alone in programs)
+            assert (watch.steps, watch.findings, watch.skipped) == (steps, [], {})
+        finals.append([param.detach().clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*finals))
 
 
 def test_sums_tell_the_place_of_a_change():

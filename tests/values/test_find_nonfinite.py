@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import apart
 from bed import ranks
 from fronts import chosen, each_front, inner, no_sync, shard, shard_columns
-from fsdp_wrap import CPUOffload, MixedPrecision, NonFiniteError, ShardingStrategy, find_nonfinite
+from fsdp_wrap import (
+    CPUOffload,
+    MixedPrecision,
+    NonFiniteError,
+    ShardingStrategy,
+    find_nonfinite,
+    reproducible,
+)
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -287,6 +295,32 @@ def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
                 step(model, optimizer)
                 with torch.no_grad():
                     model(torch.ones(4, WIDTH))
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", ["composable", "whole"])
+def test_all_ranks_raise_whatever_each_of_them_runs(rank, world_size, front):
+    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    model = made(front) if front == "composable" else made("flat", **whole)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(4, WIDTH)
+    for program in apart.programs_for(model):
+        with find_nonfinite(model):
+            program(model, optimizer, lambda model: model(x).square().mean())
+    error = error_of(model, partial(spoil_output, NAN))
+    assert place(error) == (CULPRIT, "output", "blocks.1", "blocks.1.between")
+
+
+@ranks(2)
+def test_a_reproducible_model_raises_too(rank, world_size):
+    model = made("composable")
+    steps = reproducible(model, micro_batches=2)
+    with pytest.raises(NonFiniteError) as caught, find_nonfinite(model):
+        for _ in steps.micro_batches(0):
+            if rank == CULPRIT:
+                spoil_output(NAN, model)
+            model(torch.ones(4, WIDTH)).square().mean().backward()
+    assert place(caught.value) == (CULPRIT, "output", "blocks.1", "blocks.1.between")
 
 
 @SLOW

@@ -90,7 +90,8 @@ def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", see
     update, are computed again and compared bit for bit. In other steps nothing is looked at.
 
     A step ends when an optimizer of `torch.optim` that has parameters of the model has stepped, and the next
-    forward begins.
+    forward of all ranks begins. What ranks compute inside `uneven`, or in `Join` once one has no batch left,
+    is not looked at.
 
     Args:
         model: Wrapped or sharded, or with such modules inside. All ranks call this with the same arguments.

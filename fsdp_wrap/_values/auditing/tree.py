@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from random import Random
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fsdp_wrap._values.auditing.reductions import Reductions
 from fsdp_wrap._values.auditing.shards import Shards
 from fsdp_wrap._values.auditing.twice import Twice, can_be_twice
 from fsdp_wrap._values.auditing.updates import RepeatedUpdate
-from fsdp_wrap._values.council import Council
+from fsdp_wrap._values.council import Council, all_begin, all_here
 
 
 class _Told(NamedTuple):
@@ -64,8 +64,9 @@ class TreeAudit(ValueWatcher):
         self._rank = dist.get_rank()
         self._council = Council(schedule)
         self._number = self.audited = 0
-        self._stepped = self._looking = self._begun = False
+        self._stepped = self._trains = self._begun = False
         self._leader: ref[torch.optim.Optimizer] | None = None
+        self._others = WeakSet[torch.optim.Optimizer]()  # that have stepped since the leader has
         self._layouts: dict[Layout, tuple[Unit, Key]] = {}
         self._owners: dict[int, tuple[Unit, Key]] = {}
         self._twice, self._drawn = Twice(schedule.device), ""
@@ -83,7 +84,7 @@ class TreeAudit(ValueWatcher):
         self._reported: set[tuple[str, int, str]] = set()
         self._updated: list[Corruption] = []
         self._twice.draw(None)
-        self._begun = self._looking = False
+        self._begun = self._trains = False
 
     # steps
 
@@ -113,11 +114,22 @@ class TreeAudit(ValueWatcher):
             self._follow()
 
     def _leads(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer is the one by whose steps are counted: the first that has a parameter."""
-        leader = None if self._leader is None else self._leader()
-        if leader is None and self._holds(optimizer):
-            self._leader, leader = ref(optimizer), optimizer
-        return leader is optimizer
+        """Whether an optimizer is the one by whose steps are counted: the first that has a parameter.
+
+        Another one takes its place by a second step in which the leader takes none. Whether the leader still
+        lives does not count: ranks collect garbage at different times.
+        """
+        if self._leader is not None and self._leader() is optimizer:
+            self._others.clear()
+            return True
+        if not self._holds(optimizer):
+            return False
+        if self._leader is not None and optimizer not in self._others:
+            self._others.add(optimizer)
+            return False
+        self._leader = ref(optimizer)
+        self._others.clear()
+        return True
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {*map(id, held_params(optimizer))}
@@ -144,7 +156,7 @@ class TreeAudit(ValueWatcher):
     def close(self, meets: bool) -> None:
         """Ends the audit; `meets` tells to end a step that is open with all other ranks."""
         try:
-            if meets and self._stepped:
+            if meets and self._stepped and all_here(self._schedule):
                 self._end_step()
         finally:
             self._armed.close()
@@ -152,18 +164,27 @@ class TreeAudit(ValueWatcher):
 
     # seams
 
+    # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
+    # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
+
     def begin(self, schedule: Any) -> None:
         if schedule is not self._schedule:
             return
-        if self._stepped:
+        all_run = all_begin(schedule)
+        if all_run and self._stepped:
             self._end_step()
             if self not in value_watchers:
                 return
-        self._looking = torch.is_grad_enabled() and schedule.joining is None
-        if self._looking:
+        self._trains = all_run and torch.is_grad_enabled()
+        if self._trains:
             self._layouts = keyed(self._units)
             if not self._begun:
                 self._begin_step()
+
+    @property
+    def _looks_on(self) -> bool:
+        """Whether a value belongs to a forward that trains, of all ranks, or to a backward."""
+        return self._begun and (self._trains or not self._schedule.depth) and all_here(self._schedule)
 
     def _begin_step(self) -> None:
         self._begun = True
@@ -177,11 +198,11 @@ class TreeAudit(ValueWatcher):
         self._twice.draw(unit)
 
     def compute(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        if self._looking and graph_task() == -1 and current_transform() is None:
+        if self._looks_on and graph_task() == -1 and current_transform() is None:
             self._twice.begin(unit, compute, args, kwargs)
 
     def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
-        if not self._looking:
+        if not self._looks_on:
             return
         if owner in self._layouts:
             (reduced,) = values
@@ -196,15 +217,12 @@ class TreeAudit(ValueWatcher):
                 self._twice.take_outputs(owner, [each for each in values if each is not None])
 
     def send(self, layout: Any, full: torch.Tensor) -> None:
-        if self._looking and layout in self._layouts:
+        if self._looks_on and layout in self._layouts:
             self._reductions.send(*self._layouts[layout], full)
 
     def end(self, schedule: Any) -> None:
-        if schedule is self._schedule and self._looking:
-            if schedule.joining is not None:
-                self._forget()
-            else:
-                self._meet()
+        if schedule is self._schedule and self._begun and all_here(schedule):
+            self._meet()
 
     # meetings
 
@@ -257,7 +275,7 @@ class TreeAudit(ValueWatcher):
         """Compares the updates with those of the replicas, and goes on to the next step."""
         found, step = self._updated, self._number
         try:
-            if self._begun and self._schedule.joining is None:
+            if self._begun:
                 found += self._shards.check_kept(step)
                 told = dict(zip(self._council.members, self._council.gather(self._looks())))
                 found += self._shards.check_replicas(step, UPDATE, told)
