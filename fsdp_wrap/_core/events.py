@@ -132,7 +132,10 @@ class ValueWatcher:
     """Sees the values of steps, in the thread in which they happen; a base that ignores all of them."""
 
     def begin(self, schedule: Any) -> None:
-        """Notes that an outermost forward begins; may communicate, and may raise."""
+        """Notes that an outermost forward begins, or one of others that this rank takes part in.
+
+        May communicate where all ranks run the forward, and may raise.
+        """
 
     def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
         """Looks at values, which must stay as they are.
@@ -150,7 +153,7 @@ class ValueWatcher:
         """Notes that a reduce buffer is complete, as it will be sent."""
 
     def end(self, schedule: Any) -> None:
-        """Notes that a backward has ended; may communicate, and may raise."""
+        """Notes that a backward has ended; may communicate where all ranks run it, and may raise."""
 
 
 value_watchers: list[ValueWatcher] = []

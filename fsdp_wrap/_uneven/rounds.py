@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fsdp_wrap._comm import GroupPositions, Note
-from fsdp_wrap._core import SpanKind
+from fsdp_wrap._core import SpanKind, value_watchers
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
@@ -115,7 +115,10 @@ class Rounds:
         self._begin_round(rows)
         self.shadows += 1
         leader = self._active[0]
-        with self._schedules[int(rows[leader][1])].root.span(SpanKind.HELP, None):
+        schedule = self._schedules[int(rows[leader][1])]
+        for watcher in tuple(value_watchers):  # steps have the same numbers on all ranks
+            watcher.begin(schedule)
+        with schedule.root.span(SpanKind.HELP, None):
             try:
                 self._follower.follow(leader)
             except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bed import ranks, run_ranks
 from composable import shard_blocks
 from fronts import no_sync, shard, shard_columns
-from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, record_values
+from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, record_values, uneven
 from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
 from fsdp_wrap._values import files
 from fsdp_wrap._values.command import report
@@ -156,6 +157,33 @@ def _recording(rank: int, world_size: int, folder: str, options: dict[str, Any])
     micro = options.pop("micro", 1)
     own = slice(rank * micro, (rank + 1) * micro)
     train(made(**options), folder, lambda step: batches(step, world_size * micro)[own])
+
+
+def _without_a_batch(rank: int, world_size: int, folder: str) -> None:
+    """Trains on the batches of all; in the second step one rank has all rows of it."""
+    model = made("composable")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with record_values(model, folder, every=1):
+        for step in range(3):
+            with uneven(model) if step == 1 else nullcontext():
+                for x in batches(step, 1)[rank:] if step == 1 else [batches(step, world_size)[rank]]:
+                    model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_steps_have_one_number_on_all_ranks_though_one_has_no_batch(tmp_path):
+    record_plain(tmp_path / "plain")
+    run_ranks(2, _without_a_batch, str(tmp_path / "two"))
+    (plain,), two = files.read(tmp_path / "plain"), files.read(tmp_path / "two")
+    assert [[*each.steps] for each in two] == [[*plain.steps]] * 2
+    for number, step in plain.steps.items():
+        for unit in ("", *UNITS):
+            updated = [each.steps[number].rows[files.UPDATE, unit].total for each in two]
+            assert sum(updated) == pytest.approx(step.rows[files.UPDATE, unit].total, rel=1e-4), (
+                number,
+                unit,
+            )
 
 
 class Fault(ValueWatcher):
