@@ -106,8 +106,11 @@ CHOSEN = (
 """The other tests that run where all add-ons are gone; all of them are imported."""
 
 OF_THE_WHOLE = [
-    *(f"core/test_{name}.py" for name in ("add_ons", "architecture", "torch_private", "api_table")),
-    *("whole/test_distribution.py", "whole/test_gallery.py", "site/"),
+    *(
+        f"core/test_{name}.py"
+        for name in ("add_ons", "architecture", "torch_private", "api_table", "own_files")
+    ),
+    *("generated/", "whole/test_distribution.py", "whole/test_gallery.py", "site/"),
 ]
 """Tests that look at all files and names of the package, those of add-ons too."""
 
