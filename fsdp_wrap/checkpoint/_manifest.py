@@ -219,7 +219,7 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
         if not isinstance(found, Metadata):
             raise TypeError(type(found).__name__)
         for name, entry in found.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and not _tile(entry):
+            if isinstance(entry, TensorStorageMetadata) and not tile(_boxes(entry), entry.size):
                 raise RuntimeError(
                     f"{folder / METADATA} cuts {name!r}, of shape {tuple(entry.size)}, into chunks that "
                     "leave elements out or hold some twice, and nothing was read: do not trust this folder"
@@ -240,10 +240,17 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
     return found
 
 
-def _tile(entry: TensorStorageMetadata) -> bool:
-    """Whether each element of a tensor is in one of its chunks, and in no other."""
-    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-    shape = tuple(entry.size)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+
+
+def _boxes(entry: TensorStorageMetadata) -> list[Box]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+
+def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Whether each element of a tensor is in one of some boxes, and in no other."""
+    boxes = sorted(boxes)
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
             return False
@@ -258,15 +265,12 @@ def _tile(entry: TensorStorageMetadata) -> bool:
     )
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _begins_within(box: _Box, other: _Box) -> bool:
+def _begins_within(box: Box, other: Box) -> bool:
     """Whether another box begins in the rows of one."""
     return not box[0] or other[0][0] < box[0][0] + box[1][0]
 
 
-def _overlap(one: _Box, other: _Box) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     ends = zip(*one, *other)
     return all(max(at, begin) < min(at + size, begin + length) for at, size, begin, length in ends)
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from fsdp_wrap._core import StateDictType, is_castable, nbytes_of, own_folder, sync_folder
+from fsdp_wrap._core import StateDictType, is_castable, listed, nbytes_of, own_folder, sync_folder
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
@@ -31,11 +31,15 @@ from fsdp_wrap._state import (
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._manifest import durable
+from fsdp_wrap.checkpoint._manifest import durable, tile
 from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_OF_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+"""Files of DCP's `HuggingFaceStorageWriter(save_distributed=True)`: each holds one rank's parts."""
+_ABOUT, _PLACES = "__metadata__", "DCP_SHARDING_INFO"
+"""What in a header is no tensor, and where DCP notes there at which offsets the file's parts lie."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -118,16 +122,18 @@ def write_safetensors(
     return [*plan]
 
 
-def refuse_dtypes(described: Described) -> None:
+def refuse_unwritable(described: Described) -> None:
     """Refuses tensors that safetensors cannot hold."""
     for name, (_, dtype) in described.items():
+        if name == _ABOUT or name.encode(errors="replace").decode() != name:
+            raise ValueError(f"safetensors cannot hold a tensor with the name {name!r}: rename it before")
         if dtype not in _NAMES:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}: cast it before")
 
 
 def _plan(described: Described, most: int | str) -> dict[str, Described]:
     """Returns the tensors of each file, in order, of at most so many bytes a file."""
-    refuse_dtypes(described)
+    refuse_unwritable(described)
     most, filled = nbytes_of(most, "max_shard_bytes"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
@@ -168,6 +174,8 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
         name, value = next(values, ("nothing", torch.empty(0)))
         if (name, value.shape, value.dtype) != (expected, shape, dtype):
             raise ValueError(f"expected {expected} of {shape} and {dtype}, got {name} of {value.shape}")
+        if value.layout is not torch.strided:
+            raise ValueError(f"safetensors cannot hold {name}, which is sparse: make it dense before")
         value = value.detach().cpu().contiguous()
         out.seek(starts[name])
         out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b"")
@@ -176,7 +184,7 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
     """Returns a file's header and each tensor's offset: large dtypes first, for alignment."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_ABOUT: {"format": "pt"}}
     starts, stop = {}, 0
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         starts[name], stop = stop, stop + nbytes(shape, dtype)
@@ -261,14 +269,18 @@ def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAcc
 
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
-    """Opens the files that `export_safetensors` or Hugging Face's libraries wrote."""
+    """Opens the files that `export_safetensors`, Hugging Face's libraries or DCP wrote."""
     folder = Path(directory)
     if folder.is_file():
+        if _OF_RANK.fullmatch(folder.name):
+            raise ValueError(f"{folder} holds one rank's part of a model: name its folder, which has all")
         return _open(folder)
     if (folder / SINGLE).exists():
         return _open(folder / SINGLE)
     path = folder / INDEX
     if not path.exists():
+        if of_ranks := _of_ranks(folder):
+            return _joined(of_ranks)
         raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
     try:
         weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
@@ -289,7 +301,43 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
     return {name: found[name] for name in weight_map}
 
 
+def is_folder_of_tensors(folder: Path) -> bool:
+    """Whether `read_safetensors` reads a folder."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX)) or bool(_of_ranks(folder))
+
+
+def _of_ranks(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if _OF_RANK.fullmatch(path.name))
+
+
+def _joined(paths: Sequence[Path]) -> dict[str, ReadsOnAccess]:
+    """Opens files that hold one rank's parts each."""
+    parts: dict[str, list[_Part]] = {}
+    for path in paths:
+        file = _file(path)
+        try:
+            places = json.loads((file.metadata() or {})[_PLACES])
+            for name in file.keys():
+                offsets = tuple(map(int, places[name]["saved_offsets"]))
+                parts.setdefault(name, []).append((offsets, _Stored(file, name)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(f"{path} does not say where its parts lie: {error!r}") from error
+    whole = {name: _WholeOfFiles(each) for name, each in parts.items()}
+    if torn := [name for name, value in whole.items() if not value.is_whole]:
+        raise RuntimeError(
+            f"the files in {paths[0].parent} leave out parts of {listed(torn)}, or hold some twice: "
+            "copy the files of all ranks"
+        )
+    return dict(whole)
+
+
 def _open(path: Path) -> dict[str, ReadsOnAccess]:
+    file = _file(path)
+    return {name: _Stored(file, name) for name in file.keys()}
+
+
+def _file(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -299,8 +347,7 @@ def _open(path: Path) -> dict[str, ReadsOnAccess]:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing, which {INDEX} names: copy all files of the index")
     try:
-        file = safe_open(path, framework="pt")
-        return {name: _Stored(file, name) for name in file.keys()}  # type: ignore[no-untyped-call]
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise RuntimeError(f"{path} is damaged: {error}") from error
 
@@ -328,3 +375,43 @@ class _Stored(ReadsOnAccess):
             for box in boxes
         ]
         return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, dtype=self.dtype)
+
+    def part(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a rectangular part."""
+        part: torch.Tensor = self._file.get_slice(self._name)[slices] if slices else self.whole()
+        return part
+
+
+_Part = tuple[tuple[int, ...], _Stored]
+"""A part of a tensor, with its offsets."""
+
+
+class _WholeOfFiles(ReadsOnAccess):
+    """A tensor of which several files hold parts."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts, self.dtype = parts, parts[0][1].dtype
+        ends = ([at + size for at, size in zip(offsets, part.shape)] for offsets, part in parts)
+        self.shape = torch.Size(map(max, zip(*ends)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parts have one dtype, and each element is in one of them."""
+        boxes = [(offsets, tuple(part.shape)) for offsets, part in self._parts]
+        return {part.dtype for _, part in self._parts} == {self.dtype} and tile(boxes, self.shape)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Returns elements of the flattened tensor, 1-D."""
+        found = torch.empty(stop - start, dtype=self.dtype)
+        for box in boxes_of(tuple(self.shape), start, stop):
+            out = found[box.first - start :][: box.numel].view(box.sizes)
+            for offsets, part in self._parts:
+                first = [*map(max, box.offsets, offsets)]
+                last = [min(a + b, c + d) for a, b, c, d in zip(box.offsets, box.sizes, offsets, part.shape)]
+                if all(begin < end for begin, end in zip(first, last)):
+                    own, its = (
+                        tuple(slice(begin - at, end - at) for begin, end, at in zip(first, last, place))
+                        for place in (box.offsets, offsets)
+                    )
+                    out[own] = part.part(its)
+        return found

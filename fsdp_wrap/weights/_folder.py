@@ -69,11 +69,11 @@ class WeightFolder:
             TypeError: If a tensor is of a tensor subclass; before anything is gathered, on every rank.
             ValueError: If safetensors has no such dtype; likewise.
         """
-        from fsdp_wrap.checkpoint._safetensors import refuse_dtypes
+        from fsdp_wrap.checkpoint._safetensors import refuse_unwritable
 
         source.refuse_subclasses("WeightFolder.send()")
         described = {name: (shape, dtype) for name, dtype, shape in source.metadata()}
-        refuse_dtypes(described)
+        refuse_unwritable(described)
         write = partial(self._write, described, True, {})
         self._gap = True
         self.version = FirstRank(source.model).uses(iter(source), write, "WeightFolder.send()")

@@ -1,5 +1,6 @@
 """Export and import of full weights as safetensors files, checked with the safetensors library."""
 
+import copy
 import json
 import os
 import sys
@@ -10,13 +11,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from bed import ranks
 from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
+from composable import shard_blocks
 from fronts import ONE, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap.checkpoint._safetensors import (
@@ -25,6 +32,7 @@ from fsdp_wrap.checkpoint._safetensors import (
     read_safetensors,
     write_safetensors,
 )
+from resuming import net, per_block_of
 from state_nets import (
     WIDTH,
     Buffered,
@@ -259,6 +267,42 @@ def test_damaged_files_are_named(rank, world_size, tmp_path):
         refused(tmp_path / INDEX, RuntimeError, content, "which is not in its folder")
     assert_equal(model.state_dict(), before)
     assert import_safetensors(model, tmp_path) == ([], [])
+
+
+@ranks(3)
+def test_files_of_each_rank_by_dcp_are_read_as_one_model(rank, world_size, tmp_path):
+    """As `HuggingFaceStorageWriter(save_distributed=True)` leaves them: no index, and columns cut too."""
+    plain = net()
+    state = shard_blocks(copy.deepcopy(plain), torch_fully_shard).state_dict()
+    mesh = init_device_mesh("cpu", (3,))
+    state["head.weight"] = distribute_tensor(plain.head.weight.detach(), mesh, [Shard(1)])
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "parts"), save_distributed=True))
+    for wrap in (per_block_of, whole, lambda model: model):
+        again = net()
+        again.load_state_dict(changed(plain.state_dict()))
+        again = wrap(again)
+        assert import_safetensors(again, tmp_path / "parts") == ([], [])
+        assert_equal(again.state_dict(), plain.state_dict())
+    dist.barrier()
+    if rank == 0:
+        parts = sorted((tmp_path / "parts").iterdir())
+        assert [path.name[:12] for path in parts] == ["shard-00001-", "shard-00002-", "shard-00003-"]
+        with pytest.raises(ValueError, match="holds one rank's part of a model: name its folder"):
+            read_safetensors(parts[0])
+        parts[1].rename(tmp_path / parts[1].name)
+        with pytest.raises(RuntimeError, match="leave out parts of .*head.weight.*: copy the files of all"):
+            read_safetensors(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_a_file_cannot_have_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot hold a tensor with the name .*: rename it before"):
+        write_safetensors(tmp_path, {name: ((1,), torch.float32)}, [(name, torch.ones(1))])
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="cannot hold a tensor with the name"):
+        export_safetensors(model, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_the_library_it_is_named(tmp_path):
