@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_wrap._core import format_bytes, format_dtype
 from fsdp_wrap.checkpoint import _convert
+from fsdp_wrap.checkpoint._contents import Contents, Source, counted
 from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
 from fsdp_wrap.checkpoint._manifest import (
@@ -30,15 +32,17 @@ from fsdp_wrap.checkpoint._manifest import (
 )
 from fsdp_wrap.checkpoint._safetensors import Described, nbytes
 from fsdp_wrap.checkpoint._sources import (
-    Source,
-    described_in,
+    carried_of,
     is_foreign,
+    is_own,
     is_safetensors,
     lacks_of_foreign,
     model_of,
-    open_source,
+    of_metadata,
+    open_held,
     refuse_parent,
     require_there,
+    sources_in,
     verifying,
 )
 
@@ -94,6 +98,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         source = "folder of steps, one step's, one of torch.distributed.checkpoint, safetensors, or a file"
         command.add_argument("source", type=Path, metavar="PATH", help=source)
         command.add_argument("--step", type=int, metavar="N", help="which step, instead of the newest")
+        command.add_argument(
+            "--model",
+            metavar="NAME",
+            help="where the model lies, such as actor or state_dict.model; '.' is the top level, 'NAME.*' is "
+            "all that lies below a name",
+        )
     for command, default in ((convert, "beside PATH"), (export, "PATH_safetensors")):
         command.add_argument("out", type=Path, nargs="?", metavar="OUT", help=f"{default} if left out")
 
@@ -101,51 +111,90 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(options: argparse.Namespace) -> int:
     path: Path = options.source
     if path.is_file() or is_safetensors(path):
-        return _tell_source(open_source(path, options.step), options.json)
+        return _tell(open_held(path, options.step), options)
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     refuse_parent(path)
     if options.json:
-        print(json.dumps(_as_json(path, options.step), indent=1))
+        print(json.dumps(_as_json(path, options), indent=1))
         return 0
     folders = [*reversed(steps_in(path).values())] or [path]
     lines, fine = zip(*(_condition(folder, options.verify) for folder in folders))
     print(*lines, sep="\n")
-    print(*_described(path, options.step), sep="\n")
+    print(*_described(path, options), sep="\n")
     return int(options.verify and not all(fine))
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    source: Path = options.source
-    require_there(source)
+    path: Path = options.source
+    require_there(path)
     if options.to == "safetensors":
         return _run_export(options)
-    is_file, tensors_only = source.is_file(), is_safetensors(source)
+    is_file, tensors_only = path.is_file(), is_safetensors(path)
     to = options.to or ("step" if is_file or tensors_only else "torch")
+    is_ours = path.is_dir() and not tensors_only and not is_foreign(path)
+    if is_ours and options.model is None:
+        return _run_convert_step(options, to)
+    if is_file and not tensors_only and to == "torch" and options.model is None:
+        raise ValueError(f"{path} is a file for torch.load already: --to step or safetensors")
+    held = open_held(path, options.step if is_ours else None)
+    source = model_of(held, options.model)
+    carried = carried_of(held) if to == "step" and options.model is None else {}
+    _show(source, *carried)
     if to == "step":
-        out = options.out or (source.with_suffix("") if is_file else _beside(source, "_steps"))
-        made = _convert.to_step if tensors_only or not is_file else _convert.from_torch_file
-        print(f"wrote {made(source, out, options.step)}, and read it back")
-        return 0
-    out = options.out or _beside(source, ".pt")
-    if tensors_only:
-        folder, held = _convert.to_torch_file_from(source, out), "the model"
-    elif is_file:
-        raise ValueError(f"{source} is a file for torch.load already: --to step or safetensors")
+        out = options.out or (path.with_suffix("") if is_file else _beside(path, "_steps"))
+        written = _convert.to_step(source, out, options.step, **carried)
+        print(f"wrote {written}, and read it back")
     else:
-        folder = _convert.to_torch_file(source, out, options.step)
-        held = "model and optimizer (extras and random states left out)"
+        out = options.out or _beside(path, ".pt")
+        _convert.to_torch_file(source, out)
+        print(f"wrote the model to {out}, and read it back")
+    return 0
+
+
+def _run_convert_step(options: argparse.Namespace, to: str) -> int:
+    refuse_parent(options.source)
+    if to == "step":
+        folder = find(options.source, options.step)
+        raise ValueError(
+            f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
+        )
+    out = options.out or _beside(options.source, ".pt")
+    folder = _convert.step_to_torch_file(options.source, out, options.step)
+    held = "model and optimizer (extras and random states left out)"
     print(f"wrote {held} of {folder} to {out}, and read it back")
     return 0
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    out = options.out or _beside(options.source, "_safetensors")
+    path: Path = options.source
+    out = options.out or _beside(path, "_safetensors")
     given = vars(options)
     most, dtype = given.get("max_shard_size", "5GB"), _DTYPES.get(given.get("dtype") or "")
-    files = _convert.export(options.source, out, options.step, most, dtype)
+    source = model_of(open_held(path, options.step), options.model).bare()
+    _show(source)
+    files = _convert.export(source, out, most, dtype)
     print(f"wrote {', '.join(files)} in {out}, and read them back")
     return 0
+
+
+def _show(source: Source, *carried: str) -> None:
+    """Prints what is about to be written, and what of the checkpoint is left out."""
+    described = source.described
+    every = sum(kind is not None for kind in source.held.entries.values())
+    size = format_bytes(sum(itertools.starmap(nbytes, described.values())))
+    where = "the top level" if source.where == "." else source.where
+    print(f"model: {where}, {len(described)} of {counted(every, 'tensor')}, {size}")
+    if carried:
+        print(f"also: {', '.join(carried)}")
+    if left_out := source.left_out(*carried):
+        print(f"left out: {', '.join(left_out)}")
+    first = {name.partition(".")[0] for name in described if "." in name}
+    if len(first) == 1 and all("." in name for name in described):
+        prefix = first.pop()
+        longer = prefix if source.where == "." else f"{source.where}.{prefix}"
+        print(f"all names begin with {prefix}.: --model {shlex.quote(longer)} takes it off")
+    sys.stdout.flush()
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -153,13 +202,13 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name((path.stem if path.is_file() else path.name) + ending)
 
 
-def _tell_source(source: Source, as_json: bool) -> int:
-    if as_json:
-        told = {"kind": source.kind, "path": str(source.place), "model": _tensors_as_json(source.described)}
-        print(json.dumps(told, indent=1))
+def _tell(held: Contents, options: argparse.Namespace) -> int:
+    if options.json:
+        model = _tensors_as_json(model_of(held, options.model).described)
+        print(json.dumps({"kind": held.kind, "path": str(held.place), "model": model}, indent=1))
         return 0
-    print(f"{source.place}: {source.kind}")
-    print(*_entries([*source.described, *source.left_out], source.described, "no tensor"), sep="\n")
+    print(f"{held.place}: {held.kind}")
+    print(*_models(held, options.model), sep="\n")
     return 0
 
 
@@ -170,16 +219,30 @@ def _tensors_as_json(described: Described) -> dict[str, dict[str, Any]]:
     }
 
 
-def _entries(names: Sequence[str], described: Described, others: str) -> Iterator[str]:
-    """Yields a line on a model, and one on each entry; entries that are no tensors are called `others`."""
-    yield f"model: {len(names)} entries, {format_bytes(sum(itertools.starmap(nbytes, described.values())))}"
-    width = max(map(len, names), default=0)
-    for name in names:
-        told = others
-        if name in described:
-            shape, dtype = described[name]
-            told = f"{format_dtype(dtype)} {list(shape)}  {format_bytes(nbytes(shape, dtype))}"
+def _models(held: Contents, wanted: str | None) -> Iterator[str]:
+    """Yields a line on each model, and one on each of its entries; then one on what is in none of them."""
+    sources = sources_in(held, wanted)
+    if len(sources) > 1:
+        yield f"{len(sources)} models: {', '.join(source.option for source in sources)}"
+    for source in sources:
+        yield from _entries(source, f"model {source.where}" if len(sources) > 1 else "model")
+    if not is_own(held):
+        names = {
+            keys: name for source in sources for keys, name in [*source.names.items(), *source.others.items()]
+        }
+        if others := Source(held, "", names).left_out():
+            yield f"no model's: {', '.join(others)}"
+
+
+def _entries(source: Source, title: str) -> Iterator[str]:
+    described, others = source.described, source.others.values()
+    size = format_bytes(sum(itertools.starmap(nbytes, described.values())))
+    yield f"{title}: {len(described) + len(others)} entries, {size}"
+    width = max(map(len, [*described, *others]), default=0)
+    for name, (shape, dtype) in described.items():
+        told = f"{format_dtype(dtype)} {list(shape)}  {format_bytes(nbytes(shape, dtype))}"
         yield f"  {name.ljust(width)}  {told}"
+    yield from (f"  {name.ljust(width)}  no tensor" for name in others)
 
 
 # what `inspect` tells
@@ -203,15 +266,16 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     return f"{folder.name}  {found}, by {ranks}, {format_bytes(manifest.size)}", True
 
 
-def _described(dir: Path, step: int | None) -> Iterator[str]:
+def _described(dir: Path, options: argparse.Namespace) -> Iterator[str]:
     """Yields lines on the content of one step."""
-    folder, manifest, metadata = _looked_at(dir, step)
+    folder, manifest, metadata = _looked_at(dir, options.step)
+    models = _models(of_metadata(folder, metadata), options.model)
     if manifest is None:
         yield f"{folder} (by torch.distributed.checkpoint)"
-        yield from _model(metadata)
+        yield from models
         return
     yield f"{folder} (written by torch {manifest.versions.get('torch')})"
-    yield from _model(metadata)
+    yield from models
     yield from _optimizer(metadata)
     yield from _extra(metadata)
     yield f"total: {format_bytes(manifest.size)} in {len(manifest.files)} files"
@@ -229,18 +293,14 @@ def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Meta
     return folder, manifest, read_metadata(folder)
 
 
-def _as_json(dir: Path, step: int | None) -> dict[str, Any]:
-    folder, manifest, metadata = _looked_at(dir, step)
-    model = _tensors_as_json(described_in(metadata)[0])
+def _as_json(dir: Path, options: argparse.Namespace) -> dict[str, Any]:
+    folder, manifest, metadata = _looked_at(dir, options.step)
+    model = _tensors_as_json(model_of(of_metadata(folder, metadata), options.model).described)
     found: dict[str, Any] = {"path": str(folder), "model": model}
     if manifest is None:
         return {"kind": "torch.distributed.checkpoint", **found}
     written = {"step": manifest.step, "world_size": manifest.world_size, "versions": manifest.versions}
     return {"kind": "step", **written, "bytes": manifest.size, "complete": lack_of(folder) is None, **found}
-
-
-def _model(metadata: Metadata) -> Iterator[str]:
-    return _entries([*model_of(metadata).values()], described_in(metadata)[0], "pickled")
 
 
 def _optimizer(metadata: Metadata) -> Iterator[str]:

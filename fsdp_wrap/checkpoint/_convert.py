@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,41 +11,24 @@ from typing import Any
 import torch
 
 from fsdp_wrap._core import listed
-from fsdp_wrap.checkpoint._folders import find
+from fsdp_wrap.checkpoint._contents import Source
 from fsdp_wrap.checkpoint._loading import verified
-from fsdp_wrap.checkpoint._manifest import entries_of
-from fsdp_wrap.checkpoint._safetensors import Named, read_safetensors, write_safetensors
+from fsdp_wrap.checkpoint._safetensors import read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
-from fsdp_wrap.checkpoint._sources import (
-    PATIENCE,
-    Source,
-    is_foreign,
-    is_safetensors,
-    load_file,
-    model_of,
-    of_state,
-    open_source,
-    opened,
-    refuse_parent,
-    verifying,
-    watched,
-)
+from fsdp_wrap.checkpoint._sources import PATIENCE, open_source, opened, tensors, verifying, watched
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
 
 
-def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
+def step_to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     """Writes full model and optimizer state as one file that `torch.load(weights_only=True)` reads.
 
     Extras and random states, which may be anything, are left out. All of it is in memory meanwhile.
     """
     _require_new(out)
     folder, metadata = opened(dir, step)
-    if entries_of(metadata, "model"):
-        paths = {key: path for key, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
-    else:
-        paths = {key: ("model", name) for key, name in model_of(metadata).items()}
+    paths = {key: path for key, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
     flat = {key: allocated(metadata.state_dict_metadata[key]) for key in paths}
     sizes = {key: 0 if value is None else value.nbytes for key, value in flat.items()}
     for key in watched(flat, f"reading {folder.name}", sizes.__getitem__, sum(sizes.values())):
@@ -54,71 +38,63 @@ def to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     return folder
 
 
-def from_torch_file(file: Path, dir: Path, step: int | None = None) -> Path:
-    """Saves the content of a file by `torch.save` as a step in `dir`; returns the step folder."""
-    state = load_file(file)
-    for group in state.get("optim", {}).get("param_groups", ()):
-        if any(isinstance(name, int) for name in group["params"]):
-            raise ValueError(f"{file}: optimizer state goes by parameter ids; it must go by names")
-    return _save_step(state, of_state(file, state), dir, step)
-
-
-def to_step(path: Path, dir: Path, step: int | None = None) -> Path:
-    """Saves the model of safetensors files or a folder of DCP's as a step in `dir`; returns its folder."""
-    if path.is_dir() and not is_safetensors(path):
-        refuse_parent(path)
-        if not is_foreign(folder := find(path, None)):
-            raise ValueError(
-                f"{folder} is a step folder already: --to torch or safetensors makes another thing of it"
-            )
-    source = open_source(path)
-    return _save_step({"model": dict(source.tensors("reading"))}, source, dir, step)
-
-
-def to_torch_file_from(path: Path, out: Path) -> Path:
-    """Writes the model of safetensors files as one file by `torch.save`; returns where they lie."""
+def to_torch_file(source: Source, out: Path) -> None:
+    """Writes a model as one file by `torch.save`, under `model`."""
     _require_new(out)
-    _write_torch_file({"model": dict(open_source(path).tensors("reading"))}, out)
-    return path
+    _write_torch_file({"model": _model(source)}, out)
+    written = torch.load(out, mmap=True, weights_only=True)["model"]
+    found = {name: partial(written.__getitem__, name) for name in written if torch.is_tensor(written[name])}
+    _require_all(source, found, out)
 
 
-def export(
-    path: Path,
-    out: Path,
-    step: int | None = None,
-    max_shard_bytes: int | str = "5GB",
-    dtype: torch.dtype | None = None,
-) -> list[str]:
-    """Writes a model's tensors as safetensors files with Hugging Face's index; holds one at a time."""
-    if out.resolve() == path.resolve() or out.is_file():
-        raise ValueError(f"{out} cannot be written to: name another folder")
-    source = open_source(path, step)
-
-    def wanted(own: torch.dtype) -> torch.dtype:
-        return dtype if dtype is not None and own.is_floating_point else own
-
-    def values(doing: str) -> Iterator[Named]:
-        return ((name, value.to(wanted(value.dtype))) for name, value in source.tensors(doing))
-
-    described = {name: (shape, wanted(own)) for name, (shape, own) in source.described.items()}
-    files = write_safetensors(out, described, values("writing"), max_shard_bytes=max_shard_bytes)
-    written = read_safetensors(out)
-    _require_same(values("verifying"), {name: value.whole for name, value in written.items()}, out)
-    return files
-
-
-def _save_step(state: dict[str, Any], source: Source, dir: Path, step: int | None) -> Path:
+def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> Path:
+    """Saves a model, and more state, as a step in `dir`; returns the step folder."""
     if dir.is_file():
         raise ValueError(f"{dir} is a file; a step lies in a folder: name one")
+    optim = more.get("optim", {})
+    named = [name for group in optim.get("param_groups", ()) for name in group["params"]]
+    if any(isinstance(name, int) for name in [*named, *optim.get("state", ())]):
+        raise ValueError(
+            f"{source.held.place}: optimizer state goes by parameter ids; it must go by names. "
+            "--model model takes the model alone"
+        )
+    state = {"model": _model(source), **more}
     folder = SharedSave(
         parent=dir, team=ALONE, state=state, step=step, progress=True, patience=PATIENCE
     ).write()
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
-    _require_same(
-        source.tensors("verifying"), {name: partial(saved.read, name) for name in saved.described}, folder
-    )
+    names = saved.bare().names
+    _require_all(source, {name: partial(saved.held.read, keys) for keys, name in names.items()}, folder)
     return folder
+
+
+def export(
+    source: Source, out: Path, max_shard_bytes: int | str = "5GB", dtype: torch.dtype | None = None
+) -> list[str]:
+    """Writes a model's tensors as safetensors files with Hugging Face's index; holds one tensor at a time."""
+    if out.resolve() == source.held.place.resolve() or out.is_file():
+        raise ValueError(f"{out} cannot be written to: name another folder")
+
+    def wanted(own: torch.dtype) -> torch.dtype:
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    described = {name: (shape, wanted(own)) for name, (shape, own) in source.described.items()}
+    files = write_safetensors(
+        out,
+        described,
+        ((name, value.to(wanted(value.dtype))) for name, value in tensors(source, "writing")),
+        max_shard_bytes=max_shard_bytes,
+    )
+    written = read_safetensors(out)
+    _require_all(source, {name: value.whole for name, value in written.items()}, out, wanted)
+    return files
+
+
+def _model(source: Source) -> dict[str, Any]:
+    """Returns a model's tensors and the extra states of its modules."""
+    extra = {keys: name for keys, name in source.names.items() if source.held.entries[keys] is None}
+    return dict(tensors(source, "reading")) | {name: source.held.read(keys) for keys, name in extra.items()}
 
 
 def _require_new(out: Path) -> None:
@@ -150,11 +126,25 @@ def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
         yield name
 
 
-def _require_same(values: Iterator[Named], written: Mapping[str, Any], place: Path) -> None:
-    """Reads tensors back one at a time, and raises a RuntimeError that names those that differ."""
-    other = [name for name, value in values if name not in written or not _is_same(value, written[name]())]
+def _require_all(
+    source: Source,
+    written: Mapping[str, Callable[[], torch.Tensor]],
+    place: Path,
+    wanted: Callable[[torch.dtype], torch.dtype] = lambda own: own,
+) -> None:
+    """Reads tensors back one at a time: each of the checkpoint's must be there, under a name of its own.
+
+    Raises:
+        RuntimeError: With the names of those that differ, are missing, or stand for several.
+    """
+    taken = Counter(source.bare().names.values())
+    other = [name for name, count in taken.items() if count > 1]
+    other += taken.keys() - written.keys()
+    for name, value in tensors(source, "verifying"):
+        if name in written and not _is_same(value.to(wanted(value.dtype)), written[name]()):
+            other.append(name)
     if other:
-        raise _unlike(place, other)
+        raise _unlike(place, [*dict.fromkeys(other)])
 
 
 def _unlike(place: Path, other: Sequence[str]) -> RuntimeError:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pickle
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,17 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import listed
+from fsdp_wrap.checkpoint._contents import Contents, Keys, Kind, Source, dotted, model_in, models_in
 from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
-from fsdp_wrap.checkpoint._manifest import (
-    MANIFEST,
-    METADATA,
-    ByteRange,
-    entries_of,
-    read_metadata,
-)
-from fsdp_wrap.checkpoint._safetensors import INDEX, SINGLE, Described, Named, nbytes, read_safetensors
-from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read
+from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, ByteRange, read_metadata
+from fsdp_wrap.checkpoint._safetensors import Named, is_folder_of_tensors, nbytes, read_safetensors
+from fsdp_wrap.checkpoint._storage import KnownReader, allocated, of_numpy, read
 from fsdp_wrap.checkpoint._team import ALONE
 
 T = TypeVar("T")
@@ -36,54 +31,70 @@ T = TypeVar("T")
 PATIENCE = 2.0
 """Seconds until a bar appears on standard error; what is done before shows none."""
 
-
-@dataclass(frozen=True)
-class Source:
-    """A model's tensors as a checkpoint holds them."""
-
-    kind: str
-    place: Path
-    described: Described
-    read: Callable[[str], torch.Tensor]
-    left_out: list[str] = field(default_factory=list)
-
-    def tensors(self, doing: str) -> Iterator[Named]:
-        """Yields names and tensors, of which it holds one at a time."""
-        total = sum(map(self.size_of, self.described))
-        for name in watched(self.described, f"{doing} {self.place.name}", self.size_of, total):
-            yield name, self.read(name)
-
-    def size_of(self, name: str) -> int:
-        """Returns the bytes of a tensor."""
-        return nbytes(*self.described[name])
+_STEP, _FILE = "step folder", "file by torch.save"
+_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
-def open_source(path: Path, step: int | None = None) -> Source:
+def open_source(path: Path, step: int | None = None, model: str | None = None) -> Source:
+    """Returns a checkpoint's model, or the one that is named; a step folder is verified first."""
+    return model_of(open_held(path, step), model)
+
+
+def model_of(held: Contents, wanted: str | None = None) -> Source:
+    """Returns a checkpoint's model, or the one that is named; ours lies under `model`."""
+    if wanted is not None or not is_own(held):
+        return model_in(held, wanted)
+    names = {
+        keys: dotted(keys[1:]) for keys in held.entries if keys[0] == "model" and _goes_along(held, keys)
+    }
+    return Source(held, "model", names)
+
+
+def sources_in(held: Contents, wanted: str | None = None) -> list[Source]:
+    """Returns all models of a checkpoint, or of the part of it that is named; there is one at least."""
+    return [model_of(held)] if wanted is None and is_own(held) else models_in(held, wanted)
+
+
+def carried_of(held: Contents) -> dict[str, Any]:
+    """Returns what goes along with the model of a file in our form: the optimizer's state, by its name."""
+    optim = held.state.get("optim") if held.kind == _FILE and is_own(held) else None
+    return {"optim": optim} if isinstance(optim, Mapping) and "param_groups" in optim else {}
+
+
+def _goes_along(held: Contents, keys: Keys) -> bool:
+    return held.entries[keys] is not None or str(keys[-1]).endswith("_extra_state")
+
+
+def is_own(held: Contents) -> bool:
+    """Whether a checkpoint has the form in which this library writes them."""
+    if held.kind == _FILE:
+        tops = {keys[0] for keys in held.entries}
+        return {"model"} <= tops <= {"model", "optim"} and not _has_parts(held, "model")
+    return held.kind == _STEP
+
+
+def _has_parts(held: Contents, top: str) -> bool:
+    """Whether what lies under a key is nested, other than in extra states of modules."""
+    below = (keys for keys in held.entries if keys[0] == top)
+    return any(len(keys) != 2 and not str(keys[1]).endswith("_extra_state") for keys in below)
+
+
+def open_held(path: Path, step: int | None = None) -> Contents:
     """Opens a checkpoint of any kind, of which a step folder is verified first."""
     require_there(path)
     if path.is_file() or is_safetensors(path):
         if step is not None:
             raise ValueError(f"--step {step} is for folders of steps, which {path} is not")
         return _of_safetensors(path) if is_safetensors(path) else of_state(path, load_file(path))
-    folder, metadata = opened(path, step)
-    kind = "step folder" if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
-    keys = {name: key for key, name in model_of(metadata).items()}
-    described, left_out = described_in(metadata)
-
-    def read_one(name: str) -> torch.Tensor:
-        flat: dict[str, Any] = {keys[name]: allocated(metadata.state_dict_metadata[keys[name]])}
-        found: torch.Tensor = read(KnownReader(folder, metadata), flat, ALONE, lambda: flat[keys[name]])
-        return found
-
-    return Source(kind, folder, described, read_one, left_out)
+    return of_metadata(*opened(path, step))
 
 
-def described_in(metadata: Metadata) -> tuple[Described, list[str]]:
-    """Returns shape and dtype of a model's tensors by name, and the names of entries that are no tensors."""
-    entries = {name: metadata.state_dict_metadata[key] for key, name in model_of(metadata).items()}
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    described = {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
-    return described, [name for name in entries if name not in tensors]
+def tensors(source: Source, doing: str) -> Iterator[Named]:
+    """Yields names and tensors of a model, of which it holds one at a time."""
+    entries = source.held.entries
+    sizes = {keys: nbytes(*kind) for keys in source.names if (kind := entries[keys])}
+    for keys in watched(sizes, f"{doing} {source.held.place.name}", sizes.__getitem__, sum(sizes.values())):
+        yield source.names[keys], source.held.read(keys)
 
 
 def require_there(path: Path) -> None:
@@ -93,45 +104,89 @@ def require_there(path: Path) -> None:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a path is a safetensors file, or a folder of some with the names that Hugging Face gives."""
-    if path.is_dir():
-        return (path / SINGLE).exists() or (path / INDEX).exists()
-    return path.suffix == ".safetensors"
+    """Whether a path is a safetensors file, or a folder of some by Hugging Face's libraries or by DCP."""
+    return is_folder_of_tensors(path) if path.is_dir() else path.suffix == ".safetensors"
 
 
-def _of_safetensors(path: Path) -> Source:
+def _of_safetensors(path: Path) -> Contents:
     found = read_safetensors(path)
-    described = {name: (value.shape, value.dtype) for name, value in found.items()}
-    return Source("safetensors", path, described, lambda name: found[name].whole())
+    entries: dict[Keys, Kind] = {(name,): (value.shape, value.dtype) for name, value in found.items()}
+    return Contents("safetensors", path, entries, lambda keys: found[str(keys[0])].whole())
 
 
 # files by torch.save
 
 
-def load_file(file: Path) -> dict[str, Any]:
-    """Returns the content of a file by `torch.save`, mapped: `model`, and `optim` if it is there."""
+def load_file(file: Path) -> Any:
+    """Returns the content of a file by `torch.save`; tensors are mapped where torch can do that."""
     try:
-        state = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
+        with torch.serialization.safe_globals(of_numpy()):
+            return torch.load(file, mmap=zipfile.is_zipfile(file), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} is no file that torch.load(weights_only=True) reads: {error}") from error
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise ValueError(f"{file} holds no state dict")
-    if set(state) <= {"model", "optim"} and isinstance(state.get("model"), Mapping):
-        return dict(state)
-    if not any(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{file} holds neither 'model' (and 'optim') nor a model's state dict")
-    return {"model": dict(state)}
+        raise ValueError(f"{file} {_why(file, error)}") from error
 
 
-def of_state(file: Path, state: Mapping[str, Any]) -> Source:
-    """Returns the source of a state that `load_file` has read."""
-    tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
-    described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-    left_out = [name for name in state["model"] if name not in tensors]
-    return Source("file by torch.save", file, described, tensors.__getitem__, left_out)
+def _why(file: Path, error: Exception) -> str:
+    """Returns in one line why a file cannot be loaded."""
+    unsafe: list[str] = []
+    if zipfile.is_zipfile(file):
+        unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if not unsafe:
+        line = str(error).strip().partition("\n")[0]
+        return f"is no file that torch.load(weights_only=True) reads: {line}"
+    return (
+        f"holds objects of {listed(unsafe)}, and nothing of them was run. If you know who wrote it, load it "
+        "by torch.load(weights_only=False), and save the model's state dict alone"
+    )
+
+
+def of_state(file: Path, state: Any) -> Contents:
+    """Returns what is in a state that `load_file` has read."""
+    if not isinstance(state, (Mapping, list, tuple)):
+        raise ValueError(f"{file} holds no state dict, but an object of {type(state).__name__}")
+    leaves = dict(_leaves(state, ()))
+    entries: dict[Keys, Kind] = {
+        keys: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+        for keys, value in leaves.items()
+    }
+    return Contents(_FILE, file, entries, leaves.__getitem__, state)
+
+
+def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Yields tensors, and what holds none, by their keys."""
+    inner: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = ((key if isinstance(key, int) else str(key), its) for key, its in value.items())
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    below = [leaf for key, its in inner for leaf in _leaves(its, (*keys, key))]
+    if keys and (
+        str(keys[-1]).endswith("_extra_state") or not any(isinstance(leaf, torch.Tensor) for _, leaf in below)
+    ):
+        return (yield keys, value)
+    yield from below
 
 
 # folders of DCP
+
+
+def of_metadata(folder: Path, metadata: Metadata) -> Contents:
+    """Returns what is in a folder of DCP, or in the model of a step folder."""
+    paths = metadata.planner_data or {key: (key,) for key in metadata.state_dict_metadata}  # else it is flat
+    known = {tuple(path): key for key, path in paths.items()}
+    found = {keys: metadata.state_dict_metadata[key] for keys, key in known.items()}
+    entries = {keys: _kind_of(entry) for keys, entry in found.items()}
+
+    def read_one(keys: Keys) -> Any:
+        flat: dict[str, Any] = {known[keys]: allocated(found[keys])}
+        return read(KnownReader(folder, metadata), flat, ALONE, lambda: flat[known[keys]])
+
+    kind = _STEP if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
+    return Contents(kind, folder, entries, read_one)
+
+
+def _kind_of(entry: Any) -> Kind:
+    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
 def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
@@ -161,10 +216,19 @@ def is_foreign(folder: Path) -> bool:
 
 
 def refuse_parent(dir: Path) -> None:
-    """Raises a ValueError if a folder holds some of DCP's and no step of ours, with the names of those."""
-    if dir.is_dir() and not (dir / METADATA).exists() and not steps_in(dir):
-        if inner := sorted(path.name for path in dir.iterdir() if (path / METADATA).is_file()):
-            raise ValueError(f"{dir} holds no step folder: name one of the folders in it: {listed(inner)}")
+    """Raises a ValueError if a folder is no checkpoint and holds some, with their names."""
+    if not dir.is_dir() or (dir / METADATA).exists() or steps_in(dir):
+        return
+    inside = sorted(dir.iterdir())
+    folders = [
+        path.name
+        for path in inside
+        if (path / METADATA).is_file() or (path.is_dir() and is_safetensors(path))
+    ]
+    files = [path.name for path in inside if path.suffix in _ENDINGS and path.is_file()]
+    for kind, inner in (("folders", folders), ("files", files)):
+        if inner:
+            raise ValueError(f"{dir} holds no step folder: name one of the {kind} in it: {listed(inner)}")
 
 
 def lacks_of_foreign(folder: Path, metadata: Metadata) -> list[str]:
@@ -179,27 +243,6 @@ def lacks_of_foreign(folder: Path, metadata: Metadata) -> list[str]:
         if size is None or size < end:
             lacks.append(f"{name} is missing" if size is None else f"{name} has {size} of {end} bytes")
     return lacks
-
-
-def model_of(found: Metadata) -> dict[str, str]:
-    """Returns the names of a model's parameters and buffers by the names of their entries.
-
-    The model is what lies under `model`, at the top or one level below; else all tensors that no optimizer
-    owns.
-    """
-    if own := entries_of(found, "model"):
-        return {key: key.removeprefix("model.") for key in own}
-    paths = found.planner_data or {key: (key,) for key in found.state_dict_metadata}  # else it is flat
-    if below := {key: path for key, path in paths.items() if path[1:2] == ("model",)}:
-        return {key: key.removeprefix(f"{path[0]}.model.") for key, path in below.items()}
-    others = {"optim", "optimizer", "optimizer_state", "extra", "random"}
-    entries = found.state_dict_metadata
-    tensors = [key for key in entries if isinstance(entries[key], TensorStorageMetadata)]
-    names = {key: key for key in tensors if paths[key][0] not in others}
-    if not names:
-        top = listed(dict.fromkeys(path[0] for path in paths.values()))
-        raise ValueError(f"no tensors of a model are there, only {top or 'nothing'}")
-    return names
 
 
 def watched(things: Iterable[T], doing: str, size_of: Callable[[T], int], total: int) -> Iterator[T]:

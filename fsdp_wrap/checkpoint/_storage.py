@@ -371,7 +371,7 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes, name: str, trusted: bool) -> Any:
     """Returns a packed value; refuses more than plain values, unrun, unless it is trusted."""
-    with torch.serialization.safe_globals(_of_numpy()):
+    with torch.serialization.safe_globals(of_numpy()):
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
         except pickle.UnpicklingError as error:
@@ -389,7 +389,7 @@ def _reason(data: bytes, error: Exception) -> str:
     )
 
 
-def _of_numpy() -> list[Any]:
+def of_numpy() -> list[Any]:
     """Returns the functions and classes by which numpy's arrays, scalars and random state are pickled."""
     try:
         import numpy

@@ -37,6 +37,7 @@ from fsdp_wrap import ShardingStrategy, checkpoint, distributed_state_dict
 from fsdp_wrap.checkpoint import _command as command
 from fsdp_wrap.checkpoint import _convert, _folders
 from fsdp_wrap.checkpoint._manifest import read_metadata
+from fsdp_wrap.checkpoint._sources import open_source
 from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader
 from fsdp_wrap.weights import WeightFolder, weight_source
 from resuming import names_in, told_alike
@@ -223,8 +224,8 @@ def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
             assert not synced.awaited
         made = {path.stat().st_ino for path in (run, run.parent, tmp_path)}
         assert made <= synced.inodes  # else the folder could go, with all that is in it
-        _convert.to_torch_file(run, tmp_path / "file.pt")
-        _convert.export(run, tmp_path / "files", max_shard_bytes=100)
+        _convert.step_to_torch_file(run, tmp_path / "file.pt")
+        _convert.export(open_source(run), tmp_path / "files", max_shard_bytes=100)
         sent = WeightFolder(tmp_path / "weights")
         sent.send(weight_source(model))
         assert not synced.awaited
@@ -360,7 +361,7 @@ def test_a_file_that_may_not_grow_says_so(tmp_path, most):
         with pytest.raises(RuntimeError, match=r"OSError: \[Errno 27\] File too large: '.*partial'"):
             checkpoint.save(tmp_path / "new", large)
         with pytest.raises(OSError, match=r"\[Errno 27\] File too large: '.*\.file\.pt\.partial'"):
-            _convert.to_torch_file(tmp_path / "run", tmp_path / "file.pt")
+            _convert.step_to_torch_file(tmp_path / "run", tmp_path / "file.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names_in(tmp_path) == ["new", "run"] and not names_in(tmp_path / "new")
@@ -490,8 +491,8 @@ def test_chunks_that_do_not_tile_a_tensor_are_refused(tmp_path, capsys):
         forged(folder, broken)
         for refused in (
             lambda: checkpoint.load(tmp_path, layers()),
-            lambda: _convert.to_torch_file(folder, tmp_path / "out"),
-            lambda: _convert.export(folder, tmp_path / "exported"),
+            lambda: _convert.step_to_torch_file(folder, tmp_path / "out"),
+            lambda: _convert.export(open_source(folder), tmp_path / "exported"),
         ):
             with pytest.raises(RuntimeError, match=r"cuts 'model\.0\.weight', of shape \(4, 4\)"):
                 refused()

@@ -5,6 +5,8 @@ import os
 import shutil
 import sys
 import weakref
+from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from bed import ranks
@@ -133,24 +136,17 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
     checkpoint.save(tmp_path / "run", model)
     held: list[int] = []
-    real = _convert.open_source
+    alive: list[int] = []
+    source = _sources.open_source(tmp_path / "run")
 
-    def counting(*arguments: Any) -> Any:
-        source = real(*arguments)
-        alive: list[int] = []
+    def read(keys: Any) -> torch.Tensor:
+        value: torch.Tensor = source.held.read(keys)
+        alive.append(1)
+        held.append(len(alive))
+        weakref.finalize(value.untyped_storage(), alive.pop)
+        return value
 
-        def read(name: str) -> torch.Tensor:
-            value = source.read(name)
-            storage = value.untyped_storage()
-            alive.append(1)
-            held.append(len(alive))
-            weakref.finalize(storage, alive.pop)
-            return value
-
-        return type(source)(source.kind, source.place, source.described, read)
-
-    with mock.patch.object(_convert, "open_source", counting):
-        _convert.export(tmp_path / "run", tmp_path / "out")
+    _convert.export(replace(source, held=replace(source.held, read=read)), tmp_path / "out")
     assert len(held) == 24 and max(held) <= 2  # written, then compared
 
 
@@ -188,6 +184,7 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
     torch.save(plain.state_dict(), tmp_path / "m.pt")
     (tmp_path / "full.pt").write_text("no checkpoint")
     torch.save([1], tmp_path / "list.pt")
+    torch.save("a text", tmp_path / "text.pt")
     torch.save({"epoch": 3}, tmp_path / "counts.pt")
     torch.save({"model": plain.state_dict(), "optim": adamw(plain).state_dict()}, tmp_path / "ids.pt")
     dcp.save({"random": {"cpu": torch.get_rng_state()}}, checkpoint_id=tmp_path / "other")
@@ -204,21 +201,191 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
         (("convert", run_, tmp_path / "full.pt"), "full.pt exists already: name another"),
         (("convert", tmp_path / "m.pt", tmp_path / "full.pt"), "is a file; a step lies in a folder"),
         (("convert", tmp_path / "full.pt", tmp_path / "back"), "is no file that torch.load"),
-        (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no state dict"),
+        (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no model, only 0"),
+        (("convert", tmp_path / "text.pt", tmp_path / "back"), "holds no state dict, but an object of str"),
         (("export", run_, tmp_path / "full.pt"), "full.pt cannot be written to"),
         (("export", run_, tmp_path / "out", "--max-shard-size", "big"), "max_shard_bytes must"),
         (("export", tmp_path / "m.pt", "--step", 3), "--step 3 is for folders of steps"),
         (("inspect", tmp_path / "several"), "name one of the folders in it: a"),
-        (("inspect", tmp_path / "counts.pt"), "holds neither 'model' (and 'optim') nor a model's state dict"),
+        (("inspect", tmp_path / "counts.pt"), "counts.pt holds no model, only epoch\n"),
         (("convert", "--to", "step", tmp_path / "ids.pt"), "goes by parameter ids; it must go by names"),
-        (("export", tmp_path / "other"), "no tensors of a model are there, only random"),
+        (
+            ("export", tmp_path / "other"),
+            "other holds no model, only random (uint8 [5056]): name --model random",
+        ),
+        (("export", run_, "--model", "actor"), "nothing in {run_} is called 'actor'; it holds model, random"),
     ]:
         code, _, err = run(capsys, *arguments)
-        assert code == 2 and text in err and err.count("\n") == 1, err
+        assert code == 2 and text.format(run_=run_ / "step_00000001") in err and err.count("\n") == 1, err
     for wrong in (("export", run_, "--dtype", "int4"), ("mend", tmp_path)):
         code, _, err = run(capsys, *wrong)
         assert code == 2 and "invalid choice" in err
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()  # files keep an order of their own
+    assert_equal({name: found[name] for name in expected}, expected)
+
+
+def plain_net(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with a buffer of integers, and an optimizer that has stepped."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def flattened_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state as torchtitan saves it: `state.0.weight.exp_avg`, `param_groups.0.weight.lr`."""
+    return get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+
+
+def layouts() -> dict[str, tuple[dict[str, Any], str, str]]:
+    """What trainers write, where the model lies in it, and what a conversion says that it leaves out."""
+    model, optimizer = plain_net()
+    state, ids, names = model.state_dict(), optimizer.state_dict(), by_name(optimizer, model)
+    flat, rng = flattened_state(model, optimizer), torch.get_rng_state()
+    of_optimizer = "(an optimizer's, 18 tensors)"
+    return {
+        "rng": (
+            {"model": state, "optimizer": ids, "rng": rng},
+            "model",
+            f"optimizer {of_optimizer}, rng (uint8 [5056])",
+        ),
+        "lightning": (
+            {"state_dict": state, "optimizer_states": [ids], "callbacks": {"best": torch.tensor(0.5)}},
+            "state_dict",
+            f"optimizer_states {of_optimizer}, callbacks (float32 [])",
+        ),
+        "of names": (
+            {"model_state": state, "optim_state": names},
+            "model_state",
+            f"optim_state {of_optimizer}",
+        ),
+        "no groups": (
+            {"net": state, "opt": {"state": names["state"]}},
+            "net",
+            f"opt {of_optimizer}",
+        ),
+        "torchtitan": (
+            {**state, "optimizer": flat, "train_state": {"step": torch.tensor(3)}},
+            "the top level",
+            f"optimizer {of_optimizer}, train_state (int64 [])",
+        ),
+        "flat": (
+            {**state, **flat},
+            "the top level",
+            f"state {of_optimizer}, param_groups (an optimizer's)",
+        ),
+        "epoch": ({"state_dict": state, "epoch": 3}, "state_dict", "epoch"),
+        "deep": ({"a": {"b": {"state": state}}, "step": 1}, "a.b.state", "step"),
+        "in a list": ({"models": [state], "lr": 0.1}, "models.0", "lr"),
+    }
+
+
+@pytest.mark.parametrize("by", ["torch.save", "dcp"])
+def test_what_is_a_models_is_decided_by_structure(tmp_path, capsys, by):
+    expected = plain_net()[0].state_dict()
+    for name, (state, where, left_out) in layouts().items():
+        source = tmp_path / (name if by == "dcp" else f"{name}.pt")
+        if by == "dcp":
+            dcp.save(dict(state), checkpoint_id=source)
+        else:
+            torch.save(state, source)
+        out = done(capsys, "export", source, tmp_path / f"{name} out")
+        assert_holds(tmp_path / f"{name} out", expected)
+        told, told_left_out, written = out.splitlines()
+        assert told.startswith(f"model: {where}, 9 of ") and written.startswith("wrote ")
+        assert sorted(told_left_out.removeprefix("left out: ").split(", ")) == sorted(left_out.split(", "))
+        assert "model: 9 entries, " in done(capsys, "inspect", source)
+
+
+def test_of_several_models_none_is_taken_until_one_is_named(tmp_path, capsys):
+    (actor, optimizer), (critic, _) = plain_net(), plain_net(1)
+    both = {"actor": {"model": actor.state_dict(), "optim": by_name(optimizer, actor)}}
+    both["critic"] = {"model": critic.state_dict()}
+    dcp.save(both, checkpoint_id=tmp_path / "dcp")
+    torch.save(both, tmp_path / "file.pt")
+    torch.save({"model": actor.state_dict(), "ema": critic.state_dict()}, tmp_path / "ema.pt")
+    torch.save({**actor.state_dict(), "ema": critic.state_dict()}, tmp_path / "beside.pt")
+    torch.save([actor.state_dict(), critic.state_dict()], tmp_path / "list.pt")
+    for source, first, second in [
+        ("dcp", "actor", "critic"),
+        ("file.pt", "actor", "critic"),
+        ("ema.pt", "model", "ema"),
+        ("beside.pt", ".", "ema"),
+        ("list.pt", "0", "1"),
+    ]:
+        for to in ("step", "torch", "safetensors"):
+            if to == "torch" and source != "dcp":
+                continue
+            code, out, err = run(capsys, "convert", "--to", to, tmp_path / source, tmp_path / "none")
+            assert code == 2 and not out and not (tmp_path / "none").exists()
+            assert f"holds 2 models: --model {first} (9 tensors), --model {second} (9 tensors)" in err
+        assert f"2 models: --model {first}, --model {second}" in done(capsys, "inspect", tmp_path / source)
+        for name, model in ((first, actor), (second, critic)):
+            out_folder = tmp_path / f"{source} {name}"
+            done(capsys, "export", "--model", name, tmp_path / source, out_folder)
+            assert_holds(out_folder, model.state_dict())
+    done(capsys, "export", "--model", "*", tmp_path / "ema.pt", tmp_path / "all")
+    given = {"model": actor.state_dict(), "ema": critic.state_dict()}
+    joined = {f"{top}.{name}": value for top, state in given.items() for name, value in state.items()}
+    assert_holds(tmp_path / "all", joined)
+
+
+def test_a_prefix_of_all_names_is_told_and_taken_off_on_demand(tmp_path, capsys):
+    model, _ = plain_net()
+    torch.save({"model": nn.Sequential(model).state_dict(), "epoch": 1}, tmp_path / "m.pt")
+    out = done(capsys, "convert", tmp_path / "m.pt", tmp_path / "run")
+    assert "all names begin with 0.: --model model.0 takes it off" in out
+    done(capsys, "convert", "--model", "model.0", tmp_path / "m.pt", tmp_path / "run")
+    again = other(plain_net()[0])
+    checkpoint.load(tmp_path / "run", again)
+    assert_equal(again.state_dict(), model.state_dict())
+
+
+def test_two_tensors_of_one_name_are_never_taken_for_one(tmp_path):
+    (tmp_path / "tensors").mkdir()
+    save_file({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "tensors" / "model.safetensors")
+    source = _sources.open_source(tmp_path / "tensors")
+    both = replace(source, names=dict.fromkeys(source.names, "w"))
+    for write in (_convert.export, _convert.to_step, _convert.to_torch_file):
+        with pytest.raises(RuntimeError, match="holds other values of w: do not use it"):
+            write(both, tmp_path / write.__name__)
+    torch.save({"a": {"b.c": torch.ones(2)}, "a.b": {"c": torch.zeros(2)}}, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match="two tensors that would be called a.b.c: name a smaller part"):
+        _sources.open_source(tmp_path / "m.pt", model="*")
+
+
+def test_files_of_old_forms_and_with_random_states_of_numpy_are_read(tmp_path, capsys):
+    numpy = pytest.importorskip("numpy")
+    state = plain_net()[0].state_dict()
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    rng = {"numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    torch.save({"net": state, "rng": rng}, tmp_path / "rng.pt")
+    for source in ("old.pth", "rng.pt"):
+        done(capsys, "export", tmp_path / source, tmp_path / "out")
+        assert_holds(tmp_path / "out", state)
+    torch.save({"model": state, "args": Namespace(lr=1)}, tmp_path / "args.pt")
+    code, _, err = run(capsys, "export", tmp_path / "args.pt")
+    assert code == 2 and "holds objects of argparse.Namespace, and nothing of them was run" in err
+
+
+def test_extra_states_of_modules_go_along_where_they_can(tmp_path, capsys):
+    state = {"weight": torch.ones(2), "norm._extra_state": {"scale": torch.ones(3), "steps": 4}}
+    torch.save({"net": state, "epoch": 1}, tmp_path / "m.pt")
+    assert "left out: epoch\n" in done(capsys, "convert", tmp_path / "m.pt", tmp_path / "run")
+    done(capsys, "convert", tmp_path / "run", tmp_path / "full.pt")
+    full = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert full["model"]["norm._extra_state"]["steps"] == 4
+    out = done(capsys, "export", tmp_path / "m.pt", tmp_path / "out")
+    assert "left out: net.norm._extra_state, epoch" in out
 
 
 def flip(path: Path, place: int) -> None:

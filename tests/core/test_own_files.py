@@ -181,7 +181,7 @@ def test_other_files_do_not_follow_links_that_others_have_laid(tmp_path, preciou
     folder, run = made(tmp_path / "folder"), tmp_path / "run"
     save(run)
     (folder / ".model.pt.partial").symlink_to(precious)
-    _convert.to_torch_file(run, folder / "model.pt")
+    _convert.step_to_torch_file(run, folder / "model.pt")
     assert torch.load(folder / "model.pt")["model"]["bias"].shape == (2,)
 
     weights = WeightFolder(folder)
