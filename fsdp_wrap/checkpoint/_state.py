@@ -37,6 +37,21 @@ from fsdp_wrap.distributed_state_dict import is_wrapped, load_pieces, pieces_of_
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+_TORCHS = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def _refuse_torchs_wrapper(model: nn.Module) -> None:
+    """Refuses optimizers of torch's wrapper, whose parameters are pieces that look like whole ones."""
+    for name, module in model.named_modules():
+        if any(cls.__module__ == _TORCHS for cls in type(module).__mro__):
+            culprit = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"{culprit} is wrapped by torch's FullyShardedDataParallel, "
+                "whose optimizer state only torch's functions know: save and load it by get_state_dict, "
+                "set_state_dict and torch.distributed.checkpoint, or pass the model without optimizers"
+            )
+
+
 class Subject:
     """The model, optimizers (which may not share a parameter) and extras of a save or load, checked."""
 
@@ -45,6 +60,8 @@ class Subject:
             raise TypeError(f"model must be a module, not {type(model).__name__}")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = _optimizers_of(optim)
+        if self.optimizers:
+            _refuse_torchs_wrapper(self.model)
         refuse_shared(self.model, self.optimizers)
         if not isinstance(extra or {}, Mapping) or not all(isinstance(name, str) for name in extra or {}):
             raise TypeError(f"extra must map names to values, and is {extra!r:.200}")

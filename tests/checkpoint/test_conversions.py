@@ -352,7 +352,7 @@ def test_a_prefix_of_all_names_is_told_and_taken_off_on_demand(tmp_path, capsys)
 
 def test_two_tensors_of_one_name_are_never_taken_for_one(tmp_path):
     (tmp_path / "tensors").mkdir()
-    save_file({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "tensors" / "model.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "tensors" / "model.safetensors")
     source = _sources.open_source(tmp_path / "tensors")
     both = replace(source, names=dict.fromkeys(source.names, "w"))
     for write in (_convert.export, _convert.to_step, _convert.to_torch_file):

@@ -24,7 +24,7 @@ from bed.references import count_collectives
 from composable import shard_blocks
 from fronts import chosen, each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from fsdp_wrap import ShardedOptimStateDictConfig, ShardedStateDictConfig, checkpoint
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from mesh_nets import Side
 from optim_states import assert_same, by_name
@@ -146,6 +146,25 @@ def test_training_goes_on_elsewhere(rank, world_size, giver, way, peer, use_orig
     source.give(target, way, tmp_path)
     train_side(target, rank, range(3, 5))
     assert_near(target.state(full_state_dict=True)["model"], trained(5)[0].state_dict())
+
+
+@each_form
+@ranks(2)
+def test_the_optimizer_of_torchs_wrapper_is_refused_by_step_folders(
+    rank, world_size, use_orig_params, tmp_path
+):
+    """Its parameters are pieces: taken for whole ones, each rank's state would take the others' place."""
+    model = fsdp1(use_orig_params)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, world_size, range(1))
+    for name, whole_or_part in (("the model", model), ("module '0'", nn.Sequential(model))):
+        with pytest.raises(ValueError, match=f"^{name} is wrapped by torch's FullyShardedDataParallel, "):
+            checkpoint.save(tmp_path, whole_or_part, optimizer)
+    assert not any(tmp_path.iterdir())
+    checkpoint.save(tmp_path, model)  # its values, it gathers itself
+    again = net()
+    checkpoint.load(tmp_path, again)
+    assert_equal(again.state_dict(), model.state_dict())
 
 
 class Looking(DefaultSavePlanner):
