@@ -1,0 +1,357 @@
+"""Writes docs/interchange.md: who writes checkpoints, who reads them, and at which numbers of ranks.
+
+    python docs/interchange.py
+
+Runs all of it over gloo, on a few processes of this host: each form of a model trains one step and
+saves in each way, and each form loads what each other one has saved. The page is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_wrap
+from fsdp_wrap import checkpoint
+from fsdp_wrap.wrap import ModuleWrapPolicy
+
+TARGET = Path(__file__).with_name("interchange.md")
+PAIRS = [(2, 3)]
+"""Numbers of ranks that write, and that read."""
+
+HEAD = """# Interchange
+
+Who writes checkpoints, who reads them, and whether the values arrive. Each form of a model trains a step by
+AdamW in float64 and saves. Each form loads what each other one has saved, from so many ranks to so many:
+{pairs}.
+
+**exact** means that after the load the model and the optimizer's state are to the bit those of a plain model
+that trained alone, at all of these numbers of ranks. A number refers to the note below the table.
+
+All ran over gloo on torch {torch} with fsdp_wrap {version}. No other version of torch was run for this page.
+
+```console
+$ python docs/interchange.py
+```
+
+FSDP1 is `FullyShardedDataParallel`, FSDP2 is `fully_shard`, of fsdp_wrap or of torch. "orig" means
+`use_orig_params=True`. A plain model is the same on all ranks. The page of checkpoints has
+[meshes of more dimensions](checkpoints.md#from-mesh-to-mesh) and
+[files of other programs](checkpoints.md#files-of-other-programs).
+"""
+
+
+class Block(nn.Module):
+    """Odd sizes, so that ranks hold different parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.down(self.up(x))
+
+
+class Net(nn.Module):
+    """Two blocks between layers of the root, and a buffer; all values are small whole numbers."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = (
+            nn.Linear(5, 6),
+            nn.ModuleList([Block(), Block()]),
+            nn.Linear(6, 3),
+        )
+        self.register_buffer("scale", torch.arange(3.0))
+        self.double()
+        with torch.no_grad():
+            for number, value in enumerate(self.state_dict().values()):
+                value.copy_((torch.arange(value.numel()).view(value.shape) * 7 + number + start) % 5 - 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes whole numbers from whole numbers, so that no order of sums matters."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def _by_block(way: Callable[..., Any], model: nn.Module) -> nn.Module:
+    for block in model.get_submodule("blocks").children():
+        way(block)
+    return way(model) or model
+
+
+def _fsdp1(model: nn.Module, orig: bool) -> nn.Module:
+    policy, cpu = TorchModuleWrapPolicy({Block}), torch.device("cpu")
+    return TorchFSDP(model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=orig)
+
+
+def _fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return _by_block(partial(torch_fully_shard, mesh=mesh), model)
+
+
+def _wrapper(model: nn.Module, orig: bool) -> nn.Module:
+    policy = ModuleWrapPolicy({Block})
+    return fsdp_wrap.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=orig)
+
+
+FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp_wrap FSDP1": partial(_wrapper, orig=False),
+    "fsdp_wrap FSDP1, orig": partial(_wrapper, orig=True),
+    "fsdp_wrap FSDP2": partial(_by_block, fsdp_wrap.fully_shard),
+    "torch FSDP1": partial(_fsdp1, orig=False),
+    "torch FSDP1, orig": partial(_fsdp1, orig=True),
+    "torch FSDP2": _fsdp2,
+    "torch DDP": DistributedDataParallel,
+    "plain": lambda model: model,
+}
+
+
+class Side:
+    """A model in one form, with its optimizer."""
+
+    def __init__(self, form: str, start: int = 0) -> None:
+        self.model = FORMS[form](Net(start))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        """Trains a step, on the same batch on all ranks."""
+        self.model(torch.arange(10.0, dtype=torch.float64).view(2, 5) % 3).sum().backward()
+        self.optimizer.step()
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        """Returns the state by torch's functions."""
+        model, optim = get_state_dict(self.model, self.optimizer, options=StateDictOptions(**options))
+        return {"model": model, "optim": optim}
+
+    def take(self, state: dict[str, Any], **options: Any) -> None:
+        """Loads a state by torch's functions."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=StateDictOptions(**options),
+        )
+
+    def full(self, optim: bool) -> dict[str, torch.Tensor]:
+        """Returns all values in full, of the optimizer's too."""
+        state = self.state(full_state_dict=True, flatten_optimizer_state_dict=True)
+        found = {name: value for name, value in state["optim"].items() if name.startswith("state.")}
+        return {**state["model"], **(found if optim else {})}
+
+
+# the ways
+
+
+def _save_dcp(side: Side, path: Path) -> None:
+    dcp.save(side.state(), checkpoint_id=path)
+
+
+def _load_dcp(side: Side, path: Path) -> None:
+    state = side.state()
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+    side.take(state)
+
+
+class Way(NamedTuple):
+    """How a state is saved and loaded."""
+
+    title: str
+    text: str
+    save: Callable[[Side, Path], Any]
+    load: Callable[[Side, Path], Any]
+    optim: bool = True
+
+
+WAYS = {
+    "folder": Way(
+        "Step folders",
+        "`fsdp_wrap.checkpoint.save(path, model, optimizer)`, `load`.",
+        lambda side, path: checkpoint.save(path, side.model, side.optimizer),
+        lambda side, path: checkpoint.load(path, side.model, side.optimizer),
+    ),
+    "dcp": Way(
+        "DCP",
+        "`get_state_dict`, `torch.distributed.checkpoint.save`; `load`, `set_state_dict`.",
+        _save_dcp,
+        _load_dcp,
+    ),
+}
+
+
+# running them
+
+
+class Outcome(NamedTuple):
+    """What came of one writer, one way and one reader (of the save alone: no reader), at numbers of ranks."""
+
+    way: str
+    writer: str
+    reader: str
+    ranks: tuple[int, int]
+    told: str
+
+
+def _told(act: Callable[[], str]) -> str:
+    """Returns what an act tells, or by which error it is refused, as the first rank that fails has it."""
+    try:
+        found = act()
+    except (Exception, dcp.CheckpointException) as error:  # whatever refuses is the outcome
+        own = getattr(error, "failures", None)  # of ranks, in DCP's words
+        found = str(error).strip()
+        found = found.splitlines()[-1] if own else f"{type(error).__name__}: {found}"
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return str(next((told for told in every if told != EXACT), EXACT))
+
+
+EXACT = "exact"
+
+
+def _saved(way: Way, form: str, path: Path) -> str:
+    side = Side(form)
+    side.step()
+    way.save(side, path)
+    return EXACT
+
+
+def _loaded(way: Way, form: str, path: Path, expected: dict[str, torch.Tensor]) -> str:
+    side = Side(form, start=3)
+    way.load(side, path)
+    found = side.full(way.optim)
+    if found.keys() != expected.keys():
+        return f"other names: {sorted(found.keys() ^ expected.keys())}"
+    other = [name for name, value in expected.items() if not torch.equal(torch.as_tensor(found[name]), value)]
+    return f"other values of {other}" if other else EXACT
+
+
+def _process(rank: int, size: int, job: str, folder: Path) -> None:
+    """One rank of those that write, or that read."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"{job} {size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    found = [*(_write(size, folder) if job == "write" else _read(size, folder))]
+    if rank == 0:
+        (folder / f"{job} {size}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _write(size: int, folder: Path) -> Iterator[Outcome]:
+    for key, way in WAYS.items():
+        for form in FORMS:
+            told = _told(partial(_saved, way, form, folder / f"{key}, {form}, {size}"))
+            yield Outcome(key, form, "", (size, size), told)
+
+
+def _read(size: int, folder: Path) -> Iterator[Outcome]:
+    plain = Side("plain")
+    plain.step()
+    for key, way in WAYS.items():
+        expected = plain.full(way.optim)
+        for writer in FORMS:
+            for wrote, reads in PAIRS:
+                path = folder / f"{key}, {writer}, {wrote}"
+                for reader in FORMS if reads == size and path.exists() else ():
+                    told = _told(partial(_loaded, way, reader, path, expected))
+                    yield Outcome(key, writer, reader, (wrote, reads), told)
+
+
+def outcomes() -> list[Outcome]:
+    """Runs everything."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for job in ("write", "read"):
+            for size in sorted({pair[job == "read"] for pair in PAIRS}):
+                torch.multiprocessing.spawn(_process, (size, job, Path(name)), nprocs=size)
+                found += json.loads(Path(name, f"{job} {size}.json").read_text())
+    return [Outcome(way, writer, reader, tuple(ranks), told) for way, writer, reader, ranks, told in found]
+
+
+# the page
+
+
+def table_of(way: str, found: list[Outcome]) -> list[str]:
+    """Returns the table of a way, and its notes."""
+    notes: dict[str, int] = {}
+    lines = [f"| writer | {' | '.join(FORMS)} |", f"|---|{'---|' * len(FORMS)}"]
+    for writer in FORMS:
+        cells = [_cell(way, writer, reader, found, notes) for reader in FORMS]
+        lines.append(f"| {writer} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{number}. {note}" for note, number in notes.items())]
+
+
+def _cell(way: str, writer: str, reader: str, found: list[Outcome], notes: dict[str, int]) -> str:
+    """Returns what came of one pair of forms, at all numbers of ranks; errors are notes by number."""
+    saves = [each for each in found if each[:3] == (way, writer, "") and each.told != EXACT]
+    loads = [each for each in found if each[:3] == (way, writer, reader)]
+    if not saves and all(each.told == EXACT for each in loads) and len(loads) == len(PAIRS):
+        return EXACT
+    parts: dict[str, list[tuple[int, int]]] = {}
+    if not saves and len(loads) < len(PAIRS):
+        return "not run"
+    for each in saves or loads:
+        told = each.told if each.told == EXACT else _note(each)
+        parts.setdefault(told, []).append(each.ranks)
+    cells = []
+    for told, ranks in parts.items():
+        text = EXACT if told == EXACT else f"({notes.setdefault(told, len(notes) + 1)})"
+        everywhere = len(parts) == 1
+        cells.append(text if everywhere else f"{', '.join(f'{n} → {m}' for n, m in ranks)}: {text}")
+    return "; ".join(cells)
+
+
+def _note(each: Outcome) -> str:
+    text = re.sub(r"\s+", " ", each.told)
+    text = re.sub(r"/tmp/\S*", "PATH", text).replace("|", "/").replace("<", "&lt;")
+    return f"{'Saving' if not each.reader else 'Loading'} fails: `{text[:300]}`"
+
+
+def head(torch_version: str) -> str:
+    """Returns what the page begins with."""
+    pairs = ", ".join(f"{wrote} → {read}" for wrote, read in PAIRS)
+    return HEAD.format(pairs=pairs, torch=torch_version, version=fsdp_wrap.__version__)
+
+
+def page(found: list[Outcome]) -> str:
+    """Returns the page."""
+    parts = [
+        "\n".join([f"## {way.title}", "", way.text, "", *table_of(key, found)]).strip() + "\n"
+        for key, way in WAYS.items()
+    ]
+    return "\n".join([head(torch.__version__), *parts])
+
+
+def main() -> int:
+    """Writes the page."""
+    TARGET.write_text(page(outcomes()), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
