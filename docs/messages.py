@@ -66,6 +66,7 @@ AREAS = {
     "_values/auditing": "Silent corruption",
     "_writer_process": "Checkpoints in the background",
     "checkpoint": "Checkpoints",
+    "checkpoint/_contents": "What a checkpoint holds",
     "compat": "Programs for torch's FSDP",
     "optim": "Optimizers for sharded parameters",
     "tools": "Tools",
