@@ -14,8 +14,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +38,8 @@ from fsdp_wrap import checkpoint
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 TARGET = Path(__file__).with_name("interchange.md")
-PAIRS = [(2, 3)]
-"""Numbers of ranks that write, and that read."""
+PAIRS = [(2, 3), (4, 1)]
+"""Numbers of ranks that write, and that read. Only of 1, 2 or 4 ranks is the average by DDP exact."""
 
 HEAD = """# Interchange
 
@@ -177,6 +179,42 @@ def _load_dcp(side: Side, path: Path) -> None:
     side.take(state)
 
 
+WRAPPERS: dict[type, Any] = {fsdp_wrap.FullyShardedDataParallel: fsdp_wrap, TorchFSDP: torch.distributed.fsdp}
+
+
+def _in_full(side: Side, first_only: bool) -> AbstractContextManager[Any]:
+    """Sets a wrapper to full states; on a CPU torch's own returns wrong values where it offloads them."""
+    lib, how = WRAPPERS[type(side.model)], {"offload_to_cpu": False, "rank0_only": first_only}
+    configs = lib.FullStateDictConfig(**how), lib.FullOptimStateDictConfig(**how)
+    return lib.FullyShardedDataParallel.state_dict_type(
+        side.model, lib.StateDictType.FULL_STATE_DICT, *configs
+    )
+
+
+def _save_file(side: Side, path: Path) -> None:
+    wrapper: Any = type(side.model)
+    if wrapper in WRAPPERS:
+        with _in_full(side, first_only=True):
+            optim = wrapper.optim_state_dict(side.model, side.optimizer)
+            state = {"model": side.model.state_dict(), "optim": optim}
+    else:
+        state = side.state(full_state_dict=True, cpu_offload=True)
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def _load_file(side: Side, path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    wrapper: Any = type(side.model)
+    if wrapper in WRAPPERS:
+        with _in_full(side, first_only=False):
+            side.model.load_state_dict(state["model"])
+            own = wrapper.optim_state_dict_to_load(side.model, side.optimizer, state["optim"])
+        side.optimizer.load_state_dict(own)
+    else:
+        side.take(state, full_state_dict=True)
+
+
 class Way(NamedTuple):
     """How a state is saved and loaded."""
 
@@ -200,6 +238,15 @@ WAYS = {
         _save_dcp,
         _load_dcp,
     ),
+    "file": Way(
+        "Full state in one file",
+        "`torch.save` on the first rank, of what each form's own functions give in full: of a wrapper "
+        "`FULL_STATE_DICT` with `rank0_only`, and without `offload_to_cpu`, by which torch's own writes "
+        "wrong values on a CPU; of others `get_state_dict` with `full_state_dict`, "
+        "`cpu_offload`. All ranks read the file.",
+        _save_file,
+        _load_file,
+    ),
 }
 
 
@@ -216,17 +263,26 @@ class Outcome(NamedTuple):
     told: str
 
 
-def _told(act: Callable[[], str]) -> str:
-    """Returns what an act tells, or by which error it is refused, as the first rank that fails has it."""
+Case = tuple[str, str, str, tuple[int, int]]
+"""An outcome before it is known."""
+
+
+def _told(store: dist.Store, rank: int, size: int, act: Callable[[], str]) -> str:
+    """Returns what an act tells in a group of its own, or which error refuses it, the same on all ranks."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    store.set(f"ready {rank}", "")  # no rank may fail and leave while others still connect
+    store.wait([f"ready {other}" for other in range(size)])
     try:
         found = act()
     except (Exception, dcp.CheckpointException) as error:  # whatever refuses is the outcome
         own = getattr(error, "failures", None)  # of ranks, in DCP's words
         found = str(error).strip()
         found = found.splitlines()[-1] if own else f"{type(error).__name__}: {found}"
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return str(next((told for told in every if told != EXACT), EXACT))
+    store.set(f"told {rank}", found)
+    dist.destroy_process_group()  # without a barrier: frees ranks that wait for one that failed
+    every = [store.get(f"told {other}").decode() for other in range(size)]
+    failed = [told for told in every if told != EXACT]
+    return min(failed, key=lambda told: "gloo" in told, default=EXACT)  # a lost peer is a consequence
 
 
 EXACT = "exact"
@@ -239,47 +295,41 @@ def _saved(way: Way, form: str, path: Path) -> str:
     return EXACT
 
 
-def _loaded(way: Way, form: str, path: Path, expected: dict[str, torch.Tensor]) -> str:
-    side = Side(form, start=3)
+def _loaded(way: Way, form: str, path: Path) -> str:
+    side, plain = Side(form, start=3), Side("plain")
     way.load(side, path)
-    found = side.full(way.optim)
+    plain.step()
+    found, expected = side.full(way.optim), plain.full(way.optim)
     if found.keys() != expected.keys():
         return f"other names: {sorted(found.keys() ^ expected.keys())}"
     other = [name for name, value in expected.items() if not torch.equal(torch.as_tensor(found[name]), value)]
     return f"other values of {other}" if other else EXACT
 
 
-def _process(rank: int, size: int, job: str, folder: Path) -> None:
+def _process(rank: int, size: int, job: str, folder: Path, port: int) -> None:
     """One rank of those that write, or that read."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"{job} {size}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    found = [*(_write(size, folder) if job == "write" else _read(size, folder))]
+    store = dist.TCPStore("localhost", port)
+    found = []
+    for case, act in _writes(size, folder) if job == "write" else _reads(size, folder):
+        told = _told(dist.PrefixStore(f"{job} {case}", store), rank, size, act)
+        found.append((*case, told))
     if rank == 0:
         (folder / f"{job} {size}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def _write(size: int, folder: Path) -> Iterator[Outcome]:
+def _writes(size: int, folder: Path) -> Iterator[tuple[Case, Callable[[], str]]]:
     for key, way in WAYS.items():
         for form in FORMS:
-            told = _told(partial(_saved, way, form, folder / f"{key}, {form}, {size}"))
-            yield Outcome(key, form, "", (size, size), told)
+            yield (key, form, "", (size, size)), partial(_saved, way, form, folder / f"{key}, {form}, {size}")
 
 
-def _read(size: int, folder: Path) -> Iterator[Outcome]:
-    plain = Side("plain")
-    plain.step()
-    for key, way in WAYS.items():
-        expected = plain.full(way.optim)
-        for writer in FORMS:
-            for wrote, reads in PAIRS:
-                path = folder / f"{key}, {writer}, {wrote}"
-                for reader in FORMS if reads == size and path.exists() else ():
-                    told = _told(partial(_loaded, way, reader, path, expected))
-                    yield Outcome(key, writer, reader, (wrote, reads), told)
+def _reads(size: int, folder: Path) -> Iterator[tuple[Case, Callable[[], str]]]:
+    for (key, way), writer, (wrote, reads) in product(WAYS.items(), FORMS, PAIRS):
+        path = folder / f"{key}, {writer}, {wrote}"
+        for reader in FORMS if reads == size and path.exists() else ():
+            yield (key, writer, reader, (wrote, reads)), partial(_loaded, way, reader, path)
 
 
 def outcomes() -> list[Outcome]:
@@ -288,7 +338,8 @@ def outcomes() -> list[Outcome]:
     with tempfile.TemporaryDirectory() as name:
         for job in ("write", "read"):
             for size in sorted({pair[job == "read"] for pair in PAIRS}):
-                torch.multiprocessing.spawn(_process, (size, job, Path(name)), nprocs=size)
+                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                torch.multiprocessing.spawn(_process, (size, job, Path(name), store.port), nprocs=size)
                 found += json.loads(Path(name, f"{job} {size}.json").read_text())
     return [Outcome(way, writer, reader, tuple(ranks), told) for way, writer, reader, ranks, told in found]
 
@@ -308,22 +359,20 @@ def table_of(way: str, found: list[Outcome]) -> list[str]:
 
 def _cell(way: str, writer: str, reader: str, found: list[Outcome], notes: dict[str, int]) -> str:
     """Returns what came of one pair of forms, at all numbers of ranks; errors are notes by number."""
-    saves = [each for each in found if each[:3] == (way, writer, "") and each.told != EXACT]
-    loads = [each for each in found if each[:3] == (way, writer, reader)]
-    if not saves and all(each.told == EXACT for each in loads) and len(loads) == len(PAIRS):
-        return EXACT
-    parts: dict[str, list[tuple[int, int]]] = {}
-    if not saves and len(loads) < len(PAIRS):
-        return "not run"
-    for each in saves or loads:
-        told = each.told if each.told == EXACT else _note(each)
-        parts.setdefault(told, []).append(each.ranks)
-    cells = []
-    for told, ranks in parts.items():
-        text = EXACT if told == EXACT else f"({notes.setdefault(told, len(notes) + 1)})"
-        everywhere = len(parts) == 1
-        cells.append(text if everywhere else f"{', '.join(f'{n} → {m}' for n, m in ranks)}: {text}")
-    return "; ".join(cells)
+    known = {each[:4]: each for each in found}
+    parts: dict[str, list[str]] = {}
+    for wrote, reads in PAIRS:
+        save, load = (
+            known.get((way, writer, "", (wrote, wrote))),
+            known.get((way, writer, reader, (wrote, reads))),
+        )
+        outcome = save if save and save.told != EXACT else load
+        told = outcome.told if outcome else "not run"
+        if outcome and told != EXACT:
+            told = f"({notes.setdefault(_note(outcome), len(notes) + 1)})"
+        parts.setdefault(told, []).append(f"{wrote} → {reads}")
+    everywhere, *others = parts
+    return "; ".join(f"{', '.join(pairs)}: {told}" for told, pairs in parts.items()) if others else everywhere
 
 
 def _note(each: Outcome) -> str:
