@@ -215,6 +215,11 @@ def _load_file(side: Side, path: Path) -> None:
         side.take(state, full_state_dict=True)
 
 
+def _bare(side: Side) -> nn.Module:
+    """Returns the model without DDP, whose names have a prefix."""
+    return side.model.module if isinstance(side.model, DistributedDataParallel) else side.model
+
+
 class Way(NamedTuple):
     """How a state is saved and loaded."""
 
@@ -246,6 +251,13 @@ WAYS = {
         "`cpu_offload`. All ranks read the file.",
         _save_file,
         _load_file,
+    ),
+    "safetensors": Way(
+        "Safetensors",
+        "The model alone, by `fsdp_wrap.checkpoint.export_safetensors` and `import_safetensors`.",
+        lambda side, path: checkpoint.export_safetensors(_bare(side), path),
+        lambda side, path: checkpoint.import_safetensors(_bare(side), path),
+        optim=False,
     ),
 }
 
