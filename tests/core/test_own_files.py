@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from fsdp_wrap.tools.timeline.records import RankRecord
 from fsdp_wrap.weights import WeightFolder
 
 HEADER = values.Header(0, 1, 1.0, {}, "2")
-RECORD = RankRecord(0, "host", "cpu", *[0] * 4, *[()] * 6, {})
+EMPTY: list[Any] = [*[0] * 4, *[()] * 6, {}]
+RECORD = partial(RankRecord, 0, "host", "cpu")(*EMPTY)
 
 
 @pytest.fixture
@@ -129,9 +131,10 @@ def test_folders_that_others_may_change_are_refused_by_name(tmp_path, monkeypatc
 
     given = made(open_to_all / "given", 0o755)
     give_away(given, monkeypatch)
-    for place in (given, checkpoint.InMemory(given), checkpoint.InMemory(given / "run")):
+    places: list[Any] = [given, checkpoint.InMemory(given), checkpoint.InMemory(given / "run")]
+    for where in places:
         with pytest.raises(ValueError, match=r"/given(/run)? belongs to another user \(id \d+\): they could"):
-            save(place)
+            save(where)
 
 
 @pytest.mark.filterwarnings("ignore:all ranks keep their checkpoint")

@@ -273,7 +273,8 @@ class Score(Single):
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         direction = torch.ones_like(x)
-        out, along = torch.func.jvp(self.model, (x,), (direction,))
+        both: Any = torch.func.jvp(self.model, (x,), (direction,))
+        out, along = both
         return (along.sum(-1) + 0.5 * out.square().sum(-1)).mean()
 
 

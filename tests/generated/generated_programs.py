@@ -96,10 +96,13 @@ class Program:
     @classmethod
     def of(cls, text: str) -> Program:
         head, _, items = text.partition(" :")
-        size, *words, flags = [*head.split(), ""][:6]
-        return cls(
-            int(size), *words, tuple(flags.split(",")) if flags else (), (*map(Item.of, items.split()),)
-        )
+        size, front, strategy, net, optimizer, flags = [*head.split(), ""][:6]
+        found = tuple(flags.split(",")) if flags else ()
+        return cls(int(size), front, strategy, net, optimizer, found, (*map(Item.of, items.split()),))
+
+    @property
+    def edits(self) -> bool:
+        return any(item.event == "edit" for item in self.items)
 
     @property
     def can_run(self) -> bool:
@@ -508,8 +511,8 @@ def fits(item: Item, program: Program) -> bool:
         return False
     if event == "join" and (program.front not in WRAPPERS or program.optimizer in IN_BACKWARD):
         return False
-    if event == "unshard" and program.front in WRAPPERS:
-        return False
+    if event == "unshard" and (program.front in WRAPPERS or program.edits):
+        return False  # an open fault: an edit after `unshard()`, with nothing in between, is not seen
     if event == "reproducible" and program.optimizer in {"host", *IN_BACKWARD}:
         return False
     if program.optimizer in IN_BACKWARD:
@@ -661,9 +664,10 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, size=2)
     for flag in program.flags:
         yield replace(program, flags=tuple(one for one in program.flags if one != flag))
-    for name, simple in (("strategy", "FULL_SHARD"), ("net", "plain"), ("optimizer", "sgd")):
-        if getattr(program, name) != simple:
-            yield replace(program, **{name: simple})
+    for simple in ({"strategy": "FULL_SHARD"}, {"net": "plain"}, {"optimizer": "sgd"}):
+        changes: dict[str, Any] = {**simple}
+        if replace(program, **changes) != program:
+            yield replace(program, **changes)
     for place, item in enumerate(items):
         for option in item.options:
             less = Item(item.event, tuple(one for one in item.options if one != option))

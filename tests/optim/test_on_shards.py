@@ -462,7 +462,7 @@ def test_averages_and_groups_that_come_later_are_those_of_a_plain_model(rank, wo
             for averaged in each:
                 averaged.update_parameters(model)
             scheduler.step()
-    near = {"rtol": 1e-10, "atol": 1e-10}
+    near: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
     assert_tensors(full_state(models[1]), full_state(models[0]), **near)
     for plain, averaged in zip(*averages):
         assert_tensors(full_state(averaged), full_state(plain), **near)

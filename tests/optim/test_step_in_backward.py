@@ -193,13 +193,23 @@ def time_thread(patch: pytest.MonkeyPatch, late: bool) -> None:
 
     def issue_then(lane: HostLane, work: Callable[[], None]) -> None:
         asked.append(released := Event())
-        issue(lane, lambda: (released.wait(), work())[1])
+
+        def begin() -> None:
+            released.wait()
+            work()
+
+        issue(lane, begin)
         if not late:
             released.set()
             lane.settle()
 
     def releasing(wait: Callable[[HostLane], None]) -> Callable[[HostLane], None]:
-        return lambda lane: ([each.set() for each in asked], wait(lane))[1]
+        def release(lane: HostLane) -> None:
+            for event in asked:
+                event.set()
+            wait(lane)
+
+        return release
 
     patch.setattr(HostLane, "issue", issue_then)
     for name in ("finish", "settle", "abandon"):

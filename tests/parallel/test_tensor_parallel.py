@@ -178,8 +178,8 @@ def exact_gradients(model: nn.Module, data: Any, numbers: Sequence[int]) -> dict
             if isinstance(placed, Partial):
                 dist.all_reduce(own, group=mesh.get_group())
                 placed = Replicate()
-            whole = DTensor.from_local(own, mesh, [placed], shape=param.shape, stride=param.stride())
-            whole = whole.full_tensor()
+            placed_sum = DTensor.from_local(own, mesh, [placed], shape=param.shape, stride=param.stride())
+            whole = placed_sum.full_tensor()
             for dim in range(data.ndim):
                 dist.all_reduce(whole, group=data.get_group(dim))
             sums[name] = sums.get(name, 0.0) + whole / data.size()
@@ -195,9 +195,9 @@ def test_sums_over_tensor_parallelism_are_in_the_reduce_dtype(rank, world_size, 
 
     def check(scenario: tuple[str, bool, int]) -> None:
         accumulation, in_place, together = scenario
-        model = tp_nets.parallelize(copy.deepcopy(net).float(), tensor, "sequence")
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        told = {"travel_together_bytes": together}
+        model: Any = tp_nets.parallelize(copy.deepcopy(net).float(), tensor, "sequence")
+        dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        told: dict[str, Any] = {"travel_together_bytes": together}
         if front in fronts.FRONTS[:2]:
             policy, precision = ModuleWrapPolicy({tp_nets.Block}), MixedPrecision(**dtypes)
             told |= {"auto_wrap_policy": policy, "mixed_precision": precision, "device_mesh": data}

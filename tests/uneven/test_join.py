@@ -124,7 +124,8 @@ class Net(nn.Module):
 
 def example(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(100 * rank + number)
-    return tuple(torch.randn(5, size, generator=random, dtype=torch.float64) for size in (4, 3))
+    x, target = (torch.randn(5, size, generator=random, dtype=torch.float64) for size in (4, 3))
+    return x, target
 
 
 def fit(model: nn.Module, batch: Any, number: int, share: float, skips: bool = False) -> None:
@@ -196,7 +197,8 @@ def test_epochs(rank, world_size, name, front, strategy):
     """Joined ranks leave the context with their parts of the gradients that the others have, or with none."""
     loop, counts = LOOPS[name], [1, 4, 2, 4][:world_size]
     options = chosen(front, strategy, world_size)
-    plain, model = twins(front, Net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"), **options)
+    pair: Any = twins(front, Net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"), **options)
+    plain, model = pair
     optimizers = [optimizer_of(each) for each in (plain, model)]
     for epoch in range(2):
         every = [

@@ -300,7 +300,7 @@ def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
 @ranks(2)
 @pytest.mark.parametrize("front", ["composable", "whole"])
 def test_all_ranks_raise_whatever_each_of_them_runs(rank, world_size, front):
-    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    whole: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     model = made(front) if front == "composable" else made("flat", **whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(4, WIDTH)
