@@ -109,6 +109,8 @@ def _as_kept(
         return entry
     own = nn.Parameter(held.detach(), source.requires_grad) if isinstance(source, DTensor) else source
     local = {key: to_local(value) for key, value in entry.items()}
+    if small.is_native(local):  # sharded state, as torch's own functions give it
+        return entry
     kept = small.put_together(local, initial_state_of(optim, source, own))
     return {key: placed_like(source, key, value) for key, value in kept.items()}
 

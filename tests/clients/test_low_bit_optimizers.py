@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from bed import ranks
@@ -163,3 +164,32 @@ def test_a_full_state_dict_is_that_of_a_plain_optimizer(rank, world_size):
     back.load_state_dict(FSDP.optim_state_dict_to_load(model, back, native))
     for param, entry in optimizer.state.items():
         assert torch.equal(back.state[param]["exp_avg"].codes, entry["exp_avg"].codes)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@ranks(2)
+def test_torchs_functions_load_what_they_have_saved(rank, world_size, tmp_path, full):
+    """Sharded states have the optimizer's own tensors as their parts, full ones as a whole."""
+    plain = net()
+    reference = made("AdamW8bit", plain)
+    train(plain, reference, range(5))
+    options = StateDictOptions(full_state_dict=full)
+    model = sharded("composable", dist.group.WORLD, shard_alignment=BLOCKS)
+    optimizer = made("AdamW8bit", model)
+    train(model, optimizer, range(3))
+    saved: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer, options=options)))
+    model = sharded("composable", dist.group.WORLD, shard_alignment=BLOCKS)
+    optimizer = made("AdamW8bit", model)
+    if not full:
+        dcp.save(saved, checkpoint_id=tmp_path)
+        saved = dict(zip(("model", "optim"), get_state_dict(model, optimizer, options=options)))
+        dcp.load(saved, checkpoint_id=tmp_path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optim"],
+        options=options,
+    )
+    train(model, optimizer, range(3, 5))
+    assert_same_values(model, plain)
