@@ -1,9 +1,19 @@
-"""The goals, as data, and how far they are met by the figures of a run."""
+"""The goals, as data, and how far they are met by the figures of a run.
+
+    python -m benchmarks.goals
+
+prints them beside the figures that `python -m benchmarks` kept. Goals are ratios; the smaller the better. Times
+are paired ratios, with those of the medians in parentheses; what misses its goal is bold. A goal is met where all
+of our implementations that it names, and that took part, meet it. Rows of shared memory and of gradients in place
+stand in the column of the same form without.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.harness import Figures
 from benchmarks.implementations import IN_PLACE, ON_SHARDS, OURS, SHARED
@@ -394,3 +404,16 @@ def _cell(value: float | None, medians: float | None, limit: float) -> str:
     shown = f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
     shown += f" ({medians:.2f})" if medians is not None else ""
     return shown if value <= limit else f"**{shown}**"
+
+
+def main() -> None:
+    """Prints the goals, and how many are met by the figures that were kept."""
+    kept = Path(__file__).resolve().parents[1] / "docs" / "performance" / "figures.json"
+    results = {name: answer["figures"] for name, answer in json.loads(kept.read_text()).items()}
+    outcomes = [outcome for goal in GOALS if (outcome := goal.met(results)) is not None]
+    print(judged(results))
+    print(f"\n{sum(outcomes)} of {len(outcomes)} goals are met, {len(GOALS) - len(outcomes)} were not measured")
+
+
+if __name__ == "__main__":
+    main()

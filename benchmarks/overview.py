@@ -17,6 +17,9 @@ from benchmarks.drawing import picture
 
 TITLE = "Step time and peak memory, relative to torch's own"
 NAME = "overview.svg"
+NARROW = "overview-narrow.svg"
+"""The same with one panel below the other, for phones."""
+SHARED_MEMORY = "shared memory"
 MODELS = ("gpt", "small", "mlp", "lora")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -33,9 +36,9 @@ class Bar(NamedTuple):
 
 BARS = (
     Bar("wrapper, gloo", "fsdp_wrap", "fsdp1", ("fsdp1", "fsdp1_flat"), "#b3d3f2"),
-    Bar("wrapper, shared memory", "fsdp_wrap_shared", "fsdp1", ("fsdp1", "fsdp1_flat"), "#66a5e3"),
+    Bar(f"wrapper, {SHARED_MEMORY}", "fsdp_wrap_shared", "fsdp1", ("fsdp1", "fsdp1_flat"), "#66a5e3"),
     Bar("fully_shard, gloo", "fully_shard", "fsdp2", ("fsdp2",), "#f7cfa8"),
-    Bar("fully_shard, shared memory", "fully_shard_shared", "fsdp2", ("fsdp2",), "#ea9a56"),
+    Bar(f"fully_shard, {SHARED_MEMORY}", "fully_shard_shared", "fsdp2", ("fsdp2",), "#ea9a56"),
 )
 
 
@@ -62,8 +65,8 @@ def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def draw_overview(path: Path, answers: Mapping[str, Any]) -> bool:
-    """Draws both as groups of bars; returns whether it could."""
+def draw_overview(folder: Path, answers: Mapping[str, Any]) -> bool:
+    """Draws both as groups of bars, side by side and one below the other; returns whether it could."""
     panels = {
         "Time of a step": ratios_of_times(answers),
         "Peak memory of a host": ratios_of_memory(answers),
@@ -71,13 +74,18 @@ def draw_overview(path: Path, answers: Mapping[str, Any]) -> bool:
     if importlib.util.find_spec("matplotlib") is None or not all(panels.values()):
         return False
     widths = [len(groups) for groups in panels.values()]
-    with picture(path, (7.2, 2.9), 9) as figure:
-        places = figure.subplots(1, len(panels), sharey=True, width_ratios=widths)
-        for axes, (title, groups) in zip(places, panels.items()):
-            _draw_groups(axes, title, groups)
-        handles, labels = places[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    with picture(folder / NAME, (7.2, 2.9), 9) as figure:
+        _draw_panels(figure, panels, figure.subplots(1, len(panels), sharey=True, width_ratios=widths))
+    with picture(folder / NARROW, (3.7, 5.4), 9) as figure:
+        _draw_panels(figure, panels, figure.subplots(len(panels), 1))
     return True
+
+
+def _draw_panels(figure: Any, panels: Mapping[str, Mapping[str, Any]], places: Any) -> None:
+    for axes, (title, groups) in zip(places, panels.items()):
+        _draw_groups(axes, title, groups)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
 
 
 def _draw_groups(axes: Any, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
@@ -99,7 +107,7 @@ def _draw_groups(axes: Any, title: str, groups: Mapping[str, Mapping[str, float]
 def main() -> None:
     """Draws the picture from the figures that `python -m benchmarks` kept."""
     folder = DOCS / "performance"
-    if not draw_overview(folder / NAME, json.loads((folder / "figures.json").read_text())):
+    if not draw_overview(folder, json.loads((folder / "figures.json").read_text())):
         raise SystemExit("nothing drawn: it needs matplotlib, and figures of a step's time and of memory")
 
 

@@ -1,4 +1,4 @@
-"""The page of results: a section a question, with its tables and a picture, and the goals at the end."""
+"""The page of results: what came out first, then a section for each question, with its tables and a picture."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drawing import color_of, picture
-from benchmarks.goals import GOALS as ALL_GOALS
-from benchmarks.goals import judged
 from benchmarks.harness import Figures, Question, as_markdown
-from benchmarks.overview import BARS, NAME, TITLE, draw_overview, ratios_of_memory, ratios_of_times
+from benchmarks.overview import (
+    BARS,
+    NAME,
+    SHARED_MEMORY,
+    TITLE,
+    draw_overview,
+    ratios_of_memory,
+    ratios_of_times,
+)
 
-HEAD = """# Performance
-
-Measured by `python -m benchmarks`, which writes this page, its pictures and the
-[figures](performance/figures.json). Two ranks on two cores of one host, in fp32, beside torch's own.
-"""
+HEAD = "# Performance\n"
+HOST = "On two ranks of one host, without a GPU,"
+NO_GPU = "No GPU has run it yet: [what runs where](start/what-runs-where.md).\n"
 HOW = """`--only step,memory` measures some questions anew and keeps the others,
 `--cases gpt,lora` some of their tables, `--out DIR` writes elsewhere. Each question is a script of its own
 with `--impl`, `--cases`, `--ranks` and `--rounds`, such as
@@ -42,50 +46,63 @@ parameters. A form that is named above and stands in no table takes part where `
 TORCHS = {"fsdp1": "`FullyShardedDataParallel`", "fsdp2": "`fully_shard`"}
 CONCLUSIONS = """Torch's own is 1, and less is better. Each range is over the models of the picture: `gpt`
 with 8 blocks, `small` with 12 narrow ones, `mlp` with wide layers and little to compute, `lora` with frozen
-blocks. Shared memory is what the ranks of one host get without doing anything."""
-MORE = """Each question has a heading below. Click on the line under it to unfold its picture and its tables.
+blocks. Shared memory is the default for the ranks of one host. Measured by `python -m benchmarks`, in fp32, one
+thread a rank; it writes this page, its pictures and the [figures](performance/figures.json).
 """
-GOALS = """Ratios; the smaller the better. Times are paired ratios, with those of the medians in parentheses;
-what misses its goal is bold. A goal is met where all of our implementations that it names, and that took
-part, meet it. Rows of shared memory and of gradients in place stand in the column of the same form without.
+MORE = """Each question has a heading below. Click on the line under it to unfold its picture and its tables.
 """
 DURATIONS = """Seconds that each question took, `python -m benchmarks.<name>`.
 """
 
 
 def write_page(folder: Path, questions: list[Question], answers: Mapping[str, Any]) -> Path:
-    """Writes `performance.md` and the pictures of what was answered."""
+    """Writes `performance.md` and the pictures of what was answered; what could not be is left out."""
     (folder / "performance").mkdir(parents=True, exist_ok=True)
-    asked = [question for question in questions if question.name in answers]
-    sections = [_section(folder, question, answers[question.name]) for question in asked]
-    results = {name: answer["figures"] for name, answer in answers.items()}
-    drawn = draw_overview(folder / "performance" / NAME, answers)
+    answered = {name: answer for name, answer in answers.items() if answer["figures"]}
+    asked = [question for question in questions if question.name in answered]
+    sections = [_section(folder, question, answered[question.name]) for question in asked]
+    drawn = draw_overview(folder / "performance", answered)
     overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
-    lines = [HEAD, *overview, conclusions(answers, results), MORE, *sections]
-    lines += ["## Goals\n", folded("All goals, and those that are met", f"{GOALS}\n{judged(results)}")]
+    lines = [HEAD, *summary(answered), *overview, conclusions(answered), MORE, *sections]
     lines += ["## How it was measured\n", folded("Commands, implementations, ratios", HOW)]
     lines += [
         "## Durations\n",
-        folded("Seconds that each question took", f"{DURATIONS}\n{durations(answers)}"),
+        folded("Seconds that each question took", f"{DURATIONS}\n{durations(answered)}"),
     ]
     page = folder / "performance.md"
     page.write_text("\n".join(lines))
     return page
 
 
-def conclusions(answers: Mapping[str, Any], results: Mapping[str, Figures]) -> str:
-    """Summarises the figures: the range over the models for each front-end, and how many goals are met."""
+def summary(answers: Mapping[str, Any]) -> list[str]:
+    """Says in a sentence or two what came out, and on what it was not measured."""
+    times, memory = ratios_of_times(answers), ratios_of_memory(answers)
+    lines = []
+    if times and memory:
+        shared = [bar.label for bar in BARS if bar.label.endswith(SHARED_MEMORY)]
+        gloo = [bar.label for bar in BARS if bar.label not in shared]
+        lines.append(
+            f"{HOST} a step takes {_range(times, [*gloo, *shared])} of the time of torch's own. A host's peak "
+            f"memory is {_range(memory, gloo)} of torch's over gloo, and {_range(memory, shared)} through "
+            "shared memory, which is the default."
+        )
+    return [*lines, NO_GPU] if "gpu" not in answers else [*lines, ""]
+
+
+def _range(ratios: Mapping[str, Mapping[str, float]], labels: list[str]) -> str:
+    """Returns the least and the most of some bars over all models, in words."""
+    values = [by_bar[label] for by_bar in ratios.values() for label in labels]
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def conclusions(answers: Mapping[str, Any]) -> str:
+    """Summarises the figures: the range over the models for each front-end."""
     lines = ["| | beside torch's | time of a step | peak memory of a host |", "|---|---|---:|---:|"]
-    tables = [ratios(answers).values() for ratios in (ratios_of_times, ratios_of_memory)]
+    tables = [ratios_of_times(answers), ratios_of_memory(answers)]
     for bar in BARS:
-        found = [[values[bar.label] for values in table] for table in tables]
-        ranges = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in found]
-        lines.append(f"| {bar.label} | {TORCHS[bar.beside]} | {ranges[0]} | {ranges[1]} |")
-    verdicts = [verdict for goal in ALL_GOALS if (verdict := goal.met(results)) is not None]
-    met = f"Of {len(verdicts)} [goals](#goals) {sum(verdicts)} are met."
-    if not results.get("gpu"):
-        met += " Nothing was measured on a GPU yet."
-    return "\n".join([*lines, "", f"{CONCLUSIONS} {met}", ""])
+        times, memory = (_range(table, [bar.label]) if table else "" for table in tables)
+        lines.append(f"| {bar.label} | {TORCHS[bar.beside]} | {times} | {memory} |")
+    return "\n".join([*lines, "", CONCLUSIONS])
 
 
 def folded(title: str, content: str) -> str:
@@ -105,8 +122,6 @@ def _section(folder: Path, question: Question, answer: Mapping[str, Any]) -> str
     parts = [f"`python -m benchmarks.{question.name}`. {question.about}\n", _measured(answer)]
     if draw(folder / "performance" / f"{question.name}.svg", question, answer["figures"]):
         parts.append(f"![{question.title}](performance/{question.name}.svg)\n")
-    if not answer["figures"]:
-        parts.append("This machine cannot answer it.\n")
     later: Mapping[str, Any] = answer.get("later", {})
     for title, table in answer["figures"].items():
         apart = [_measured(later[title])] if title in later else []

@@ -131,14 +131,15 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))  # benchmarks are not installed
-    from benchmarks.overview import NAME, ratios_of_memory, ratios_of_times
+    from benchmarks.overview import NAME, NARROW, ratios_of_memory, ratios_of_times
 
     answers = json.loads((DOCS / "performance" / "figures.json").read_text("utf-8"))
-    drawn = re.findall(r">(\d\.\d\d)</text>", (DOCS / "performance" / NAME).read_text("utf-8"))
     groups = [*ratios_of_times(answers).values(), *ratios_of_memory(answers).values()]
     assert len(groups) == 6
     kept = [f"{value:.2f}" for values in groups for value in values.values()]
-    assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
+    for name in (NAME, NARROW):
+        drawn = re.findall(r">(\d\.\d\d)</text>", (DOCS / "performance" / name).read_text("utf-8"))
+        assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
 
 
 def test_performance_is_written_from_the_figures_that_were_kept(monkeypatch, tmp_path):
@@ -151,6 +152,10 @@ def test_performance_is_written_from_the_figures_that_were_kept(monkeypatch, tmp
     page = write_page(tmp_path, questions(), answers).read_text("utf-8")
     assert page == (DOCS / "performance.md").read_text("utf-8"), "run python -m benchmarks --render"
     top = page.partition("\n## ")[0]
+    first = top.split("\n")[2]
+    assert re.search(r"a step takes 0\.\d\d to \d\.\d\d of the time", first), "it opens with what came out"
+    assert ("No GPU has run it yet" in top) == (not answers["gpu"]["figures"])
+    assert "## On a GPU" not in page or answers["gpu"]["figures"], "a question without an answer is left out"
     assert len(top.split()) < 200, "the conclusions can be read in a minute"
     shown = _FENCED.sub("", re.sub(r"<details.*?</details>", "", page, flags=re.S))
     assert not re.search(r"^\|", shown.replace(top, ""), re.M), "tables are folded"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import statistics
 import sys
 import threading
@@ -82,7 +83,7 @@ def test_every_question_is_answered_and_shown(folder, answers):
     page = (folder / "performance.md").read_text()
     for question in questions():
         figures = answers[question.name]["figures"]
-        assert f"## {question.title}\n" in page
+        assert (f"## {question.title}\n" in page) == bool(figures), "what cannot be answered here is left out"
         assert question.name in ("gpu", "small_states") or any(  # which need what is not everywhere
             question.chart in row for t in figures.values() for row in t.values()
         )
@@ -95,7 +96,7 @@ def test_every_question_is_answered_and_shown(folder, answers):
     steps = answers["step"]["figures"]
     assert set(steps["tiny"]) == set(IMPL)
     assert all(set(steps[title]) == set(IMPL) - {"ddp"} for title in ON_MESHES)
-    took = {name: {"s": answer["seconds"]} for name, answer in answers.items()}
+    took = {name: {"s": answer["seconds"]} for name, answer in answers.items() if answer["figures"]}
     assert as_markdown({**took, "all": {"s": sum(row["s"] for row in took.values())}}) in page
     wire = answers["wire"]["figures"]["tiny"]["fsdp_wrap"]
     assert 1 <= wire["/ needed"] < 2
@@ -130,6 +131,16 @@ def test_ratios_and_goals_are_judged_by_all_that_they_name():
     assert goal.figure(results, row) == 0.5 and goal.figure(results, other) == 0.75
     assert goal.figure({}, row) is None
     assert judged({}).count("not measured") == len(GOALS)
+
+
+def test_goals_are_printed_by_a_command_and_stand_on_no_page():
+    found = python("-m", "benchmarks.goals", folder=ROOT).out.splitlines()
+    assert found[0].startswith("| goal |") and len(found) == len(GOALS) + 4
+    told = re.fullmatch(r"(\d+) of (\d+) goals are met, (\d+) were not measured", found[-1])
+    assert told and int(told[2]) + int(told[3]) == len(GOALS)
+    assert int(told[1]) == sum(line.endswith("| yes |") for line in found)
+    for page in ("README.md", "docs/index.md", "docs/performance.md"):
+        assert not re.search(r"\bgoals?\b", (ROOT / page).read_text("utf-8")), page
 
 
 def test_meters_of_memory():
