@@ -2,10 +2,10 @@
 
     python -m benchmarks.goals
 
-prints them beside the figures that `python -m benchmarks` kept. Goals are ratios; the smaller the better. Times
-are paired ratios, with those of the medians in parentheses; what misses its goal is bold. A goal is met where all
-of our implementations that it names, and that took part, meet it. Rows of shared memory and of gradients in place
-stand in the column of the same form without.
+prints them beside the figures that `python -m benchmarks` kept. Goals are ratios; the smaller the better.
+Times are paired ratios, with those of the medians in parentheses; what misses its goal is bold. A goal is met
+where all of our implementations that it names, and that took part, meet it. Rows of shared memory and of
+gradients in place stand in the column of the same form without.
 """
 
 from __future__ import annotations
@@ -412,7 +412,9 @@ def main() -> None:
     results = {name: answer["figures"] for name, answer in json.loads(kept.read_text()).items()}
     outcomes = [outcome for goal in GOALS if (outcome := goal.met(results)) is not None]
     print(judged(results))
-    print(f"\n{sum(outcomes)} of {len(outcomes)} goals are met, {len(GOALS) - len(outcomes)} were not measured")
+    print(
+        f"\n{sum(outcomes)} of {len(outcomes)} goals are met, {len(GOALS) - len(outcomes)} were not measured"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of results: what came out first, then a section for each question, with its tables and a picture."""
+"""The page of results: first what came out, then for each question its tables and a picture."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better 
 parameters. A form that is named above and stands in no table takes part where `--impl` names it.
 """
 TORCHS = {"fsdp1": "`FullyShardedDataParallel`", "fsdp2": "`fully_shard`"}
-CONCLUSIONS = """Torch's own is 1, and less is better. Each range is over the models of the picture: `gpt`
-with 8 blocks, `small` with 12 narrow ones, `mlp` with wide layers and little to compute, `lora` with frozen
-blocks. Shared memory is the default for the ranks of one host. Measured by `python -m benchmarks`, in fp32, one
-thread a rank; it writes this page, its pictures and the [figures](performance/figures.json).
+CONCLUSIONS = """Torch's own is 1, and less is better. Ranges are over the models of the picture: `gpt`,
+`small` with narrow blocks, `mlp` with little to compute, `lora` with frozen blocks. `python -m benchmarks`
+measures it in fp32, and writes this page and its [figures](performance/figures.json).
 """
-MORE = """Each question has a heading below. Click on the line under it to unfold its picture and its tables.
+MORE = """Click on the line under a heading to unfold its picture and its tables.
 """
 DURATIONS = """Seconds that each question took, `python -m benchmarks.<name>`.
 """
@@ -82,9 +81,9 @@ def summary(answers: Mapping[str, Any]) -> list[str]:
         shared = [bar.label for bar in BARS if bar.label.endswith(SHARED_MEMORY)]
         gloo = [bar.label for bar in BARS if bar.label not in shared]
         lines.append(
-            f"{HOST} a step takes {_range(times, [*gloo, *shared])} of the time of torch's own. A host's peak "
-            f"memory is {_range(memory, gloo)} of torch's over gloo, and {_range(memory, shared)} through "
-            "shared memory, which is the default."
+            f"{HOST} a step takes {_range(times, [*gloo, *shared])} of the time of torch's own. The host's "
+            f"peak memory is {_range(memory, gloo)} of torch's over gloo, and {_range(memory, shared)} "
+            "through shared memory, which is the default."
         )
     return [*lines, NO_GPU] if "gpu" not in answers else [*lines, ""]
 

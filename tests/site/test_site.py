@@ -129,6 +129,33 @@ def test_readme_is_short_and_begins_with_two_commands():
     assert f"bash -c '{COMMANDS[1]}'" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
+SECTIONS = (
+    "Highlights",
+    "Breaking changes",
+    "Added",
+    "Changed",
+    "Deprecated",
+    "Removed",
+    "Fixed",
+    "Security",
+)
+
+
+def test_the_changelog_can_be_read_at_a_glance():
+    """Each change is one line; what breaks programs comes before what is new."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    versions = re.split(r"^## ", text, flags=re.M)[1:]
+    assert versions[0].startswith("[Unreleased]\n")
+    for version in versions:
+        titles = re.findall(r"^### (.+)$", version, re.M)
+        assert titles == [title for title in SECTIONS if title in titles], "in this order"
+        bullets = re.findall(r"^- .*(?:\n  .*)*", version, re.M)
+        long = [bullet for bullet in bullets if len(bullet) > len("- ") + 100]
+        assert bullets and not long, "at most 100 characters, and no word on what users cannot see"
+    highlights = versions[0].partition("### Highlights\n")[2].partition("\n### ")[0]
+    assert 5 <= highlights.count("\n- ") <= 8
+
+
 def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))  # benchmarks are not installed
     from benchmarks.overview import NAME, NARROW, ratios_of_memory, ratios_of_times
@@ -140,6 +167,22 @@ def test_the_picture_shows_the_figures_that_were_kept(monkeypatch):
     for name in (NAME, NARROW):
         drawn = re.findall(r">(\d\.\d\d)</text>", (DOCS / "performance" / name).read_text("utf-8"))
         assert Counter(kept) == Counter(drawn), "run python -m benchmarks.overview"
+
+
+def test_first_pages_say_what_was_measured(monkeypatch):
+    """README and the front page sum up the figures in words, and say on what nothing was measured."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.overview import ratios_of_memory, ratios_of_times
+
+    answers = json.loads((DOCS / "performance" / "figures.json").read_text("utf-8"))
+    memory = [(bar, value) for values in ratios_of_memory(answers).values() for bar, value in values.items()]
+    assert max(value for values in ratios_of_times(answers).values() for value in values.values()) < 1
+    assert max(value for bar, value in memory if "gloo" in bar) < 1
+    assert 1.05 < max(value for bar, value in memory if "shared" in bar) < 1.105
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        text = " ".join(page.read_text("utf-8").split())
+        assert "no GPU has run it yet" in text.partition("```")[0], "before anything else"
+        assert "up to a tenth more through shared memory, which is the default" in text
 
 
 def test_performance_is_written_from_the_figures_that_were_kept(monkeypatch, tmp_path):
