@@ -334,9 +334,10 @@ def build() -> tuple[str, list[str]]:
     head = [
         "# The public API beside torch's",
         "",
-        f"Written by `docs/api_table.py` from the package and what it read of torch {', '.join(versions)}, "
-        "not by hand. The last column says for which of these a row holds, unless it holds for all. Methods "
-        "of `torch.nn.Module` are left out where torch's wrapper inherits them.",
+        "Every public name, argument and default of torch's FSDP, and what is here. "
+        f"`docs/api_table.py` writes this page from the package and from torch {', '.join(versions)}. "
+        "The last column says for which of these versions a row holds; an empty cell means all. Methods that "
+        "torch's wrapper inherits from `torch.nn.Module` are left out.",
         "",
     ]
     return "\n".join([*head, *lines]).rstrip() + "\n", faults

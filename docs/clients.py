@@ -26,25 +26,25 @@ TARGET = Path(__file__).with_name("clients.md")
 
 HEAD = """# Clients
 
-Which programs for torch's FSDP run on this library, in which versions. Each scenario is a test in
-`tests/clients`: a client's own code, unmodified, trains on our units, and its numbers are compared with
-torch's FSDP, DDP or a plain model.
+Programs for torch's FSDP that were run on this library, with their versions. All ran on CPUs, none on a GPU.
+Each scenario is a test in `tests/clients`: the client's own code trains unmodified on our units, and its
+numbers are compared with torch's FSDP, DDP or a plain model.
 
 | result | what it means |
 |---|---|
-| equal | the numbers are those of torch, to the tolerance in the test; often to the bit |
-| refused | an error names the culprit and the cure, before anything changes |
+| equal | the numbers are those of torch, within the test's tolerance, often to the bit |
+| refused | an error says what is wrong and what to do, before anything changes |
 | broken | the test fails with these versions |
 
-This page is made from the reports of such runs, one for each environment:
+Reports of the tests make this page, one report for each environment:
 
 ```console
 $ pytest -m slow tests/clients -n 2 --junitxml=clients.xml
 $ python docs/clients.py clients.xml
 ```
 
-The whole loops of `tests/clients/test_loops.py` need clients that do not fit beside each other: each has an
-environment of its own, with torch, this package and what the client pins, and its report is added.
+The whole loops of `tests/clients/test_loops.py` need clients that cannot be installed together. Each has an
+environment of its own, with torch, this package and the versions that the client pins; its report is added.
 
 ```console
 $ pip install torchtune torchao==0.14.1
@@ -53,15 +53,14 @@ $ python docs/clients.py --add torchtune.xml
 ```
 
 Each torch has a table: 2.13.0 with the clients that `.ci/constraints.txt` pins, which the slow tier runs, and
-newer ones with the newest clients, with which nothing broke. `FSDP_WRAP_NEWEST=1 .ci/run` tells what has
-broken since.
-Whether the names that a program imports are served, `python -m fsdp_wrap.compat --check` says
+newer ones with the newest clients, with which nothing broke. `FSDP_WRAP_NEWEST=1 .ci/run` prints what has
+broken since. `python -m fsdp_wrap.compat --check` says whether all names that a program imports are served,
 [without running it](reference/compat.md).
 """
 
 OTHERS = """## Run by hand
 
-These are not in the tests. On two ranks, four with tensor parallelism, without a GPU:
+These are not in the tests. They ran on two ranks, or four with tensor parallelism, without a GPU:
 
 | client | torch | scenario | result |
 |---|---|---|---|
@@ -73,7 +72,7 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | torchtitan 0.3.0 | 2.14.1 | the same, types checked, with and without checkpointing | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | DeepSeek V3, `spmd_types`, also with tensor parallelism | equal to the bit |
 | torchtitan 0.3.0 | 2.14.1 | the same with expert parallelism | not run: over gloo it fails, torch's too |
-| OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains by DeepSpeed |
+| OpenRLHF 0.11.2 | 2.13.0 | | not run: it has no FSDP, it trains with DeepSpeed |
 | axolotl 0.19.0 | 2.14.1 | | not run: it takes a torch up to 2.13 |
 | axolotl 0.19.0 | 2.13.0 | FSDP1 | not run: torch's wrapper refuses hosts without an accelerator |
 | LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
@@ -81,7 +80,7 @@ These are not in the tests. On two ranks, four with tensor parallelism, without 
 | NeMo Automodel 0.7.0 | 2.13.0 | SFT by its recipe, FSDP2, with stand-ins for calls of CUDA | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
-| torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full, or by DCP |
+| torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full state dicts, or use DCP |
 
 `spmd_types` annotates plain parameters. Our `fully_shard` stores them as `DTensor`s and computes with plain
 tensors, as torch's does from 2.14 on; ours needs no such torch. Without a GPU, attention of torchtitan 0.3
@@ -90,13 +89,13 @@ torchsnapshot knows torch's `ShardedTensor` alone.
 
 axolotl ran with the versions that it pins. Without a GPU, torchtune's recipes cannot offload (they ask for
 two backends of the CPU). Its memory statistics, axolotl's mesh and NCCL have stand-ins in
-`tests/clients/in_front`. ray's own
-`prepare_model(parallel_strategy="fsdp")` refuses hosts without a GPU. accelerate 1.15 calls for its
-`ParallelismConfig` a class that transformers 5.23 does not have any more: the test brings one.
+`tests/clients/in_front`. Ray's own
+`prepare_model(parallel_strategy="fsdp")` refuses hosts without a GPU. For its `ParallelismConfig`, accelerate
+1.15 calls a class that transformers 5.23 no longer has: the test provides one.
 
 ## Names that are served
 
-`python -m fsdp_wrap.compat --check` of packages that were not run, on torch 2.13.0:
+`python -m fsdp_wrap.compat --check`, for packages that were mostly not run, on torch 2.13.0:
 
 | package | not served |
 |---|---|

@@ -43,21 +43,22 @@ PAIRS = [(2, 3), (4, 1)]
 
 HEAD = """# Interchange
 
-Who writes checkpoints, who reads them, and whether the values arrive. Each form of a model trains a step by
-AdamW in float64 and saves. Each form loads what each other one has saved, from so many ranks to so many:
+Which checkpoints load where, with all values intact. Each form of a model trains one step with AdamW in
+float64 and saves. Each form loads what every other one has saved, on another number of ranks:
 {pairs}.
 
-**exact** means that after the load the model and the optimizer's state are to the bit those of a plain model
-that trained alone, at all of these numbers of ranks. A number refers to the note below the table.
+**exact** means that after the load the model and the optimizer's state have the bits of a plain model that
+trained alone, for all of these numbers of ranks. A number refers to the note below the table.
 
-All ran over gloo on torch {torch} with fsdp_wrap {version}. No other version of torch was run for this page.
+All ran over gloo on torch {torch} with fsdp_wrap {version}. No other version of
+torch, and no GPU, was run for this page.
 
 ```console
 $ python docs/interchange.py
 ```
 
 FSDP1 is `FullyShardedDataParallel`, FSDP2 is `fully_shard`, of fsdp_wrap or of torch. "orig" means
-`use_orig_params=True`. A plain model is the same on all ranks. The page of checkpoints has
+`use_orig_params=True`. A plain model is the same on all ranks. The page on checkpoints has
 [meshes of more dimensions](checkpoints.md#from-mesh-to-mesh) and
 [files of other programs](checkpoints.md#files-of-other-programs).
 """

@@ -111,7 +111,7 @@ def test_two_adapters_are_both_merged(rank, world_size):
 @pytest.mark.shows("refused: not plain LoRA")
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
 @ranks(2)
-def test_what_is_not_plain_lora_is_refused_by_name(rank, world_size, options):
+def test_what_is_not_plain_lora_is_refused(rank, world_size, options):
     options = options | {"target_modules": ["mix"]}
     _, model = models("orig", **options)
     with pytest.raises(ValueError, match=r"of 'base_model.model.blocks.0.mix' is not plain LoRA"):
