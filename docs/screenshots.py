@@ -3,7 +3,7 @@
     mkdocs build --strict && python docs/screenshots.py --out /tmp/pictures
 
 It needs Playwright for Python (`pip install playwright`) and a Chromium, which `--chromium` names. Pages are
-the start page, a how-to, a page of the reference, and all with pictures, at three widths, light and dark. It
+the first ones, a how-to, a page of the reference, and all with pictures, at three widths, light and dark. It
 ends with 1, and says why, if a link leads nowhere, a picture is missing, a page is wider than the screen, the
 start page is longer than one, something is asked of another host, or the search does not find what is there:
 a name, and errors as a user pastes them.
@@ -24,13 +24,18 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 PAGES = (
-    *("index.html", "how-to/lora.html", "reference/wrapper.html"),
-    *("architecture.html", "timeline.html", "performance.html", "messages.html"),
+    *("index.html", "start/install.html", "start/what-runs-where.html", "how-to/lora.html"),
+    *("reference/wrapper.html", "architecture.html", "timeline.html", "performance.html"),
+    *("differences.html", "messages.html"),
 )
-WIDTHS = {"phone": (400, 850), "tablet": (900, 900), "desktop": (1400, 900)}
+WIDTHS = {"phone": (390, 844), "tablet": (900, 900), "desktop": (1400, 900)}
 FOOTER = 130
 """Pixels of a page below its text."""
 SCHEMES = ("light", "dark")
+SMALL = (
+    "[...document.images].some(image => image.clientWidth && image.clientWidth < 0.85 * image.naturalWidth)"
+)
+"""Whether a picture that is shown is much smaller than it was drawn, with words of 12 pixels."""
 WANTED = "step_in_backward"
 ERRORS = {
     "NameWrapPolicy: no module has a class named 'Blok'; the classes present, with their counts, are: "
@@ -133,6 +138,8 @@ def look(browser: Any, address: str, out: Path) -> list[str]:
                     faults += [f"{where} is {below} pixels longer than the screen"] if below > 0 else []
                 if page.evaluate("[...document.images].some(image => !image.naturalWidth)"):
                     faults.append(f"{where} lacks a picture")
+                if width == "phone" and page.evaluate(SMALL):
+                    faults.append(f"{where}: words in a picture are too small to be read")
             faults += [f"asks another host: {url}" for url in asked if not url.startswith((address, "data:"))]
             context.close()
     return faults
