@@ -32,7 +32,7 @@ CLIENTS = [
 setup(
     name="fsdp-wrap",
     version=VERSIONS["__version__"],
-    description="Fully sharded data parallel training on torch.distributed, as a module wrapper",
+    description="Fully sharded data parallel training for PyTorch, with torch's wrapper API and fully_shard",
     long_description=LINK.sub(r"\1", PICTURE.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))),
     long_description_content_type="text/markdown",
     author="The fsdp_wrap developers",

@@ -73,11 +73,11 @@ QUESTION = Question(
     f"""\
 Microseconds per unit of 4, 12 and 24 tiny parameters and step (zero_grad, forward, backward), on a process
 group of {RANKS} ranks that sends nothing, beyond those of the model without wrapping; {BLOCKS} units and
-the root. `each further parameter` is the difference of two such medians, by which their noise grows; a
-negative one is nothing but that. `/ fsdp1` is to original parameters. `{BY_CAUSE}` are calls of Python
-functions and microseconds of one more unit of four parameters, and of one more parameter: of a step, and of
-one in which nothing is due, since parameters are kept and gradients accumulate. Calls that the library makes
-of torch's functions are counted, but their time is not told from the model's.""",
+the root. `each further parameter` is the difference of two medians, so its noise is larger; a negative
+value is noise. `/ fsdp1` is relative to original parameters. `{BY_CAUSE}`: calls of Python functions, and
+microseconds, for one more unit of four parameters and for one more parameter; in a full step, and in one in
+which nothing is due because parameters are kept and gradients accumulate. Calls into torch are counted, but
+their time cannot be separated from the model's.""",
     ask,
     chart="us",
     cases=[*PARAMETERS, BY_CAUSE],

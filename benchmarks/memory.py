@@ -113,16 +113,16 @@ QUESTION = Question(
     "memory",
     "Memory",
     f"""\
-Of a rank: `rest MB`, all that is held after two steps and zero_grad; `peak MB`, the most at any time in a
-forward and backward. `forward`, `backward`: peaks above the sharded state, which is the parameters and the
-optimizer's state, in blocks of the model: gradients of the sharded parameters count as they come, and so does
-what else an implementation keeps at rest. `above gradients`: the backward's peak above what is held after it,
-so gradients count as state. Batches are small (mlp's 4 rows; for gpt and lora 1 sequence of 16 tokens), since
-activations are the same for all. `resident`: the kernel's account of whole processes, buffers of gloo and all
-threads included, without what they held before, which is Python and its libraries; 2 ranks. `host` is all
-ranks together, pages that they share counted once, as seen about every 10 ms. `fake group`: the live tensors,
-exactly, at {FAKE_RANKS} ranks that send nothing; of lora that alone. Through shared memory (`_shared`)
-buffers stay for the next step: they count as `rest`, for each rank that sees them.""",
+Of one rank: `rest MB` is held after two steps and zero_grad; `peak MB` is the most at any time in a forward
+and backward. `forward`, `backward`: peaks above the sharded state (parameters and optimizer state), in
+blocks of the model. Gradients of the sharded parameters count, and so does all else that an implementation
+keeps at rest. `above gradients`: the backward's peak above what is held after it, so gradients count as
+state. Batches are small (mlp: 4 rows; gpt and lora: 1 sequence of 16 tokens), because activations are the
+same for all. `resident`: memory of whole processes as the kernel counts it, with gloo's buffers and all
+threads, without Python and its libraries; 2 ranks. `host` is all ranks together, shared pages counted once,
+sampled about every 10 ms. `fake group`: live tensors, exactly, at {FAKE_RANKS} ranks that send nothing;
+lora is measured so alone. Through shared memory (`_shared`) buffers stay for the next step: they count as
+`rest`, for each rank that maps them.""",
     ask,
     chart="backward",
     cases=[*SHORT_CASES],

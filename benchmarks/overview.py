@@ -75,17 +75,18 @@ def draw_overview(folder: Path, answers: Mapping[str, Any]) -> bool:
         return False
     widths = [len(groups) for groups in panels.values()]
     with picture(folder / NAME, (7.2, 2.9), 9) as figure:
-        _draw_panels(figure, panels, figure.subplots(1, len(panels), sharey=True, width_ratios=widths))
-    with picture(folder / NARROW, (3.7, 5.4), 9) as figure:
-        _draw_panels(figure, panels, figure.subplots(len(panels), 1))
+        places = figure.subplots(1, len(panels), sharey=True, width_ratios=widths)
+        _draw_panels(figure, panels, places, columns=2)
+    with picture(folder / NARROW, (3.7, 5.8), 9) as figure:
+        _draw_panels(figure, panels, figure.subplots(len(panels), 1), columns=1)
     return True
 
 
-def _draw_panels(figure: Any, panels: Mapping[str, Mapping[str, Any]], places: Any) -> None:
+def _draw_panels(figure: Any, panels: Mapping[str, Mapping[str, Any]], places: Any, columns: int) -> None:
     for axes, (title, groups) in zip(places, panels.items()):
         _draw_groups(axes, title, groups)
     handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _draw_groups(axes: Any, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:

@@ -12,6 +12,7 @@ from benchmarks.harness import Figures, Question, as_markdown
 from benchmarks.overview import (
     BARS,
     NAME,
+    NARROW,
     SHARED_MEMORY,
     TITLE,
     draw_overview,
@@ -22,26 +23,29 @@ from benchmarks.overview import (
 HEAD = "# Performance\n"
 HOST = "On two ranks of one host, without a GPU,"
 NO_GPU = "No GPU has run it yet: [what runs where](start/what-runs-where.md).\n"
-HOW = """`--only step,memory` measures some questions anew and keeps the others,
-`--cases gpt,lora` some of their tables, `--out DIR` writes elsewhere. Each question is a script of its own
-with `--impl`, `--cases`, `--ranks` and `--rounds`, such as
-`python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`. The end of the page tells how long each took.
+HOW = """`--only step,memory` measures some questions again and keeps the others, `--cases gpt,lora` some of
+their tables, and `--out DIR` writes elsewhere. Each question is also a script with `--impl`, `--cases`,
+`--ranks` and `--rounds`, such as `python -m benchmarks.step --impl ddp,fsdp_wrap --cases mlp`.
 
-Implementations: `ddp` is torch's DistributedDataParallel; `fsdp1` its FullyShardedDataParallel with
-original parameters, `_flat` without, `_grad_op` with SHARD_GRAD_OP; `fsdp2` its `fully_shard`, `_keep`
-without resharding after forward; `fsdp_wrap` this library's wrapper and `fully_shard` its own function,
-likewise; `fsdp_wrap_in_place` is the wrapper with `set_gradients_in_place`. All of them communicate over
-gloo, but `_shared` through memory that the ranks of a host share. `deepspeed` (ZeRO stage 3) runs on a CPU
-as well, and takes part in the time of a step where it is installed and `--impl` names it; it is left
-out here, since its losses depart from those of the others, by 6 % after 22 steps of `small`, for a reason
-that was not found. fairscale 0.4.13 installs beside torch 2.13, but its forward needs CUDA streams
-(on a CPU: `KeyError: 'all_gather'`).
+| name | implementation |
+|---|---|
+| `ddp` | torch's `DistributedDataParallel` |
+| `fsdp1` | torch's wrapper with original parameters; `_flat`: without them; `_grad_op`: SHARD_GRAD_OP |
+| `fsdp2` | torch's `fully_shard`; `_keep`: without resharding after forward |
+| `fsdp_wrap` | this library's wrapper, with the same endings; `_in_place`: with `set_gradients_in_place` |
+| `fully_shard` | this library's function, with the same endings |
+| `_shared` | through memory that the ranks of a host share; all others communicate over gloo |
 
-Competitors train in the same processes and take turns. A time is the median over rounds of the slowest
-rank's, `min` and `max` are the extremes. `/ x` is the median over rounds of the ratio to `x`
-within the same round, which bears a changing load; `medians / x` is the ratio of medians. Of several forms
-of `x`, the fastest counts: in the time of a step `fsdp1` stands for the better of original and flat
-parameters. A form that is named above and stands in no table takes part where `--impl` names it.
+`deepspeed` (ZeRO stage 3) also runs on a CPU, and takes part in the time of a step if it is installed and
+`--impl` names it. It is left out here because its losses differ from the others', by 6 % after 22 steps of
+`small`; we did not find out why. The forward of fairscale 0.4.13 needs CUDA streams (on a CPU: `KeyError:
+'all_gather'`).
+
+All implementations train in the same processes and take turns. A time is the median over rounds of the
+slowest rank's time; `min` and `max` are the extremes. `/ x` is the median over rounds of the ratio to `x`
+in the same round, which tolerates a changing load; `medians / x` is the ratio of medians. If `x` has
+several forms, the fastest counts: in the time of a step `fsdp1` is the faster of original and flat
+parameters. A form that is in no table takes part if `--impl` names it.
 """
 TORCHS = {"fsdp1": "`FullyShardedDataParallel`", "fsdp2": "`fully_shard`"}
 CONCLUSIONS = """Torch's own is 1, and less is better. Ranges are over the models of the picture: `gpt`,
@@ -61,8 +65,9 @@ def write_page(folder: Path, questions: list[Question], answers: Mapping[str, An
     asked = [question for question in questions if question.name in answered]
     sections = [_section(folder, question, answered[question.name]) for question in asked]
     drawn = draw_overview(folder / "performance", answered)
-    overview = [f"![{TITLE}](performance/{NAME})\n"] if drawn else []
-    lines = [HEAD, *summary(answered), *overview, conclusions(answered), MORE, *sections]
+    forms = {NAME: "wide", NARROW: "narrow"}  # of which `site.css` shows one
+    overview = [f"![{TITLE}](performance/{name}){{ .{form} }}" for name, form in forms.items() if drawn]
+    lines = [HEAD, *summary(answered), *overview, "", conclusions(answered), MORE, *sections]
     lines += ["## How it was measured\n", folded("Commands, implementations, ratios", HOW)]
     lines += [
         "## Durations\n",

@@ -80,21 +80,21 @@ QUESTION = Question(
     "Time of a step",
     f"""\
 Milliseconds of zero_grad, forward, backward and AdamW in fp32, each block a unit, one thread a rank;
-`_shared` through memory, all others over gloo. 2 ranks of one host, or 4 where the table says so, which must
-share fewer cores. All implementations of a table train in the same processes and take turns; the slowest
-rank counts. Medians of {CASES["gpt"].rounds} rounds for gpt and lora, of {CASES["mlp"].rounds}
+`_shared` through memory, all others over gloo. 2 ranks of one host, or 4 where the table says so, which then
+share two cores. All implementations of a table train in the same processes and take turns; the slowest rank
+counts. Medians of {CASES["gpt"].rounds} rounds for gpt and lora, of {CASES["mlp"].rounds}
 for small and mlp, of {ROUNDS_ON_FOUR} on 4 ranks, after one to warm up.
 {"; ".join(f"`{name}`: {case.about}" for name, case in CASES.items() if name != "tiny")}.
-FSDP1 without original parameters refuses lora; on 4 ranks it is the only form of FSDP1 in the other cases.
-Ours without original parameters takes the same time in gpt and lora, and is left out there.
+FSDP1 with flat parameters refuses lora; on 4 ranks it is the only form of FSDP1 in the other cases. Our flat
+parameters take the same time in gpt and lora, and are left out there.
 
 On {RANKS} ranks as a mesh of two dimensions, {ROUNDS_ON_MESHES} rounds: `with tensor parallelism`, blocks
-with a matrix each for query, key and value are cut over {TENSOR} ranks by `parallelize_module`, and sharded
-over the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS}
-backwards a step, each of the batch of mlp or of one row of small; all but the last reduce within the copy
-alone (`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`), and FSDP1's, which has no such
-way, not at all (`no_sync()`). What gpt's model does with tensor parallelism and without sharding, its
-computing and its own collectives, is about four fifths of FSDP2's step: no sharding can be below that.""",
+with separate matrices for query, key and value are cut over {TENSOR} ranks by `parallelize_module`, and
+sharded over the others. `accumulated over replicas`: {COPIES} copies of {RANKS // COPIES} ranks, {BACKWARDS}
+backwards a step, with the batch of mlp or one row of small. All but the last reduce within the copy alone
+(`set_requires_all_reduce(False)`, `no_sync(reduce_within_copy=True)`); FSDP1 cannot, and does not reduce
+(`no_sync()`). Tensor parallelism alone, without sharding, takes about four fifths of FSDP2's step in gpt: no
+sharding can be faster than that.""",
     ask,
     chart="/ ddp",
     cases=ALL_CASES,
