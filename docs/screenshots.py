@@ -33,7 +33,7 @@ FOOTER = 130
 """Pixels of a page below its text."""
 SCHEMES = ("light", "dark")
 SMALL = (
-    "[...document.images].some(image => image.clientWidth && image.clientWidth < 0.85 * image.naturalWidth)"
+    "[...document.images].some(image => image.clientWidth && image.clientWidth < 0.8 * image.naturalWidth)"
 )
 """Whether a picture that is shown is much smaller than it was drawn, with words of 12 pixels."""
 WANTED = "step_in_backward"
