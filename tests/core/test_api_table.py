@@ -1,4 +1,4 @@
-"""docs/api.md and docs/messages.md say what their scripts find, and these find every kind of difference.
+"""docs/api.md says what its script finds, and this finds every kind of difference; messages are real ones.
 
 The public API is also the recorded one, and the changelog tells what changed in it since the last release.
 """
@@ -10,6 +10,7 @@ import importlib
 import re
 from collections import defaultdict
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -130,18 +131,62 @@ def test_differences_are_found(monkeypatch):
 messages = script("messages")
 
 
-def test_page_of_messages_is_up_to_date():
-    assert messages.page() == messages.TARGET.read_text("utf-8"), "run python docs/messages.py"
+def test_headings_of_messages_are_the_words_of_messages():
+    texts = [text.says for text in (*messages.read(), *messages.read_torch())]
+    page = messages.TARGET.read_text("utf-8")
+    assert "\n".join(messages.faults(page, texts)) == "", "see CONTRIBUTING.md: the page of messages"
+
+    headings = messages.headings(page)
+    assert len(headings) == page.count("\n#####") > 100
+    for heading in headings:
+        last = re.findall(r"\w+", heading.plain)[-1]
+        begun = [text for text in texts if heading.begins(text)]
+        changed = [re.sub(rf"\b{last}\b", "other", text) for text in begun]
+        assert not any(map(heading.begins, changed)), f"'{heading.words}' fits whatever a message says"
+
+
+def test_a_heading_that_is_no_message_is_named_with_its_line():
+    texts = ["a \0 has no parameters: wrap \0", "'\0' \0 is gone", "steps end (on rank \0)"]
+    page = "# Messages\n\n##### a *Block* has no {}\n\nWhy.\n\n##### *this* steps end (on rank *1*)\n"
+    assert [*messages.faults(page.format("parameters"), texts)] == []
+    told = "docs/messages.md:3: 'a *Block* has no {0}' begins no message: mend it, or take the entry out. "
+    for words in ("parameter", "gradients", "*parameters*"):
+        (fault,) = messages.faults(page.format(words), texts)
+        assert fault.startswith(told.format(words)) and "'a *case* has no " in fault
+    (fault,) = messages.faults("##### '*name*' *it* is gone\n", texts)
+    assert "too few words" in fault
+
+
+def test_texts_are_read_as_messages_have_them(tmp_path: Path):
+    source = tmp_path / "source.py"
+    source.write_text(
+        """
+class Unit:
+    \"\"\"No message at all.\"\"\"
+
+    def check(self, name):
+        told = "of {name}\\n" + f"no {self.kind[0]} here"
+        raise ValueError(f"'{name}' is {'lost' if told else 'there'}: " "look\\nfor it" + told)
+"""
+    )
+    assert [text[1:] for text in messages.texts_in(source, tmp_path)] == [
+        ("Unit.check", False, "of \0 no \0 here"),
+        ("Unit.check", False, "of \0"),
+        ("Unit.check", False, "no \0 here"),
+        ("Unit.check", True, "'\0' is \0: look for it\0"),
+        ("Unit.check", True, "'\0' is \0: look for it"),
+        ("Unit.check", True, "lost"),
+        ("Unit.check", True, "there"),
+    ]
 
 
 def test_one_mistake_is_told_by_one_place():
     places = defaultdict(set)
-    for each in messages.read():
-        text = re.sub(r"\{[^}]*\}", "", each.text)
-        if len(text.split()) > 4:
-            places[text].add((each.file, each.place))
+    for text in messages.read():
+        if text.told and len(text.says.replace(messages.CASE, "").split()) > 4:
+            places[text.says].add((text.file, text.place))
     assert len(places) > 250
-    twice = {text: found for text, found in places.items() if len(found) > 1}
+    twice = {says: found for says, found in places.items() if len(found) > 1}
     assert not twice, "let both raise what one function returns"
 
 

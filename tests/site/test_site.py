@@ -86,16 +86,16 @@ def test_pages_hide_nothing():
         assert "invisible-code-block" not in page.read_text("utf-8"), name_of(page)
 
 
-def test_messages_stand_alone_and_read_plainly():
-    """Each has a heading of its own, by which the search finds it, and shows no code of the source."""
+def test_messages_have_a_cause_and_a_cure():
+    """Each has a heading of its own, by which the search finds it, and below it more than its own words."""
     text = (DOCS / "messages.md").read_text("utf-8")
-    found = re.findall(r'^<h5 class="message" id="([\w-]+)">(.*)<a class="headerlink".*</h5>$', text, re.M)
-    assert len(found) > 450 and len(found) == text.count("<h5")
-    assert len({place for place, _ in found}) == len(found)
-    for place, message in found:
-        assert re.sub(r"<var>.*?</var>", "", message).count("{") == message.count("{"), place
-        cases = re.findall(r"<var>(.*?)</var>", message)
-        assert all(re.fullmatch(r"[\w' ./-]+|&hellip;", case) for case in cases), (place, cases)
+    assert {*re.findall(r"^#+ ", text, re.M)} == {"# ", "## ", "##### "}
+    entries = re.findall(r"^##### ([^\n]+)\n\n(.*?)(?=\n\n#|\n\Z)", text, re.M | re.S)
+    assert len(entries) == text.count("\n#####") and len({message for message, _ in entries}) == len(entries)
+    for message, told in entries:
+        own, words = ({*re.findall(r"[A-Za-z]{2,}", part.lower())} for part in (message, told))
+        assert len(words - own) >= 8, f"{message}: tell why it comes, and what to change"
+        assert len(told.split()) <= 60 and "\n\n" not in told, f"{message}: one to three sentences"
 
 
 def test_pages_write_into_folders_of_their_own():
