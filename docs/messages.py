@@ -143,7 +143,9 @@ def read() -> list[Text]:
 @cache
 def read_torch() -> list[Text]:
     """Those of the files of torch whose messages the page has, too."""
-    (folder,) = map(Path, importlib.util.find_spec("torch").submodule_search_locations)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
     return [text for file in OF_TORCH for text in texts_in(folder / file, folder)]
 
 

@@ -45,22 +45,31 @@ ERRORS = {
     "this Linear is already wrapped in FullyShardedDataParallel: wrap a module once": "is-already-wrapped-in",
     "this FSDPLinear is already wrapped, or part of a wrapped module; wrap parts before the whole, each "
     "once": "already-wrapped-or-part-of",
-    "load_state_dict(assign=True) would replace sharded parameters; leave assign out": "load-state-dict",
+    "load_state_dict(assign=True) would replace sharded parameters; leave assign out": "load_state_dict",
     "no complete checkpoint in /data/runs: there is no such folder": "no-complete-checkpoint-in",
     "/data/runs/step_00000001 does not fit, and nothing was loaded: weight has shape (2, 2) there and (3, 3) "
     "here; bias has shape (2,) there and (3,) here": "does-not-fit-and-nothing-was-loaded",
     "Adafactor computes with whole parameters, of which a shard is a part: it cannot step on shards alone. "
     "Use an elementwise optimizer, such as AdamW; or for matrices fsdp_wrap.optim.Muon, or a function of "
     "your own with owned_matrices()": "computes-with-whole-parameters",
-    "grad_norms takes a model, not a list": "grad-norms-takes-a-model",
     "parameter 's' has no dimension: give it the shape (1,), or pass it in ignored_params": "no-dimension",
-    "reshard_after_forward is a bool, an int or None, not 'yes'": "reshard-after-forward-is-a-bool",
+    "reshard_after_forward is a bool, an int or None, not 'yes'": "reshard_after_forward-is-a-bool",
     "plan() makes a process group of its own, and this process has one already: call plan() before "
     "torch.distributed.init_process_group() and not in setup(), or in another process": "plan-makes-a",
-    "ignored_modules and ignored_states exclude each other: pass both kinds as ignored_states": "exclude",
-    "owned_matrices takes a torch.nn.Module, not a generator": "owned-matrices-takes-a-torch",
+    "this AdamW was made before the model was sharded and holds the parameter 'blocks.0.weight' as it "
+    "was then, which training no longer reaches (seen on rank 1): make it from model.parameters() after"
+    " sharding, or wrap with FullyShardedDataParallel(..., use_orig_params=True), which keeps Parameter"
+    " objects that are no DTensors": "was-made-before-the-model-was-sharded",
+    "RuntimeError: Error(s) in loading state_dict for FullyShardedDataParallel (nothing was loaded): "
+    'Unexpected key(s) in state_dict: "module.weight", "module.bias".': "errors-in-loading-state_dict",
+    "ranks communicate for different units: rank 0 gathers unit 'blocks.1' (forward of iteration 1) "
+    "while rank 1 gathers unit 'blocks.2' (forward of iteration 1). All ranks of a group must run the "
+    "same units in the same order.": "ranks-communicate-for-different-units",
+    "a collective issued 12.0 s ago has not completed; the group's time limit is 15.0 s": "s-ago-has-not",
+    "aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
+    "calling distributed operators!": "got-mixed-torchtensor-and-dtensor",
     "nothing in Linear is wrapped or sharded: pass timeline() the model that FullyShardedDataParallel or "
-    "fully_shard returned, or one around it": "nothing-in-is-wrapped-or-sharded",
+    "fully_shard returned, or one around it": "is-wrapped-or-sharded-pass",
 }
 """Errors of real mistakes, and what the place of the first entry that is found holds."""
 FLAGS = (
