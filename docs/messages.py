@@ -70,11 +70,10 @@ class Heading(NamedTuple):
     def begins(self, text: str) -> bool:
         """Whether a text begins with this heading; what is slanted stands for one or more cases.
 
-        Slanted words at its beginning may be another text's, before which the message puts them.
+        Both may have a case before the first words, of another text that the message begins with.
         """
-        ways = {self.plain, self.plain.removeprefix(CASE).lstrip(" :")}
-        patterns = (_CASES.join(map(re.escape, way.split(CASE))) for way in ways)
-        return any(re.match(rf"{pattern}(?!\w)", text) for pattern in patterns)
+        fixed = map(re.escape, self.plain.removeprefix(CASE).lstrip(" :").split(CASE))
+        return re.match(rf"(?:{_CASES}[ :]*)?{_CASES.join(fixed)}(?!\w)", text) is not None
 
 
 class Reader(ast.NodeVisitor):

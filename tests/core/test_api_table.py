@@ -146,8 +146,8 @@ def test_headings_of_messages_are_the_words_of_messages():
 
 
 def test_a_heading_that_is_no_message_is_named_with_its_line():
-    texts = ["a \0 has no parameters: wrap \0", "'\0' \0 is gone", "steps end (on rank \0)"]
-    page = "# Messages\n\n##### a *Block* has no {}\n\nWhy.\n\n##### *this* steps end (on rank *1*)\n"
+    texts = ["a \0 has no parameters: wrap \0", "'\0' \0 is gone", "steps end (on rank \0)", "\0a step waits"]
+    page = "# Page\n\n##### a *Block* has no {}\n##### *the* steps end (on rank *1*)\n##### a step waits\n"
     assert [*messages.faults(page.format("parameters"), texts)] == []
     told = "docs/messages.md:3: 'a *Block* has no {0}' begins no message: mend it, or take the entry out. "
     for words in ("parameter", "gradients", "*parameters*"):
