@@ -66,7 +66,7 @@ ERRORS = {
     "while rank 1 gathers unit 'blocks.2' (forward of iteration 1). All ranks of a group must run the "
     "same units in the same order.": "ranks-communicate-for-different-units",
     "a collective issued 12.0 s ago has not completed; the group's time limit is 15.0 s": "s-ago-has-not",
-    "aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
+    "aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
     "calling distributed operators!": "got-mixed-torchtensor-and-dtensor",
     "nothing in Linear is wrapped or sharded: pass timeline() the model that FullyShardedDataParallel or "
     "fully_shard returned, or one around it": "is-wrapped-or-sharded-pass",
