@@ -67,13 +67,13 @@ class Heading(NamedTuple):
         """Its words as a message has them, with `CASE` for those that are slanted."""
         return unescape(_ESCAPED.sub(r"\1", _SLANTED.sub(CASE, self.words)))
 
-    def begins(self, text: str) -> bool:
-        """Whether a text begins with this heading; what is slanted stands for one or more cases.
+    def pattern(self) -> re.Pattern[str]:
+        """What the beginnings of messages match; what is slanted stands for one or more cases.
 
         Both may have a case before the first words, of another text that the message begins with.
         """
         fixed = map(re.escape, self.plain.removeprefix(CASE).lstrip(" :").split(CASE))
-        return re.match(rf"(?:{_CASES}[ :]*)?{_CASES.join(fixed)}(?!\w)", text) is not None
+        return re.compile(rf"(?:{_CASES}[ :]*)?{_CASES.join(fixed)}(?!\w)")
 
 
 class Reader(ast.NodeVisitor):
@@ -172,7 +172,7 @@ def faults(page: str, texts: list[str]) -> Iterator[str]:
         where = f"docs/messages.md:{heading.line}: '{heading.words}'"
         if fixed_words(heading.plain) < FEWEST:
             yield f"{where} has too few words to know a message by: take more of the message"
-        elif not any(map(heading.begins, texts)):
+        elif not any(map(heading.pattern().match, texts)):
             begins = [text[: len(heading.plain)] for text in texts]
             (like,) = get_close_matches(heading.plain, begins, 1, 0.0)
             told = like.replace(CASE, "*case*")
