@@ -1,4 +1,4 @@
-"""How to accumulate gradients: the whole program of which `docs/how-to/accumulation.md` shows parts.
+"""Gradient accumulation and clipping: the program behind `docs/how-to/accumulation.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/accumulation.py`.
 """
@@ -48,7 +48,7 @@ parts = torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(torch.dist
 model = FSDP(make_model(), auto_wrap_policy=NameWrapPolicy("Block"), use_orig_params=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-for number, part in enumerate(parts, 1):  # four parts of a batch
+for number, part in enumerate(parts, 1):  # the parts of a batch
     with nullcontext() if number == len(parts) else model.no_sync():
         (loss_of(model, part) / len(parts)).backward()
 model.clip_grad_norm_(1.0)

@@ -1,4 +1,4 @@
-"""How to save and resume: the whole program of which `docs/how-to/checkpoints.md` shows parts.
+"""Save and resume a checkpoint: the program behind `docs/how-to/checkpoints.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/checkpoints.py`.
 """
@@ -53,8 +53,8 @@ for step in range(first, 21):
         checkpoint.save("runs/resumed", model, optimizer, extra, step=step, keep_last=3)
 
 pending = checkpoint.async_save("runs/resumed", model, optimizer, extra, step=30)
-# Steps go on here, since everything was copied.
-pending.result()  # before destroy_process_group(); raises what went wrong
+# Training goes on here: everything has been copied.
+pending.result()  # before destroy_process_group(); raises if saving failed
 
 sharded = Model()
 for block in sharded.blocks:
@@ -70,7 +70,7 @@ with FSDP.summon_full_params(model):
 
 full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full):
-    state = model.state_dict()  # every rank takes part; the first one has the tensors
+    state = model.state_dict()  # every rank calls it; rank 0 gets the tensors
 if torch.distributed.get_rank() == 0:
     torch.save(state, "model.pt")
 

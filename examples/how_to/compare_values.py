@@ -1,4 +1,4 @@
-"""How to compare the values of two runs: the program of which `docs/how-to/compare-values.md` shows parts.
+"""Compare two runs: the program behind `docs/how-to/compare-values.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/compare_values.py`.
 """

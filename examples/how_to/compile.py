@@ -1,4 +1,4 @@
-"""How to use torch.compile: the whole program of which `docs/how-to/compile.md` shows parts.
+"""Use torch.compile: the program behind `docs/how-to/compile.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/compile.py`.
 """
@@ -108,11 +108,17 @@ check(model, model.parameters(), graphs=1, breaks=0)
 
 model = Model()
 for number, block in enumerate(model.blocks):
-    model.blocks[number] = checkpoint_wrapper(block)
-    model.blocks[number].compile(fullgraph=True, backend=backend)
-    fully_shard(model.blocks[number])
+    block.compile(fullgraph=True, backend=backend)
+    model.blocks[number] = fully_shard(checkpoint_wrapper(block))
 fully_shard(model)
 
+check(model, model.parameters(), graphs=1, breaks=0)
+
+net = Model()
+for number, block in enumerate(net.blocks):
+    block.compile(fullgraph=True, backend=backend)
+    net.blocks[number] = checkpoint_wrapper(block)
+model = FSDP(net, auto_wrap_policy=NameWrapPolicy("Block"), use_orig_params=True)
 check(model, model.parameters(), graphs=1, breaks=0)
 
 sharded = shard(Unrolled())

@@ -1,4 +1,4 @@
-"""How to find what makes a NaN: the whole program of which `docs/how-to/find-a-nan.md` shows parts.
+"""Find where a NaN comes from: the program behind `docs/how-to/find-a-nan.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/find_a_nan.py`.
 """

@@ -1,4 +1,4 @@
-"""From DDP: the whole program of which `docs/start/from-ddp.md` shows parts.
+"""From DDP: the program behind `docs/start/from-ddp.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/from_ddp.py`.
 """

@@ -1,4 +1,4 @@
-"""From DeepSpeed: the whole program of which `docs/start/from-deepspeed.md` shows parts.
+"""From DeepSpeed: the program behind `docs/start/from-deepspeed.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/from_deepspeed.py`.
 """

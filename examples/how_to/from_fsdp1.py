@@ -1,4 +1,4 @@
-"""From torch's FSDP1: the whole program of which `docs/start/from-fsdp1.md` shows parts.
+"""From torch's FSDP1: the program behind `docs/start/from-fsdp1.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/from_fsdp1.py`.
 """

@@ -1,4 +1,4 @@
-"""From torch's FSDP2: the whole program of which `docs/start/from-fsdp2.md` shows parts.
+"""From torch's FSDP2: the program behind `docs/start/from-fsdp2.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/from_fsdp2.py`.
 """

@@ -1,4 +1,4 @@
-"""How to debug a hang: the whole program of which `docs/how-to/hangs.md` shows parts.
+"""Debug a hang: the program behind `docs/how-to/hangs.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/hangs.py`.
 """

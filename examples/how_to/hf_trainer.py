@@ -1,4 +1,4 @@
-"""How to use HF Trainer: the whole program of which `docs/how-to/hf-trainer.md` shows parts.
+"""Hugging Face Trainer: the program behind `docs/how-to/hf-trainer.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/hf_trainer.py`.
 """

@@ -1,4 +1,4 @@
-"""How to export to inference: the whole program of which `docs/how-to/inference.md` shows parts.
+"""Export weights for inference: the program behind `docs/how-to/inference.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/inference.py`.
 """
@@ -57,7 +57,7 @@ assert torch.equal(plain.head.weight, model.state_dict()["head.weight"].bfloat16
 with FSDP.state_dict_type(
     model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 ):
-    state = model.state_dict()  # every rank takes part
+    state = model.state_dict()  # every rank calls it
 if rank == 0:
     torch.save(state, "model.pt")
 

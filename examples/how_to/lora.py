@@ -1,4 +1,4 @@
-"""How to fine-tune with LoRA and QLoRA: the whole program of which `docs/how-to/lora.md` shows parts.
+"""Fine-tune with LoRA and QLoRA: the program behind `docs/how-to/lora.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/lora.py`.
 """

@@ -1,4 +1,4 @@
-"""How to plan memory: the whole program of which `docs/how-to/memory.md` shows parts.
+"""Estimate memory: the program behind `docs/how-to/memory.md`.
 
 Run it by `python examples/how_to/memory.py`: it needs no ranks.
 """

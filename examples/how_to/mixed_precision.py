@@ -1,4 +1,4 @@
-"""How to train in mixed precision: the whole program of which `docs/how-to/mixed-precision.md` shows parts.
+"""Mixed precision: the program behind `docs/how-to/mixed-precision.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/mixed_precision.py`.
 """

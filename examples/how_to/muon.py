@@ -1,4 +1,4 @@
-"""How to train with Muon: the whole program of which `docs/how-to/muon.md` shows parts.
+"""Train with Muon: the program behind `docs/how-to/muon.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/muon.py`.
 """

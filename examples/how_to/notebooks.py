@@ -1,4 +1,4 @@
-"""How to train from a notebook: the cells that `docs/how-to/notebooks.md` shows, as a program.
+"""Train from a notebook: the cells of `docs/how-to/notebooks.md`.
 
 Run it by `python examples/how_to/notebooks.py`.
 """
@@ -38,15 +38,6 @@ def train(folder, steps):
     dist.destroy_process_group()
 
 
-def train_as_rank(rank, world_size, port, folder, steps):
-    import os
-
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in launched.items()})
-    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    train(folder, steps)
-
-
 if __name__ == "__main__":
     from accelerate import notebook_launcher
 
@@ -57,6 +48,19 @@ if __name__ == "__main__":
 
     model = make_model()
     checkpoint.load("runs/notebook", model)
+
+    def train_as_rank(rank, world_size, port, folder, steps):
+        import os
+
+        launched = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
+        os.environ.update({name: str(value) for name, value in launched.items()})
+        os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+        train(folder, steps)
 
     import socket
 

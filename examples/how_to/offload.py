@@ -1,4 +1,4 @@
-"""How to offload to host memory: the whole program of which `docs/how-to/offload.md` shows parts.
+"""CPU offload: the program behind `docs/how-to/offload.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/offload.py`.
 """

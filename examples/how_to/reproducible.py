@@ -1,4 +1,4 @@
-"""The same bits at any number of ranks: the whole program of which `docs/how-to/reproducible.md` shows parts.
+"""Determinism at any number of ranks: the program behind `docs/how-to/reproducible.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/reproducible.py`.
 """

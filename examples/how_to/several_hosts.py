@@ -1,4 +1,4 @@
-"""How to train on several hosts: the whole program of which `docs/how-to/several-hosts.md` shows parts.
+"""Multi-node training: the program behind `docs/how-to/several-hosts.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/several_hosts.py`.
 """

@@ -1,4 +1,4 @@
-"""How to find out why a step waits: the whole program of which `docs/how-to/timeline.md` shows parts.
+"""Profile a training step: the program behind `docs/how-to/timeline.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/timeline.py`.
 """

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: the whole program of which `docs/how-to/uneven.md` shows parts.
+"""Uneven inputs: the program behind `docs/how-to/uneven.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/uneven.py`.
 """

@@ -1,4 +1,4 @@
-"""How to check that sharded training is right: the program of which `docs/how-to/verify.md` shows parts.
+"""Verify sharded training: the program behind `docs/how-to/verify.md`.
 
 Run it by `python examples/how_to/verify.py`, or `torchrun --nproc-per-node 2 examples/how_to/verify.py`.
 """

@@ -1,4 +1,4 @@
-"""How to use Lightning: the whole program of which `docs/how-to/lightning.md` shows parts.
+"""Lightning and Fabric: the program behind `docs/how-to/lightning.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/with_lightning.py`.
 """

@@ -1,4 +1,4 @@
-"""How to find a GPU that computes wrong: the whole program of which `docs/how-to/wrong-gpu.md` shows parts.
+"""Find a faulty GPU: the program behind `docs/how-to/wrong-gpu.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/wrong_gpu.py`.
 """
@@ -51,14 +51,14 @@ def leave(found):
     if rank in found.suspects:
         with open(bad_hosts, "a") as hosts:
             print(socket.gethostname(), found.describe(), file=hosts)
-    raise SystemExit(f"rank {found.rank} computes wrong")
+    raise SystemExit(f"rank {found.rank} is faulty")
 
 
 try:
     with fsdp_wrap.audit(model, every=1, on_fault=leave):
         train(batches)
 except SystemExit as left:  # torchrun then starts all ranks anew, from the last checkpoint
-    assert "rank 1 computes wrong" in str(left)
+    assert "rank 1 is faulty" in str(left)
 
 optimizer.zero_grad()
 dist.destroy_process_group()

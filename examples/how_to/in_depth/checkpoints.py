@@ -1,4 +1,4 @@
-"""Checkpoints: the whole program of which `docs/checkpoints.md` shows parts.
+"""Checkpoints: the program behind `docs/checkpoints.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/in_depth/checkpoints.py`.
 """

@@ -1,4 +1,4 @@
-"""Fits: the whole program of which `docs/command.md` shows parts.
+"""Fits: the program behind `docs/command.md`.
 
 Run it by `python examples/how_to/in_depth/fits.py`: it needs no ranks.
 """

@@ -1,4 +1,4 @@
-"""Training that outlives its hosts: the whole program of which `docs/elastic.md` shows parts.
+"""Elastic training and fault tolerance: the program behind `docs/elastic.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/in_depth/in_memory.py`.
 """

@@ -1,4 +1,4 @@
-"""Optimizers for sharded models: the whole program of which `docs/optimizers.md` shows parts.
+"""Optimizers for sharded models: the program behind `docs/optimizers.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/in_depth/optimizers.py`.
 """

@@ -1,4 +1,4 @@
-"""Plans: the whole program of which `docs/planning.md` shows parts.
+"""Plans: the program behind `docs/planning.md`.
 
 Run it by `python examples/how_to/in_depth/plans.py`: it needs no ranks.
 """

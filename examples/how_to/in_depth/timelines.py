@@ -1,4 +1,4 @@
-"""Timelines of steps: the whole program of which `docs/timeline.md` shows parts.
+"""Timelines of steps: the program behind `docs/timeline.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/in_depth/timelines.py`.
 """

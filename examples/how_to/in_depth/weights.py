@@ -1,4 +1,4 @@
-"""Weights out: the whole program of which `docs/weights.md` shows parts.
+"""Weights for inference engines: the program behind `docs/weights.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/in_depth/weights.py`.
 """
