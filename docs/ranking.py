@@ -1,10 +1,12 @@
-"""A hook of mkdocs: guides and the reference stand before other pages in the results of the search."""
+"""A hook of mkdocs: how-to pages come first in the search, then start pages and the reference, then all others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BOOSTS = {
+    "how-to": 2.0,
+    "start": 1.5,
     "architecture": 0.4,
     "messages": 0.7,
     "api": 0.4,
@@ -12,7 +14,7 @@ BOOSTS = {
     "testing": 0.4,
     "performance": 0.5,
 }
-"""By how much the words of a page count, by the beginning of its path; all others by 1."""
+"""Factors for a page's score in the search, by the beginning of its path; 1 for all others."""
 
 
 def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
