@@ -47,9 +47,9 @@ PORTED = {"vision_transformer": "vision_transformer_ddp"}
 BREAK = "\n\n"
 HEAD = """# Examples
 
-Each is one file of less than 120 lines, runs on two CPU cores in at most two minutes, and downloads nothing.
-`docs/gallery.py` writes this page from what the files say of themselves. The tests run the commands, and
-compare. Losses differ a little between versions of torch and Python.
+Each example is one file of less than 120 lines, runs on two CPU cores in at most two minutes, and downloads
+nothing. `docs/gallery.py` writes this page from the files' docstrings. The tests run the commands and compare
+the output. Losses differ a little between versions of torch and Python.
 """
 
 

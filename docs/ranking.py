@@ -1,4 +1,4 @@
-"""A hook of mkdocs: how-to pages come first in the search, then start pages and the reference, then all others."""
+"""A hook of mkdocs: how-to pages come first in the search, then start pages, then the reference."""
 
 from __future__ import annotations
 

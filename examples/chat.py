@@ -1,10 +1,11 @@
-"""Fine-tune a small model to chat: data, LoRA, evaluation, one file of merged weights, and answers from it.
+"""Fine-tune a small model to chat: data, LoRA, evaluation, one file of merged weights, and generated answers.
 
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/chat.py
 
 The base model learns sentences about words of Python's library, such as `tuple in capitals is TUPLE`.
-Adapters then learn to answer questions, by losses on answers alone. An answer counts if all its letters are
-right. No training data has the words asked about. Plain PyTorch loads the merged weights from `runs/chat.pt`.
+Adapters then learn to answer questions, with a loss on answers only. An answer counts if all its letters are
+right. The words asked about are not in the training data. Plain PyTorch loads the merged weights from
+`runs/chat.pt`.
 
 Prints:
 

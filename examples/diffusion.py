@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/diffusion.py
 
-The model learns the way from noise to pictures, by flow matching. Torch's own `AveragedModel` keeps the
-average: each rank averages its shards. The average then draws pictures while it is sharded, on each rank
-others. They alone travel to the first rank, which writes them to `runs/diffusion.png`.
+The model learns to turn noise into pictures by flow matching. Torch's own `AveragedModel` keeps the
+average: each rank averages its shards. The averaged model draws pictures while it is sharded, different ones
+on each rank. Only the pictures are sent to rank 0, which writes them to `runs/diffusion.png`.
 
 Prints:
 

@@ -1,15 +1,14 @@
-"""Training that outlives its hosts: the shards of each host lie in the memory of the next one as well.
+"""Train through the loss of hosts: each host keeps a copy of its neighbour's shards in memory.
 
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 \\
         --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         examples/elastic.py --memory /dev/shm/run --disk runs/elastic
 
-Each rank's shard is copied, in the background, into the memory of its own host and of the next one, so often
-that a lost host costs at most `--lose-at-most` steps; every `--disk-every` steps it is saved on disk. When a
-rank, an agent or a host goes, torchrun's elastic agent starts the rest anew, and they go on from the newest
-step that is whole somewhere. The windows of a step depend on its number and on `--global-batch`, not on who
-is there. Standard output has a line of JSON for each step, with the number of ranks that took it and the
-time.
+Each rank's shard is copied in the background into the memory of its own host and of the next one, so often
+that the loss of a host costs at most `--lose-at-most` steps. Every `--disk-every` steps it is saved to disk.
+When a rank, an agent or a host dies, torchrun's elastic agent restarts the others, and they resume from the
+newest complete step. The windows of a step depend on its number and on `--global-batch`, not on the ranks.
+Standard output has a line of JSON for each step, with the number of ranks and the time.
 """
 
 from __future__ import annotations

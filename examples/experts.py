@@ -1,9 +1,9 @@
-"""Train a mixture of experts: the experts are spread over the ranks, and all else is sharded.
+"""Train a mixture of experts: the experts are distributed over the ranks, and everything else is sharded.
 
     torchrun --nproc-per-node 2 examples/experts.py
 
-A router sends each letter to one expert of eight. Half of the experts live on one rank, half on the next, and
-letters travel to them and back. With four ranks or more, ranks that have the same experts shard them. The
+A router sends each letter to one of eight experts. Half of the experts are on one rank, half on the other,
+and letters are sent there and back. With four ranks or more, ranks with the same experts shard them. The
 model learns ciphers: with cipher k, letter t becomes ((2 k + 1) t + k) mod 32. Balance is 1 for equal work.
 
 Prints:

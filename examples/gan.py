@@ -1,9 +1,9 @@
-"""Train two models against each other, a WGAN with gradient penalty: a generator and a critic, both wrapped.
+"""Train a WGAN with gradient penalty: a generator and a critic, both sharded by the wrapper.
 
     torchrun --nproc-per-node 2 examples/gan.py
 
-The generator learns to put points on a ring. The critic runs several times before one backward. The penalty
-is on the norm of its gradient, so its backward differentiates a backward.
+The generator learns to place points on a ring. The critic runs several times before one backward. The penalty
+is on the norm of its gradient, so its backward differentiates another backward.
 
 Prints:
 

@@ -1,11 +1,11 @@
-"""Train with Hugging Face's `Trainer`, unchanged: `fsdp_wrap.compat` stands in for torch's FSDP.
+"""Train with Hugging Face's `Trainer`, unchanged: `fsdp_wrap.compat` replaces torch's FSDP.
 
     pip install -e '.[clients]'
     torchrun --nproc-per-node 2 -m fsdp_wrap.compat --fully-shard --cpu examples/hf_trainer.py runs/hf
 
-The program names torch and transformers only. Started by `fsdp_wrap.compat`, the `Trainer` shards with this
-library's `fully_shard`; `--cpu` lets it do so on a host without accelerators. The model is a small Llama. It
-learns the sources of Python's library byte by byte. Any `from_pretrained` loads what is saved.
+The program imports only torch and transformers. Started with `fsdp_wrap.compat`, the `Trainer` shards with
+this library's `fully_shard`; `--cpu` allows it on a host without accelerators. The model is a small Llama. It
+learns the source code of Python's library byte by byte. `from_pretrained` loads the saved model.
 
 Prints, beside what the `Trainer` logs:
 

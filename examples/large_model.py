@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/large_model.py runs/large
 
-Each rank builds the model on the meta device, where tensors have shapes and no memory. It then reads its own
-part of every weight, and the forward gathers one layer at a time. So no rank takes the memory of the whole
-model. The example writes the weights first, layer by layer, as a stand-in for a download.
+Each rank builds the model on the meta device, where tensors have shapes but no memory. It then reads its own
+shard of every weight, and the forward gathers one layer at a time. So no rank needs memory for the whole
+model. The example first writes the weights, layer by layer, instead of downloading them.
 
 Prints:
 

@@ -3,17 +3,17 @@
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/lora.py runs/lora
 
 The encoder is MiniLM, 22 million parameters. It learns which module of Python's library a sentence of
-documentation comes from. Only what learns is reduced and has optimizer state. The adapters are saved as peft
-saves them, and loaded into a new model.
+documentation comes from. Only the adapters are reduced and have optimizer state. They are saved with peft
+and loaded into a new model.
 
 Prints:
 
     0.3 % of 22.8 million parameters learn
-    before: 12 % of 64 sentences are told right
+    before: 12 % of 64 sentences are classified correctly
     step 10: loss 1.89
     step 20: loss 1.77
     step 30: loss 1.35
-    after: 53 % of 64 sentences are told right
+    after: 53 % of 64 sentences are classified correctly
     saved; a plain model with the adapters answers alike
 """
 
@@ -84,7 +84,7 @@ def main() -> None:
         right = sum(int(row.argmax()) == number for row, (_, number) in zip(logits, held_out))
         if rank == 0:
             share = 100 * right / HELD_OUT
-            print(f"{when}: {share:.0f} % of {HELD_OUT} sentences are told right", flush=True)
+            print(f"{when}: {share:.0f} % of {HELD_OUT} sentences are classified correctly", flush=True)
         return logits
 
     if rank == 0:

@@ -1,9 +1,9 @@
-"""Pre-train a language model with `fully_shard`, on the sources of Python's own library.
+"""Pre-train a language model with `fully_shard`, on the source code of Python's own library.
 
     torchrun --nproc-per-node 2 examples/pretrain.py
 
-Each block of the model is a unit: its parameters are gathered before it runs, and freed after. Two batches
-make a step: only after the second one are gradients summed over the ranks.
+Each block of the model is a unit: its parameters are gathered before it runs, and freed afterwards. A step
+accumulates two batches: gradients are reduced over the ranks only after the second one.
 
 Prints:
 

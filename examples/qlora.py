@@ -1,10 +1,10 @@
-"""Fine-tune a real sentence encoder by QLoRA: 4-bit weights that stay as they are, adapters that learn.
+"""Fine-tune a real sentence encoder with QLoRA: frozen 4-bit weights and trainable adapters.
 
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/qlora.py --adapters runs/adapters
 
 The encoder is MiniLM. It learns to find functions of Python's standard library by the first sentence of
-their documentation. Its weights are torchao's NF4: each rank keeps its rows of them, and gathers travel in 4
-bits as well. The adapters are peft's LoRA, saved as peft saves them and loaded again into a new model.
+their documentation. Its weights are torchao's NF4: each rank keeps its rows, and gathers transfer 4 bits
+per value. The adapters are peft's LoRA, saved with peft and loaded into a new model.
 Standard output ends with one line of JSON.
 """
 

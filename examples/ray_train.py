@@ -2,8 +2,8 @@
 
     pip install -e '.[ray]' && python examples/ray_train.py runs/ray
 
-The script starts a cluster of its own on this host, with two workers; where `RAY_ADDRESS` names a running
-cluster, it trains there. The workers save one checkpoint together, which the driver loads by itself.
+The script starts its own cluster on this host, with two workers. If `RAY_ADDRESS` names a running cluster, it
+trains there. The workers save one checkpoint together, and the driver loads it.
 
 Prints, beside what Ray logs:
 

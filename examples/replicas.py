@@ -1,4 +1,4 @@
-"""Training with replica groups that come and go, by torchft: one goes on while another one is away.
+"""Train replica groups with torchft: one group continues while another is down.
 
     torchft_lighthouse --min_replicas 1 --bind 0.0.0.0:29510
     export TORCHFT_LIGHTHOUSE=http://HOST:29510
@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 8 examples/replicas.py --group 1  # on another one
 
 Each group holds a copy of the model, sharded over its ranks. A group that dies costs no step: the others
-take that step again without it. When it is started again, it takes shards from a living group and joins. The
-windows of a step depend on its number and on `--global-batch`, not on who is there. Standard output has a
+repeat that step without it. When it is restarted, it gets shards from a living group and joins. The
+windows of a step depend on its number and on `--global-batch`, not on the groups. Standard output has a
 line of JSON for each step of a group, with the number of groups and a checksum of the first rank's shards.
 """
 

@@ -1,13 +1,13 @@
-"""Train on two ranks, go on with the checkpoint on another number of them, and export the weights.
+"""Train on two ranks, resume on another number of ranks, and export the weights.
 
     torchrun --nproc-per-node 2 examples/resume_elsewhere.py runs/moved --steps 20
     torchrun --nproc-per-node 3 examples/resume_elsewhere.py runs/moved --steps 40 --export runs/exported
 
-The second run loads what the first one has saved: model, optimizer and learning rate. All ranks together see
-96 samples a step, so the losses are those of a run that nobody has interrupted. The export is a folder of
-safetensors, which a plain model loads.
+The second run loads the checkpoint of the first: model, optimizer and learning rate. All ranks together see
+96 samples per step, so the losses are those of an uninterrupted run. The export is a folder of safetensors,
+which a plain model loads.
 
-The second one prints:
+The second command prints:
 
     loaded step 20 on 3 ranks
     step 30: loss 0.0932

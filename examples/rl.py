@@ -1,11 +1,11 @@
-"""Train a policy by its own rollouts, which end at different lengths: reinforcement learning as GRPO does it.
+"""Train a policy on its own rollouts of different lengths: reinforcement learning with GRPO.
 
     torchrun --nproc-per-node 2 examples/rl.py
 
-The policy learns to count down by rewards alone: asked for `5 2` it is to answer `4 3 2 .`. Each prompt has a
-group of answers. An answer counts by how much better than its group it is. Every forward gathers, so ranks
-run the same number: a rank of which all answers have ended goes on until all ranks have. The loss is a mean
-over the tokens of all ranks, of which each has another number. Figures are means over 60 steps.
+The policy learns to count down from rewards alone: the right answer to `5 2` is `4 3 2 .`. Each prompt has a
+group of answers, and an answer's advantage is relative to its group. Every forward gathers, so all ranks run
+the same number of forwards: a rank whose answers have all ended continues until all ranks have finished. The
+loss is a mean over the tokens of all ranks, whose numbers differ. Figures are means over 60 steps.
 
 Prints:
 

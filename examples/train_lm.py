@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --reproducible --global-batch 64
     torchrun --nproc-per-node 2 examples/train_lm.py --audit
 
-Under torchrun's elastic agent it resumes by itself, at whatever number of ranks came back (docs/elastic.md):
+Under torchrun's elastic agent it resumes automatically, on any number of ranks (docs/elastic.md):
 
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 \\
         --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\

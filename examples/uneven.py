@@ -1,11 +1,11 @@
-"""Train on documents of very different lengths: each rank has another number of batches, at times none.
+"""Train on documents of very different lengths: ranks have different numbers of batches, sometimes none.
 
     torchrun --nproc-per-node 2 examples/uneven.py
 
-The documents are classes and functions of Python's own library, from a line to a hundred lines. In each step
-a rank is given two, and learns from those with a docstring. Inside `uneven` a rank that has no batch left
-helps the others: it sends its shards, and adds zeros. Afterwards gradients are means over the bytes of all
-ranks. Evaluation has different numbers of batches too. A pass is a forward of at least one rank.
+The documents are classes and functions of Python's own library, of one to a hundred lines. In each step
+a rank gets two, and trains on those with a docstring. Inside `uneven` a rank with no batch left helps the
+others: it sends its shards and contributes zeros. Afterwards gradients are means over the bytes of all ranks.
+In the evaluation the numbers of batches differ too. A pass is a forward of at least one rank.
 
 Prints:
 

@@ -1,10 +1,10 @@
-"""Train a small network with batch normalisation, in bfloat16, to tell shapes in noisy pictures apart.
+"""Train a small network with batch normalization, in bfloat16, to classify shapes in noisy pictures.
 
     torchrun --nproc-per-node 2 examples/vision.py
 
-Convolutions compute in bfloat16, `BatchNorm2d` in 32 bits: `MixedPrecision` makes units of it of their own.
+Convolutions compute in bfloat16, `BatchNorm2d` in float32: with `MixedPrecision` each becomes its own unit.
 Running averages are buffers, which are not sharded: each rank has those of its own pictures, until they are
-averaged for the evaluation. The pictures are drawn here: circles, squares and crosses.
+averaged for the evaluation. The program draws the pictures: circles, squares and crosses.
 
 Prints:
 
@@ -12,7 +12,7 @@ Prints:
     step 20: loss 0.51
     step 30: loss 0.28
     step 40: loss 0.19
-    90 % of 512 new pictures are told right
+    90 % of 512 new pictures are classified correctly
 """
 
 import torch
@@ -81,7 +81,8 @@ def main() -> None:
         right = (model(pictures).argmax(1) == kinds).sum()
     dist.all_reduce(right)
     if rank == 0:
-        print(f"{100 * right.item() / (ranks * NEW):.0f} % of {ranks * NEW} new pictures are told right")
+        share = 100 * right.item() / (ranks * NEW)
+        print(f"{share:.0f} % of {ranks * NEW} new pictures are classified correctly")
     dist.destroy_process_group()
 
 

@@ -1,17 +1,17 @@
-"""Train a vision transformer, ported from DDP, to tell shapes in noisy pictures apart.
+"""Train a vision transformer, ported from DDP, to classify shapes in noisy pictures.
 
     torchrun --nproc-per-node 2 examples/vision_transformer.py
 
-The program after the port: `examples/vision_transformer_ddp.py` is the one before it. Losses are the same.
-Each rank keeps half of the weights and optimizer state. Pictures are cut into 16 patches, which are the
-tokens of a transformer.
+This is the program after the port; `examples/vision_transformer_ddp.py` is the one before. Losses are the
+same. Each rank keeps half of the weights and optimizer state. Pictures are split into 16 patches, the tokens
+of the transformer.
 
 Prints:
 
     step 50: loss 0.848
     step 100: loss 0.713
     step 150: loss 0.675
-    70 % of 512 new pictures are told right
+    70 % of 512 new pictures are classified correctly
     this rank keeps 1.8 MB of weights and optimizer state
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
     dist.all_reduce(right)
     if rank == 0:
         new = NEW * dist.get_world_size()
-        print(f"{100 * right.item() / new:.0f} % of {new} new pictures are told right")
+        print(f"{100 * right.item() / new:.0f} % of {new} new pictures are classified correctly")
         states = [value for state in optimizer.state.values() for value in state.values()]
         kept = sum(tensor.nbytes for tensor in (*model.parameters(), *states))
         print(f"this rank keeps {kept / 1e6:.1f} MB of weights and optimizer state")

@@ -1,11 +1,11 @@
-r"""Two ranks train a byte-level GPT; a third process writes text with their weights.
+r"""Two ranks train a byte-level GPT; a third process generates text with their weights.
 
     torchrun --nproc-per-node 2 examples/weights_to_inference.py
     torchrun --nproc-per-node 2 examples/weights_to_inference.py --way gloo
 
-The first rank starts the generating process, sends it all weights in bf16 once, and then only the elements
-that changed. The generator proves by checksums that it has the trainers' weights, and prints what it makes of
-a prompt:
+Rank 0 starts the generating process, sends it all weights in bf16 once, and then only the elements
+that changed. The generator verifies by checksums that it has the trainers' weights, and prints a completion
+of a prompt:
 
     version 1: all; 'def U\x0b...'
     version 4: 126472 changes (93% of the elements); 'def ne on t t on on t on t t t on t on t t t'
