@@ -3,9 +3,8 @@
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/chat.py
 
 The base model learns sentences about words of Python's library, such as `tuple in capitals is TUPLE`.
-Adapters then learn to answer questions, with a loss on answers only. An answer counts if all its letters are
-right. The words asked about are not in the training data. Plain PyTorch loads the merged weights from
-`runs/chat.pt`.
+Adapters then learn to answer questions, with a loss on answers only. An answer must have all letters right.
+The words asked about are not in the training data. Plain PyTorch loads the merged `runs/chat.pt`.
 
 Prints:
 
