@@ -55,6 +55,9 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["fsdp_wrap", "fsdp_wrap.*"]),
+    # Makes an editable install a plain path, which type checkers and editors read. They do not run the import
+    # hook that setuptools installs otherwise.
+    package_dir={"": "."},
     package_data={"fsdp_wrap": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
@@ -69,6 +72,7 @@ setup(
         "dev": [
             *TEST,
             *DOCS,
+            "basedpyright>=1.30",  # pyright's checks, with a node of its own
             "build",
             "coverage>=7.10",
             "mypy",

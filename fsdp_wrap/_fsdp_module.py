@@ -32,6 +32,7 @@ from fsdp_wrap._state import deepcopy_wrapper, note_load
 from fsdp_wrap.forward_methods import register_forward_method
 
 _Self = TypeVar("_Self", bound="FSDPModule")
+_Destination = TypeVar("_Destination", bound=dict[str, Any])
 
 
 class FSDPModule(nn.Module):
@@ -423,6 +424,14 @@ class FSDPModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")
+
+    @overload
+    def state_dict(
+        self, *, destination: _Destination, prefix: str = ..., keep_vars: bool = ...
+    ) -> _Destination: ...
+
+    @overload
+    def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, Any]: ...
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the state dict of `torch.nn.Module`, with `DTensor`s.

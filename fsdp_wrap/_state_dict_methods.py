@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from fsdp_wrap._state import (
     to_load,
     wants_dtensors,
 )
+
+_Destination = TypeVar("_Destination", bound=dict[str, Any])
 
 _deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
 """Whether the running load writes back to the shards only at its end."""
@@ -109,6 +111,14 @@ class StateDictMethods(nn.Module):
         settings = _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
         return settings_of(module, settings)
 
+    @overload
+    def state_dict(
+        self, *, destination: _Destination, prefix: str = ..., keep_vars: bool = ...
+    ) -> _Destination: ...
+
+    @overload
+    def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, Any]: ...
+
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns a state dict of the kind chosen by `state_dict_type`, under the unwrapped module's names.
 
@@ -142,7 +152,7 @@ class StateDictMethods(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> IncompatibleKeys:
         """Loads a state dict of the kind chosen by `state_dict_type`; collective.
 
         Args:
@@ -172,7 +182,8 @@ class StateDictMethods(nn.Module):
         targets.refuse(problems)
         known_to_fit = targets.check(copied, strict, kind)
         with self._loads_all_or_nothing(deferred=not known_to_fit):
-            return super().load_state_dict(copied, strict)
+            keys: IncompatibleKeys = super().load_state_dict(copied, strict)
+            return keys
 
     @contextmanager
     def _loads_all_or_nothing(self, deferred: bool) -> Iterator[None]:

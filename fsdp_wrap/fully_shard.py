@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -42,7 +42,46 @@ from fsdp_wrap._runtime import UnitOptions, over_replicas
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _Placements = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: _Placements | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    shared_memory: bool = ...,
+    travel_together_bytes: int | None = ...,
+    keep_unsharded_bytes: int = ...,
+    shard_alignment: int | str | None = ...,
+    state_over_replicas: bool = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[_Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: _Placements | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    shared_memory: bool = ...,
+    travel_together_bytes: int | None = ...,
+    keep_unsharded_bytes: int = ...,
+    shard_alignment: int | str | None = ...,
+    state_over_replicas: bool = ...,
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +27,8 @@ from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["ReplicateModule", "replicate"]
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 
 class ReplicateModule(FSDPModule):
     """A module after `replicate`: an instance of a subclass of its former class, run as an unsharded unit.
@@ -34,6 +36,34 @@ class ReplicateModule(FSDPModule):
     It has all methods of `FSDPModule`. Parameters are not gathered. The methods about gathers only affect
     copies of parameters in another dtype, or from host memory.
     """
+
+
+@overload
+def replicate(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    shared_memory: bool = ...,
+    travel_together_bytes: int | None = ...,
+) -> ReplicateModule: ...
+
+
+@overload
+def replicate(
+    module: list[_Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    shared_memory: bool = ...,
+    travel_together_bytes: int | None = ...,
+) -> list[ReplicateModule]: ...
 
 
 def replicate(

@@ -201,7 +201,7 @@ def test_errors_are_of_torchs_types(rank, world_size):
         (TypeError, "must return a Shard", 3),
     ):
         raises(error, match, lambda placed=placement: fully_shard(plain, shard_placement_fn=lambda _: placed))
-    raises(TypeError, "bool, an int or None", lambda: fully_shard(plain, reshard_after_forward="no"))  # type: ignore[arg-type]
+    raises(TypeError, "bool, an int or None", lambda: fully_shard(plain, reshard_after_forward="no"))  # type: ignore[call-overload]
     with torch.device("meta"):
         meta = fully_shard(nn.Linear(3, 4))
     raises(RuntimeError, "meta device", lambda: meta(torch.ones(2, 3)))

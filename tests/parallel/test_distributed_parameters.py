@@ -223,7 +223,9 @@ def test_training_over_dimensions_equals_a_plain_model_and_upstream(rank, world_
     ours, theirs = (
         (replicate, torchs.replicate) if "copies" in case else (fully_shard, torch_fsdp.fully_shard)
     )
-    models = [ours(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))]
+    models: list[Any] = [
+        ours(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))
+    ]
     if "dp_mesh_dims" in inspect.signature(theirs).parameters:
         dims = torch_fsdp.DataParallelMeshDims(**given)
         models.append(theirs(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims=dims))
@@ -275,6 +277,6 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, wo
         assert all(param is before[name] for name, param in model.named_parameters())
         assert type(model) is nn.Sequential
     with pytest.raises(TypeError, match="dp_mesh_dims must be a"):
-        fully_shard(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
+        fully_shard(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()

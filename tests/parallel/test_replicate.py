@@ -332,7 +332,7 @@ def test_a_module_is_taken_once(rank, world_size):
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         torchs.replicate(replicate(nn.Linear(2, 2)), mesh=named_mesh(2))
     with pytest.raises(ValueError, match="is not sharded yet"):
-        replicate(nn.Linear(2, 2)).set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+        replicate(nn.Linear(2, 2)).set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="on the root"):
         model = replicate(nn.Sequential(replicate(nn.Linear(2, 2))))
         model[0].reset_iter_state()

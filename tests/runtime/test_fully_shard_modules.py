@@ -60,7 +60,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size):
         with pytest.raises(TypeError, match=r"share_memory\(\) of the root unit .* on rank \d: .* DTensors"):
             model.share_memory()
     with pytest.raises(ValueError, match="must be a bool"):
-        sharded.set_reshard_after_forward(2)
+        sharded.set_reshard_after_forward(2)  # type: ignore[arg-type]
     outer = fully_shard(nn.Sequential(sharded))
     outer(torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="on the root, and this is unit '0'"):

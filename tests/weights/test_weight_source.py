@@ -214,9 +214,9 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
 def test_many_small_parameters_take_time_in_proportion(rank, world_size):
     """Each is looked at a few times while they are put together for their gathers, however many there are."""
     count = 300
-    model = nn.Linear(2, 2)
-    model.many = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(count))
-    model = fully_shard(model)
+    layer = nn.Linear(2, 2)
+    layer.many = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(count))
+    model = fully_shard(layer)
     source, sizes = weight_source(model), mock.Mock(side_effect=FullValue.nbytes.fget)
     with mock.patch.object(FullValue, "nbytes", property(lambda value: sizes(value))):
         assert len(dict(source)) == count + 2
