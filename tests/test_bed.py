@@ -181,14 +181,15 @@ def test_failing_ranks(body, options, ends, shown):
     ("taken", "expected"),
     [
         (lambda now: {}, 8),  # where the system tells nothing
-        (lambda now: {1: 50.0, 2: 0.02 * now}, 8),  # they look again and again, but wait
-        (lambda now: {1: 0.1 * min(now, 30)}, 38),  # beside many others
-        (lambda now: {now: 50.0}, 8),  # of another thread each time nothing is known
-        (lambda now: {1: now}, 100),
+        (lambda now: {1: (50.0, 9.0), 2: (0.02 * now, 0.1 * now)}, 8),  # they look now and then, but wait
+        (lambda now: {1: (0.1 * min(now, 30), 0.0)}, 38),
+        (lambda now: {1: (0.01 * now, 0.9 * min(now, 30))}, 38),  # beside a hundred others
+        (lambda now: {now: (50.0, 50.0)}, 8),  # of another thread each time nothing is known
+        (lambda now: {1: (now, 0.0)}, 100),
     ],
 )
 def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected):
-    """Whose threads have taken so much of a processor's time after so many seconds."""
+    """Whose threads have run, and have waited for a processor, for so long after so many seconds."""
     clock = SimpleNamespace(now=0)
     with (
         mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
@@ -200,6 +201,18 @@ def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected
         assert clock.now == expected
         what = "though at work" if expected == 100 else "no rank at work for 8.0 s"
         assert str(waiting) == f"no answer after {expected:.1f} s, {what}"
+
+
+BUSY = "import time\nwhile time.process_time() < 2.5: pass"
+
+
+def wait_for_another(rank: int, world_size: int) -> None:
+    script = '"$0" -c "$1"; exit $?'  # so that the shell stays, and its child is the one at work
+    subprocess.run(["sh", "-c", script, sys.executable, BUSY], check=True)
+
+
+def test_a_rank_may_wait_for_processes_that_it_has_started():
+    run_ranks(1, wait_for_another, timeout=1.0)
 
 
 @pytest.mark.parametrize(

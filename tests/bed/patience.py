@@ -4,14 +4,27 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 NEVER = 600.0
 """Seconds after which what has not come will not come. By it nothing is judged: it ends what is stuck."""
 _LOOKS = 4
 _AT_WORK = 0.05
-"""Share of a processor's time that a busy thread gets beside many others. A waiting thread takes less."""
+"""Share of a processor's time that a waiting thread, which may look again and again, does not take."""
+_IN_LINE = 0.5
+"""Share of the time that a busy thread runs or waits for a processor, however many others there are.
+
+A thread that waits for something else looks again from time to time, and sleeps in between.
+"""
 
 _Thread = tuple[int, str]
+
+
+class _Taken(NamedTuple):
+    """Seconds in which a thread has run, and in which it could have run but no processor was free."""
+
+    running: float
+    in_line: float
 
 
 def until(condition: Callable[[], object], pause: float = 0.01) -> None:
@@ -24,7 +37,7 @@ def until(condition: Callable[[], object], pause: float = 0.01) -> None:
 
 
 class Patience:
-    """Waits for processes as long as any of them works.
+    """Waits for processes as long as any of them, or of the processes that they have started, works.
 
     Args:
         silence: Seconds in which none works, after which they are stuck.
@@ -34,7 +47,7 @@ class Patience:
     def __init__(self, silence: float, longest: float) -> None:
         self._silence, self._longest = silence, longest
         self._begin = self._looked = self._worked = time.monotonic()
-        self._taken: dict[_Thread, float] = {}
+        self._taken: dict[_Thread, _Taken] = {}
 
     @property
     def pause(self) -> float:
@@ -48,11 +61,11 @@ class Patience:
     def has_ended(self, processes: Iterable[int]) -> bool:
         """Looks at the processes; returns whether it is in vain to wait for them any more."""
         now, taken = time.monotonic(), _seconds_taken(processes)
-        busiest = max(
-            (taken[each] - self._taken[each] for each in taken.keys() & self._taken.keys()), default=0
-        )
-        if busiest > _AT_WORK * (now - self._looked):
-            self._worked = now
+        seconds = now - self._looked
+        for thread in taken.keys() & self._taken.keys():
+            running, in_line = (after - before for after, before in zip(taken[thread], self._taken[thread]))
+            if running > _AT_WORK * seconds or running + in_line > _IN_LINE * seconds:
+                self._worked = now
         self._looked, self._taken = now, taken
         return now - self._worked >= self._silence or now - self._begin >= self._longest
 
@@ -63,11 +76,27 @@ class Patience:
         return f"no answer after {now - self._begin:.1f} s, {what}"
 
 
-def _seconds_taken(processes: Iterable[int]) -> dict[_Thread, float]:
-    """Returns the processor's time of each thread, where the system tells."""
+def _seconds_taken(processes: Iterable[int]) -> dict[_Thread, _Taken]:
+    """Returns what each thread of the processes, and of all that they have started, has taken so far.
+
+    It is empty where the system does not tell.
+    """
     taken = {}
-    for process in processes:
+    for process in _with_descendants(processes):
         for file in Path(f"/proc/{process}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # it has ended
-                taken[process, file.parent.name] = int(file.read_text().split()[0]) / 1e9
+                running, in_line, _ = map(int, file.read_text().split())
+                taken[process, file.parent.name] = _Taken(running / 1e9, in_line / 1e9)
     return taken
+
+
+def _with_descendants(processes: Iterable[int]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, after_name = file.read_text(errors="replace").rpartition(")")
+            children.setdefault(int(after_name.split()[1]), []).append(int(file.parent.name))
+    family = [*processes]
+    for process in family:  # which grows meanwhile
+        family += children.get(process, [])
+    return family
