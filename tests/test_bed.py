@@ -184,6 +184,7 @@ def test_failing_ranks(body, options, ends, shown):
         (lambda now: {1: (50.0, 9.0), 2: (0.02 * now, 0.1 * now)}, 8),  # they look now and then, but wait
         (lambda now: {1: (0.1 * min(now, 30), 0.0)}, 38),
         (lambda now: {1: (0.01 * now, 0.9 * min(now, 30))}, 38),  # beside a hundred others
+        (lambda now: dict.fromkeys((1, 2), (0.01 * now, 0.4 * min(now, 30))), 38),  # and one after the other
         (lambda now: {now: (50.0, 50.0)}, 8),  # of another thread each time nothing is known
         (lambda now: {1: (now, 0.0)}, 100),
     ],

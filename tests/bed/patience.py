@@ -12,7 +12,7 @@ _LOOKS = 4
 _AT_WORK = 0.05
 """Share of a processor's time that a waiting thread, which may look again and again, does not take."""
 _IN_LINE = 0.5
-"""Share of the time that a busy thread runs or waits for a processor, however many others there are.
+"""Share of the time in which busy threads run or could run, in turn, however many others there are.
 
 A thread that waits for something else looks again from time to time, and sleeps in between.
 """
@@ -61,11 +61,12 @@ class Patience:
     def has_ended(self, processes: Iterable[int]) -> bool:
         """Looks at the processes; returns whether it is in vain to wait for them any more."""
         now, taken = time.monotonic(), _seconds_taken(processes)
-        seconds = now - self._looked
+        seconds, longest, together = now - self._looked, 0.0, 0.0
         for thread in taken.keys() & self._taken.keys():
             running, in_line = (after - before for after, before in zip(taken[thread], self._taken[thread]))
-            if running > _AT_WORK * seconds or running + in_line > _IN_LINE * seconds:
-                self._worked = now
+            longest, together = max(longest, running), together + running + in_line
+        if longest > _AT_WORK * seconds or together > _IN_LINE * seconds:
+            self._worked = now
         self._looked, self._taken = now, taken
         return now - self._worked >= self._silence or now - self._begin >= self._longest
 
