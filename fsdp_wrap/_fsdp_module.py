@@ -55,6 +55,9 @@ class FSDPModule(nn.Module):
     def register_forward_method(self, method_name: str) -> None:
         """Makes a method such as `generate` run with full parameters; see `fsdp_wrap.forward_methods`.
 
+        Args:
+            method_name: Name of the method. It must return its result, and not be a generator.
+
         Raises:
             ValueError: If there is no such method, or it cannot run as a forward.
         """
@@ -97,6 +100,11 @@ class FSDPModule(nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether full parameters are freed between forward and backward, also of the root.
 
+        Args:
+            reshard_after_forward: True frees them after forward, and backward gathers them again. False keeps
+                them.
+            recurse: Also set it for the units below.
+
         Raises:
             ValueError: If `reshard_after_forward` is not a bool.
         """
@@ -109,6 +117,10 @@ class FSDPModule(nn.Module):
         """Sets whether full parameters are freed after backward.
 
         If not, the next forward uses them, unless an optimizer has changed the sharded parameters since.
+
+        Args:
+            reshard_after_backward: True, as at the beginning, frees them.
+            recurse: Also set it for the units below.
         """
         self.__set(recurse, reshards_after_backward=reshard_after_backward)
 
@@ -116,6 +128,10 @@ class FSDPModule(nn.Module):
         """Sets whether the memory of full parameters stays allocated while they are sharded.
 
         The first unshard allocates it. Each later one gathers into the same memory.
+
+        Args:
+            keep: Whether the memory stays allocated.
+            recurse: Also set it for the units below.
         """
         for handle in self.__handles(recurse):
             handle.keep_storage(keep)
@@ -147,11 +163,18 @@ class FSDPModule(nn.Module):
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
 
         A backward that needs parameters which were not gathered may crash the process.
+
+        Args:
+            unshard_in_backward: Whether backward gathers them, as at the beginning.
         """
         self.__set(False, unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Makes this unit's forward issue the all-gathers of other units.
+
+        Args:
+            modules: The modules of these units, in the order of their gathers. An empty list
+                restores the default.
 
         Raises:
             ValueError: If a module is no `FSDPModule`.
@@ -161,25 +184,41 @@ class FSDPModule(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Makes this unit's backward issue the all-gathers of these units instead of the expected next one.
 
+        Args:
+            modules: The modules of these units, in the order of their gathers. An empty list
+                restores the default.
+
         Raises:
             ValueError: If a module is no `FSDPModule`.
         """
         self.__set(False, backward_targets=_units_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the next iteration wait for an event, such as an optimizer's step on another stream."""
+        """Makes the next iteration wait for an event, such as an optimizer's step on another stream.
+
+        Args:
+            event: The event to wait for, once.
+        """
         self.__schedule.wait_for(event)
 
     # gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Sets whether a backward waits for its last reduction, or leaves the wait to the next backward."""
+        """Sets whether a backward waits for its last reduction, or leaves the wait to the next backward.
+
+        Args:
+            is_last_backward: True, as at the beginning, waits. With False, read no gradient before the last
+                backward.
+        """
         self.__schedule.ending.set_last(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether `finalize_backward`, instead of each backward, waits for the last reduction.
 
         If so, `set_is_last_backward` has no effect.
+
+        Args:
+            enabled: Whether to wait in `finalize_backward`.
 
         Raises:
             RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
@@ -224,6 +263,10 @@ class FSDPModule(nn.Module):
 
         While gradients accumulate, parameters without a `.grad` get zeros as their gradient: log and clip
         after the backward that reduces. `zero_grad` drops the accumulated gradients.
+
+        Args:
+            requires_gradient_sync: Whether backwards reduce, as at the beginning.
+            recurse: Also set it for the units below.
         """
         self.__set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
 
@@ -234,6 +277,10 @@ class FSDPModule(nn.Module):
         refuse to step, and `zero_grad` drops the sums. To detect `zero_grad`, the smallest parameter of each
         unit and dtype has zeros as its gradient. Without replicas this has no effect. The first backward
         after `True` sums all gradients, also of units that it does not reach.
+
+        Args:
+            requires_all_reduce: Whether backwards sum over the replicas, as at the beginning.
+            recurse: Also set it for the units below.
 
         Raises:
             NotIdleError: Inside a backward.
@@ -250,6 +297,9 @@ class FSDPModule(nn.Module):
 
         It holds for all parameters of the unit, on every mesh.
 
+        Args:
+            factor: The divisor, finite and not 0.
+
         Raises:
             ValueError: If it is 0, infinite or not a number.
         """
@@ -259,7 +309,11 @@ class FSDPModule(nn.Module):
             handle.divide_gradients_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`."""
+        """The old name of `set_gradient_divide_factor`.
+
+        Args:
+            factor: The divisor, finite and not 0.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
@@ -322,6 +376,9 @@ class FSDPModule(nn.Module):
 
         NCCL then sends from the buffers without a copy. With a backend without allocator this has no effect.
 
+        Args:
+            enable: Whether it does.
+
         Raises:
             RuntimeError: If a custom collective or `set_symm_mem_for_comm` allocates the buffers, inside a
                 forward or backward, or while gradients wait for a reduction.
@@ -334,6 +391,9 @@ class FSDPModule(nn.Module):
         """Allocates this unit's communication buffers in NCCL's symmetric memory; collective.
 
         NCCL may then use copy engines or special kernels. Both gathers and reductions use the memory.
+
+        Args:
+            backend: "NCCL", the only one that has such memory.
 
         Raises:
             ValueError: If `backend` is not "NCCL", or the unit does not communicate by NCCL.
@@ -349,6 +409,10 @@ class FSDPModule(nn.Module):
 
         With NCCL, reductions then no longer queue behind gathers. All ranks must pass the same value. On the
         CPU this has no effect, since collectives do not queue there.
+
+        Args:
+            enable: Whether they are.
+            recurse: Also set it for the units below.
         """
         self.__schedule.require_idle("choosing the process group of reductions")
         for unit in self.__units(recurse):
@@ -361,6 +425,10 @@ class FSDPModule(nn.Module):
 
         More of them let the computation wait less for slow reductions, at the cost of memory.
 
+        Args:
+            max_input_buffers: The number of reductions, at least 1.
+            recurse: Also set it for the units below.
+
         Raises:
             TypeError: If `max_input_buffers` is no int.
             ValueError: If `max_input_buffers` is less than 1.
@@ -372,7 +440,11 @@ class FSDPModule(nn.Module):
         self.__set(recurse, most_reducing=max_input_buffers)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted without effect: gradients are always reduced by sums, and divided afterwards."""
+        """Accepted without effect: gradients are always reduced by sums, and divided afterwards.
+
+        Args:
+            enable: Ignored.
+        """
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -380,6 +452,10 @@ class FSDPModule(nn.Module):
         """Sets whether parameters that no rank used get gradients of zeros, or None.
 
         In both cases different ranks may use different parameters.
+
+        Args:
+            reduce_scatter_unused_params: True for zeros, False, as at the beginning, for None.
+            recurse: Also set it for the units below.
         """
         self.__set(recurse, counts_unused=reduce_scatter_unused_params)
 

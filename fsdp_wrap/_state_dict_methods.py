@@ -87,6 +87,9 @@ class StateDictMethods(nn.Module):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Returns the settings of all instances at and below `module`; the defaults if there is none.
 
+        Args:
+            module: Any module.
+
         Raises:
             ValueError: If the instances have different settings.
         """
@@ -107,7 +110,17 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Sets the kind of state dicts as `set_state_dict_type` does, while the context is open."""
+        """Sets the kind of state dicts as `set_state_dict_type` does, while the context is open.
+
+        Args:
+            module: Any module.
+            state_dict_type: The kind for model and optimizer.
+            state_dict_config: The configuration of model state dicts, of the kind's type; None for defaults.
+            optim_state_dict_config: The same for optimizer state dicts.
+
+        Raises:
+            TypeError: If a configuration does not belong to the kind.
+        """
         settings = _resolved(module, state_dict_type, state_dict_config, optim_state_dict_config)
         return settings_of(module, settings)
 
@@ -126,6 +139,11 @@ class StateDictMethods(nn.Module):
         copies, so later training does not change them; so are the pieces of sharded kinds, except with
         `keep_vars`. Ignored parameters, and the tensors of ignored modules, are not copied, as in the state
         dict of a plain module, unless `offload_to_cpu` is set.
+
+        Args:
+            destination: A dict to add to; None for a new one.
+            prefix: Text in front of every name.
+            keep_vars: Give this rank's own pieces and buffers, which later steps change, instead of copies.
         """
         settings = self._state_dict_settings
         only = only_rank(self, settings.state_dict_config)
@@ -302,7 +320,15 @@ class OptimStateDictMethods:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Returns `optim_state_dict` of full tensors, on the host; ignores `optim_input` and `group`."""
+        """Returns `optim_state_dict` of full tensors, on the host; ignores `optim_input` and `group`.
+
+        Args:
+            model: The wrapped module, or a module that contains it.
+            optim: An optimizer of the model's parameters.
+            optim_input: Ignored.
+            rank0_only: Give the state to the first rank alone; the others get an empty dict.
+            group: Ignored.
+        """
         _warn_of_optim_input(optim_input)
         only = only_rank(model, FullOptimStateDictConfig(rank0_only=rank0_only))
         return full_optim_state_dict(model, optim, None, to_host=True, only=only)
@@ -311,7 +337,13 @@ class OptimStateDictMethods:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Returns `optim_state_dict` of this rank's pieces, on the host; `group` has no effect."""
+        """Returns `optim_state_dict` of this rank's pieces, on the host; `group` has no effect.
+
+        Args:
+            model: The wrapped module, or a module that contains it.
+            optim: An optimizer of the model's parameters.
+            group: Ignored.
+        """
         return sharded_optim_state_dict(model, optim, None, to_host=True)
 
     @staticmethod
@@ -321,7 +353,14 @@ class OptimStateDictMethods:
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of full tensors on every rank; `optim` may be None."""
+        """Returns `optim_state_dict_to_load` of full tensors on every rank; `optim` may be None.
+
+        Args:
+            full_optim_state_dict: The state, by names of the unwrapped module.
+            model: The wrapped module, or a module that contains it.
+            optim_input: Ignored.
+            optim: The optimizer; None if the model has one.
+        """
         _warn_of_optim_input(optim_input)
         return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
 
@@ -333,7 +372,16 @@ class OptimStateDictMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of the first rank's full tensors; `optim` may be None."""
+        """Returns `optim_state_dict_to_load` of the first rank's full tensors; `optim` may be None.
+
+        Args:
+            full_optim_state_dict: The state on the first rank, by names of the unwrapped module; ignored on
+                the others.
+            model: The wrapped module, or a module that contains it.
+            optim_input: Ignored.
+            optim: The optimizer; None if the model has one.
+            group: Ignored.
+        """
         _warn_of_optim_input(optim_input)
         given = full_optim_state_dict
         return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
@@ -342,7 +390,13 @@ class OptimStateDictMethods:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of pieces, also of another wrapping; collective."""
+        """Returns `optim_state_dict_to_load` of pieces, also of another wrapping; collective.
+
+        Args:
+            sharded_optim_state_dict: The state of `sharded_optim_state_dict`.
+            model: The wrapped module, or a module that contains it.
+            optim: An optimizer of the model's parameters.
+        """
         return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
 
     @staticmethod

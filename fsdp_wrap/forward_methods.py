@@ -18,6 +18,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Calls `module.register_forward_method(method_name)` if `module` is wrapped or sharded.
 
     Any other module is left alone, so that the same code works for plain models.
+
+    Args:
+        module: Any module.
+        method_name: Name of the method. It must return its result, and not be a generator.
+
+    Raises:
+        ValueError: If there is no such method, or it cannot run as a forward.
     """
     if UNIT_ATTR in module.__dict__:
         module.register_forward_method(method_name)  # type: ignore[operator]

@@ -303,6 +303,9 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
         See `fsdp_wrap.forward_methods`.
 
+        Args:
+            method_name: Name of the method. It must return its result, and not be a generator.
+
         Raises:
             ValueError: If there is no such method, or it cannot run as a forward.
         """
@@ -358,6 +361,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         """Sets for this unit alone whether its full parameters are freed between forward and backward.
 
         By default the strategy decides, except that the root keeps its own, since backward needs them first.
+
+        Args:
+            reshard_after_forward: True frees them after forward, and backward gathers them again. False keeps
+                them.
         """
         self._unit.set_reshard_after_forward(reshard_after_forward)
 
@@ -466,7 +473,12 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         return ((clean_fqn(name) if clean else name, value) for name, value in named)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Applies `fn` to every submodule and self with full parameters shown; edits are kept."""
+        """Applies `fn` to every submodule and self with full parameters shown; edits are kept.
+
+        Args:
+            fn: The function. It is called with each module, the innermost first, and may edit parameters in
+                place.
+        """
         units = list(units_in(self).values())
         require_idle(units, "apply()")
         with full_units(units, writeback=True):  # units that are already shown stay so

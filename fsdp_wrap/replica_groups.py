@@ -25,12 +25,22 @@ class ReplicaManager(Protocol):
     """The interface of `torchft.Manager` that `join_replica_groups` needs."""
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
-        """Averages a tensor in place over the groups of this step; returns a work."""
+        """Averages a tensor in place over the groups of this step; returns a work.
+
+        Args:
+            tensor: The tensor, of any shape.
+        """
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Registers the functions that load and return state for a returning group."""
+        """Registers the functions that load and return state for a returning group.
+
+        Args:
+            key: Name of the state.
+            load_state_dict: Takes the state that another group has sent.
+            state_dict: Returns the state to send.
+        """
 
 
 def join_replica_groups(

@@ -52,6 +52,9 @@ class ModuleWrapPolicy(torch_wrap.ModuleWrapPolicy):
 
     Args:
         module_classes: The classes.
+
+    Raises:
+        TypeError: If one of them is no class.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -118,6 +121,9 @@ class NameWrapPolicy(_Policy):
 
     Args:
         names: One name, or several.
+
+    Raises:
+        ValueError: If there is no name, or something else than a name.
     """
 
     def __init__(self, names: str | Iterable[str]) -> None:
@@ -169,7 +175,12 @@ def _suggest(names: list[str], classes: Counter[type]) -> str:
 
 @dataclass(frozen=True)
 class ConfigAutoWrap:
-    """The wrapper class of an `enable_wrap` block, and its default arguments."""
+    """The wrapper class of an `enable_wrap` block, and its default arguments.
+
+    Attributes:
+        wrapper_cls: The class.
+        kwargs: The arguments.
+    """
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: Kwargs
@@ -185,6 +196,9 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
     Args:
         wrapper_cls: The wrapper class, such as `FullyShardedDataParallel`.
         **wrapper_kwargs: Arguments of every wrapper made in the block.
+
+    Raises:
+        TypeError: If the wrapper cannot be called.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap needs a class or function as wrapper_cls, not {wrapper_cls!r}")

@@ -398,7 +398,13 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """The kinds of state dicts that a wrapped module makes now."""
+    """The kinds of state dicts that a wrapped module makes now.
+
+    Attributes:
+        state_dict_type: The kind.
+        state_dict_config: Options of the model's state dicts.
+        optim_state_dict_config: Options of the optimizer's.
+    """
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

@@ -88,7 +88,11 @@ def appended(items: list[T], item: T) -> Iterator[None]:
 
 
 def observe_events(observer: Callable[[Event], None]) -> AbstractContextManager[None]:
-    """Calls `observer` with every event while the context is open."""
+    """Calls `observer` with every event while the context is open.
+
+    Args:
+        observer: The function. It is called at once, in the thread in which the event happens.
+    """
     return appended(observers, observer)
 
 

@@ -29,6 +29,11 @@ class FlatParameter(nn.Parameter):
 
     It takes no part in autograd: modules compute with leaves, and `.grad` is filled by the reduction.
 
+    Args:
+        data: This rank's shard, 1-D.
+        requires_grad: Whether it is trained.
+        extents: Names, shapes and places of the original parameters.
+
     Attributes:
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
@@ -53,7 +58,14 @@ class FlatParameter(nn.Parameter):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuses hooks on the gradient before it is accumulated: autograd would never call them."""
+        """Refuses hooks on the gradient before it is accumulated: autograd would never call them.
+
+        Args:
+            hook: Ignored.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
             f"register_hook on the FlatParameter of '{self._fqns[0]}' and others would never be called, "
             "since gradients come from a reduction: use register_post_accumulate_grad_hook, or hook the "

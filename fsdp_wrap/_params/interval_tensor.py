@@ -183,11 +183,19 @@ class IntervalTensor(torch.Tensor):
         }
 
     def with_piece(self, piece: torch.Tensor) -> IntervalTensor:
-        """Returns a tensor with the same interval on this rank, and other values."""
+        """Returns a tensor with the same interval on this rank, and other values.
+
+        Args:
+            piece: The values, 1-D, as many as before.
+        """
         return IntervalTensor(self.shape, self.start, piece, spread=self.spread, part=self.part)
 
     def own(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's interval of a full tensor, 1-D."""
+        """Returns this rank's interval of a full tensor, 1-D.
+
+        Args:
+            full: A tensor of the full shape.
+        """
         held = full if self.part is None else self.part.cut(full)
         return held.reshape(-1)[self.start : self.stop]
 
@@ -214,6 +222,9 @@ class IntervalTensor(torch.Tensor):
         """Returns a `DTensor` of the same values; collective over `mesh`, whose ranks hold all of them.
 
         It is sharded along dimension 0 over the mesh's last dimension, and replicated over the others.
+
+        Args:
+            mesh: The mesh.
         """
         return by_rows(self._assembled([mesh.get_group(dim) for dim in range(mesh.ndim)]), mesh)
 
@@ -242,7 +253,11 @@ class IntervalTensor(torch.Tensor):
         return self.spread.placements(self.shape)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Returns this rank's part: rows or the whole, as `placements` says, else the piece, 1-D."""
+        """Returns this rank's part: rows or the whole, as `placements` says, else the piece, 1-D.
+
+        Args:
+            grad_placements: Ignored; `DTensor` has it.
+        """
         if isinstance(self.placements[-1], Intervals):
             return self.piece
         rows = self.piece.numel() // self.shape[1:].numel() if self.shape else 1
@@ -254,7 +269,12 @@ class IntervalTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor | IntervalTensor:
-        """Returns a `DTensor` with other placements; collective over the ranks that hold the tensor."""
+        """Returns a `DTensor` with other placements; collective over the ranks that hold the tensor.
+
+        Args:
+            device_mesh: The mesh of the result; None for this one.
+            placements: One for each of the mesh's dimensions; None for `Replicate()` on all.
+        """
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
         if mesh == self.device_mesh and tuple(wanted) == self.placements:

@@ -44,7 +44,11 @@ class WrapPlan:
     _places: dict[nn.Module, list[Place]] = field(repr=False)
 
     def apply(self, make_unit: MakeUnit) -> None:
-        """Replaces each target, in all its places, by `make_unit(module, kwargs, left_to_ancestor)`."""
+        """Replaces each target, in all its places, by `make_unit(module, kwargs, left_to_ancestor)`.
+
+        Args:
+            make_unit: Returns the wrapper of a module.
+        """
         for module, kwargs in self.targets.items():
             unit = make_unit(module, kwargs, self.left_to_ancestor[module])
             for parent, name in self._places[module]:

@@ -324,7 +324,11 @@ def iter_full_params(
 
 
 def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns the further names of tied parameters and buffers, by the one under which they are yielded."""
+    """Returns the further names of tied parameters and buffers, by the one under which they are yielded.
+
+    Args:
+        module: Any module.
+    """
     owned = owned_places(units_in(module).values())
     names: dict[object, list[str]] = {}
     for fqn, place, tensor in named(module, saved_tensors, all_names=True):

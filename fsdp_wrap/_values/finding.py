@@ -92,6 +92,9 @@ class FoundError(RuntimeError, Generic[T]):
 class NonFiniteError(FoundError[NonFinite]):
     """A step had NaN or infinite values; the same on all ranks.
 
+    Args:
+        text: The message.
+
     Attributes:
         first: Where they were first.
         also: Where each other rank has first seen any.

@@ -73,6 +73,9 @@ def latest(dir: str | Path) -> Path | None:
     """Returns the folder of the newest complete step in `dir`, None if there is none.
 
     Complete means: the manifest is intact and all files have their sizes; `load` reads every byte.
+
+    Args:
+        dir: The folder with the step folders.
     """
     return next(_complete_in(Path(dir)), None)
 

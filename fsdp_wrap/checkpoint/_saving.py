@@ -98,6 +98,9 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> Path:
         """Waits for its end and returns the step folder.
 
+        Args:
+            timeout: Seconds; None for no limit.
+
         Raises:
             RuntimeError: If it failed; on all ranks.
             TimeoutError: If it goes on for longer than `timeout` seconds.
@@ -108,7 +111,11 @@ class PendingSave:
             self._seen = self._future.done()
 
     def wait(self, raise_untold: bool = False) -> None:
-        """Waits for its end, and may raise its error, unless `result` has."""
+        """Waits for its end, and may raise its error, unless `result` has.
+
+        Args:
+            raise_untold: Raise the error if `result` has not.
+        """
         self._future.exception()
         if raise_untold and not self._seen:
             self.result()

@@ -17,7 +17,12 @@ __all__ = ["adapt_clients"]
 
 
 def adapt_clients(installation: Installation, cpu: bool) -> None:
-    """Adapts clients now or when they are imported; with `cpu` they accept a host without accelerators."""
+    """Adapts clients now or when they are imported; with `cpu` they accept a host without accelerators.
+
+    Args:
+        installation: Takes the changes back at its end.
+        cpu: Whether to adapt them to such a host.
+    """
     for module, adapt in {**_ADAPTATIONS, **(_GATES if cpu else {})}.items():
         installation.when_imported(module, adapt)
 

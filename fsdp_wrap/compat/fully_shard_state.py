@@ -31,7 +31,11 @@ __all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
 
 
 def state_of(module: nn.Module) -> UnitState | None:
-    """Returns the state of a module to which our `fully_shard` or `replicate` was applied, else None."""
+    """Returns the state of a module to which our `fully_shard` or `replicate` was applied, else None.
+
+    Args:
+        module: Any module.
+    """
     return UnitState(module.__dict__[UNIT_ATTR]) if isinstance(module, FSDPModule) else None
 
 
@@ -308,6 +312,9 @@ def adapt_fully_shard(installation: Installation) -> list[tuple[Any, Any]]:
 
     Meanwhile our sharded modules are instances of torch's `FSDPModule` or `ReplicateModule` for all code that
     holds that class, and torch's functions that look for a module's state find theirs.
+
+    Args:
+        installation: Takes the changes back at its end.
 
     Returns:
         (torch's, ours) of functions and policies.

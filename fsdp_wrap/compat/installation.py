@@ -21,7 +21,13 @@ class Installation(ExitStack):
     """The changes of one call of `install`; as a context manager it takes them back at the end."""
 
     def rebind(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute until the end."""
+        """Sets an attribute until the end.
+
+        Args:
+            owner: A module or class.
+            name: Name of the attribute.
+            value: The new value.
+        """
         self.callback(setattr, owner, name, inspect.getattr_static(owner, name))
         setattr(owner, name, value)
 
@@ -39,13 +45,23 @@ class Installation(ExitStack):
                     self.rebind(module, name, by_id[id(value)])
 
     def set_environment(self, name: str, value: str) -> None:
-        """Sets an environment variable until the end, if it is not set."""
+        """Sets an environment variable until the end, if it is not set.
+
+        Args:
+            name: Name of the variable.
+            value: The value.
+        """
         if name not in os.environ:
             self.callback(os.environ.pop, name, None)
             os.environ[name] = value
 
     def when_imported(self, name: str, adapt: Callable[[Installation, Any], None]) -> None:
-        """Calls `adapt(self, module)` once the module of that name is loaded: now, or later until the end."""
+        """Calls `adapt(self, module)` once the module of that name is loaded: now, or later until the end.
+
+        Args:
+            name: Full name of the module.
+            adapt: The function. It changes the module by the methods of the installation.
+        """
         if name in sys.modules:
             adapt(self, sys.modules[name])
         else:

@@ -112,6 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     With `--check` it runs nothing: it prints which names of torch's FSDP installed packages use, and which of
     these are served. It exits with 1 if one is not.
+
+    Args:
+        arguments: The command's words; None for those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m fsdp_wrap.compat", description=main.__doc__)
     packages = "tell the names of torch's FSDP that packages use (all installed ones, if none is given)"

@@ -24,7 +24,11 @@ __all__ = ["adapt_stages"]
 
 
 def adapt_stages(installation: Installation) -> None:
-    """Lets torch's pipeline stages run modules that our `fully_shard` has sharded as they run torch's."""
+    """Lets torch's pipeline stages run modules that our `fully_shard` has sharded as they run torch's.
+
+    Args:
+        installation: Takes the changes back at its end.
+    """
     stage = torchs.pipeline_stage()
     for name, adapted in (("forward_one_chunk", _forward), ("backward_maybe_with_nosync", _backward)):
         installation.rebind(stage, name, adapted(getattr(stage, name)))

@@ -151,6 +151,9 @@ class HostAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `AdamW`; moments get this optimizer's dtype.
 
+        Args:
+            state_dict: The state dict.
+
         Raises:
             ValueError: If it is of an `AdamW` that does something else.
         """

@@ -95,6 +95,9 @@ def step_in_backward(
 def backward_steps(optimizer: torch.optim.Optimizer) -> BackwardSteps:
     """Returns the `BackwardSteps` of an optimizer that `step_in_backward` has returned.
 
+    Args:
+        optimizer: The optimizer.
+
     Raises:
         ValueError: If it has not returned it.
     """
@@ -184,7 +187,12 @@ class BackwardSteps:
             self._norm.forget()  # what one that failed has left
 
     def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters."""
+        """Updates a unit, after `arrive`, if given, has added its gradients to the sharded parameters.
+
+        Args:
+            unit: The unit.
+            arrive: Adds the gradients that the reduction has brought.
+        """
         part, handle, norm = self._parts[unit], unit.handle, self.total_norm
         assert handle is not None
         self._began = True
@@ -197,7 +205,11 @@ class BackwardSteps:
         self._step_scaled(unit, partial(self._apply, unit, part, norm, handle))
 
     def finish(self, left: Sequence[Unit]) -> None:
-        """All gradients are there: updates the units that are left, and waits for all updates."""
+        """All gradients are there: updates the units that are left, and waits for all updates.
+
+        Args:
+            left: The units that were not updated.
+        """
         waits = self.waits
         if waits:
             self._update_all(left)
@@ -217,7 +229,11 @@ class BackwardSteps:
             put_in_order(state, [param for group in groups for param in group["params"]])
 
     def abandon(self, left: Sequence[Unit]) -> None:
-        """The backward has failed: waits for what was begun, and drops the gradients of other units."""
+        """The backward has failed: waits for what was begun, and drops the gradients of other units.
+
+        Args:
+            left: The units that were not updated.
+        """
         if self._lane is not None:
             self._lane.abandon()
         for unit in left:

@@ -135,6 +135,9 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses groups beside those of the model, which the optimizer has from the beginning.
 
+        Args:
+            param_group: The group.
+
         Raises:
             ValueError: Always, once it is made.
         """

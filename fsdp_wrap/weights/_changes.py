@@ -250,7 +250,11 @@ def _joined(found: Iterable[ShardChanges], checksums: bool) -> Changes:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns the checksum of a full tensor, as `Changes.checksums` has it, of its bits."""
+    """Returns the checksum of a full tensor, as `Changes.checksums` has it, of its bits.
+
+    Args:
+        tensor: A tensor of any shape and dtype.
+    """
     return _wrapped(_sum_of_all(tensor.detach().reshape(-1), lambda places: places))
 
 

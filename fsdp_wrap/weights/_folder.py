@@ -64,6 +64,9 @@ class WeightFolder:
 
         If that fails, nothing of it stays, and the next one gets its number.
 
+        Args:
+            source: The source, of the same model on every rank.
+
         Raises:
             RuntimeError: On every rank, when all have come to the end, if the first one could not write.
             TypeError: If a tensor is of a tensor subclass; before anything is gathered, on every rank.
@@ -81,6 +84,9 @@ class WeightFolder:
 
     def send_changes(self, changes: Changes) -> None:
         """Writes what `WeightChanges.collect` has found.
+
+        Args:
+            changes: The changes since the last version.
 
         Raises:
             RuntimeError: On the first rank, if it cannot be written, or what came before it was not.

@@ -127,6 +127,9 @@ class WeightSource:
     def refuse_subclasses(self, doing: str) -> None:
         """Refuses what takes plain tensors only.
 
+        Args:
+            doing: What takes them, for the message.
+
         Raises:
             TypeError: If a tensor is of a tensor subclass.
         """

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import json
-import pkgutil
 import re
 import shlex
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-import fsdp_wrap
 from bed.paths import ROOT
 from bed.scripts import run
 from site_pages import DOCS, blocks, name_of, pages, program_of
@@ -211,88 +204,3 @@ def test_pictures_follow_light_and_dark_pages_with_few_colours():
         assert "prefers-color-scheme:dark" in text and "currentColor" in text, path.name
         assert "#ffffff" not in found and "#000000" not in found, path.name
         assert len(found - {INK}) <= 5, f"{path.name}: {found}"
-
-
-# --- the reference --------------------------------------------------------------------------------------
-
-
-def public_modules() -> list[ModuleType]:
-    """The modules that users import: those without an underscore that say what they have."""
-    found = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
-    doors = [each.name for each in found if each.ispkg or each.name.count(".") == 1]
-    paths = [path for path in doors if "._" not in path]
-    paths += ["fsdp_wrap", "fsdp_wrap.tools.debug_page"]  # of which the latter needs packages of its own
-    modules = [importlib.import_module(path) for path in paths]
-    return [module for module in modules if hasattr(module, "__all__")]
-
-
-def listed() -> list[Any]:
-    """What the pages of the reference list, resolved, in their order."""
-    found = []
-    for page in sorted((DOCS / "reference").glob("*.md")):
-        for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
-            module, _, name = path.rpartition(".")
-            found.append(getattr(importlib.import_module(module), name))
-    return found
-
-
-def is_torchs(value: Any) -> bool:
-    return getattr(value, "__module__", "").startswith("torch.")
-
-
-def public_values() -> dict[str, Any]:
-    """Every public value by one of its paths; a value that stands under several is there several times."""
-    return {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for module in public_modules()
-        for name in module.__all__
-    }
-
-
-def test_every_public_name_is_in_the_reference_once():
-    """Those of torch's are told in its text."""
-    of_reference = [id(value) for value in listed()]
-    assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
-    values = public_values()
-    assert set(of_reference) <= {*map(id, values.values())}, "the reference lists what is not public"
-    text = "".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
-    for path, value in values.items():
-        told = f"`{path.rpartition('.')[2]}`" in text if is_torchs(value) else id(value) in of_reference
-        assert told, path
-
-
-def documented_constants() -> set[str]:
-    """The names in the package to which a text is attached that says what they are."""
-    found = set()
-    for path in Path(fsdp_wrap.__path__[0]).rglob("*.py"):
-        body = ast.parse(path.read_text("utf-8")).body
-        for statement, after in zip(body, body[1:]):
-            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if told and isinstance(statement, ast.Assign | ast.AnnAssign):
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
-
-
-def members(kind: type) -> list[tuple[str, Any]]:
-    """The public functions and properties that a class adds, or takes from private classes of ours."""
-    classes = [each for each in kind.__mro__ if each.__module__.startswith("fsdp_wrap")]
-    names = dict.fromkeys(name for each in classes for name in vars(each) if not name.startswith("_"))
-    found = [(f"{kind.__qualname__}.{name}", inspect.getattr_static(kind, name)) for name in names]
-    functions = (staticmethod, classmethod, property)
-    return [
-        (name, member)
-        for name, member in found
-        if inspect.isfunction(member) or isinstance(member, functions)
-    ]
-
-
-def test_every_public_name_has_a_docstring():
-    constants, bare = documented_constants(), []
-    for path, value in public_values().items():
-        if not (inspect.isclass(value) or inspect.isfunction(value)):
-            bare += [path] if path.rpartition(".")[2] not in constants else []
-            continue
-        parts = members(value) if inspect.isclass(value) else []
-        bare += [name for name, part in [(path, value), *parts] if not inspect.getdoc(part)]
-    assert not bare

@@ -91,14 +91,30 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Reduces in float16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`."""
+    """Reduces in float16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`.
+
+    Args:
+        state: The ranks and the divisors.
+        grad: This rank's gradients of all parameters of a unit, 1-D; averaged in place, or spoiled if there
+            is an `output`.
+        output: Gets this rank's part of the average: 1-D, of `grad.numel() / state.world_size` elements. None
+            if every rank holds the gradients whole.
+    """
     _average(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Reduces in bfloat16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`."""
+    """Reduces in bfloat16, by `allreduce_hook` or, with an output, `reduce_scatter_hook`.
+
+    Args:
+        state: The ranks and the divisors.
+        grad: This rank's gradients of all parameters of a unit, 1-D; averaged in place, or spoiled if there
+            is an `output`.
+        output: Gets this rank's part of the average: 1-D, of `grad.numel() / state.world_size` elements. None
+            if every rank holds the gradients whole.
+    """
     _average(torch.bfloat16, state, grad, output)
 
 

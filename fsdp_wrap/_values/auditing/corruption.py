@@ -72,6 +72,9 @@ class Corruption:
 class CorruptionError(FoundError[Corruption]):
     """A rank holds, received or computed a wrong value; the same error on all ranks.
 
+    Args:
+        text: The message.
+
     Attributes:
         first: The first finding.
         also: The others of the step.

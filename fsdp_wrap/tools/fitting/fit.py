@@ -103,7 +103,11 @@ class Fit:
         return self.choices[0] if self.choices and self.choices[0].fits else None
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the answer as JSON, and writes it to a file if one is named."""
+        """Returns the answer as JSON, and writes it to a file if one is named.
+
+        Args:
+            path: The file to write; None for none.
+        """
         plain = {
             "device_memory": self.device_memory,
             "plans": self.plans,

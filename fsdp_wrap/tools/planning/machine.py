@@ -81,11 +81,19 @@ class Machine:
             )
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Returns floating-point operations a second in a dtype."""
+        """Returns floating-point operations a second in a dtype.
+
+        Args:
+            dtype: A dtype; one without a figure counts as the slowest that has one.
+        """
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
 
     def at(self, attained: float) -> Machine:
-        """Returns the machine of which programs reach a fraction of the peak FLOP/s and memory bandwidth."""
+        """Returns the machine of which programs reach a fraction of the peak FLOP/s and memory bandwidth.
+
+        Args:
+            attained: The fraction, such as 0.5.
+        """
         return dataclasses.replace(
             self,
             flops={dtype: value * attained for dtype, value in self.flops.items()},
@@ -114,6 +122,9 @@ class Machine:
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Machine:
         """Makes a machine of the figures that `to_dict` returned.
+
+        Args:
+            figures: The figures, by name.
 
         Raises:
             ValueError: If a figure is missing, unknown or out of range.

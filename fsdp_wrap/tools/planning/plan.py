@@ -137,7 +137,11 @@ class Plan:
         return compared(self.units, self.predicted_seconds, record_of(timeline, self.rank, self.ranks))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the plan as JSON, and writes it to a file if one is named."""
+        """Returns the plan as JSON, and writes it to a file if one is named.
+
+        Args:
+            path: The file to write; None for none.
+        """
         text = json.dumps(dataclasses.asdict(self), indent=1)
         if path is not None:
             own_output(Path(path)).write_text(text)
@@ -146,6 +150,9 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Makes a plan of the text that `to_json` returned.
+
+        Args:
+            text: The JSON.
 
         Raises:
             ValueError: If it is another text.

@@ -46,6 +46,9 @@ class Timeline:
     def fill(self, ranks: Iterable[RankRecord]) -> None:
         """Replaces the records.
 
+        Args:
+            ranks: One record of each rank.
+
         Raises:
             ValueError: If there are two of one rank.
         """
@@ -75,6 +78,9 @@ class Timeline:
 
     def plot(self, path: str | Path) -> None:
         """Draws one pass to a file, whose ending tells matplotlib the format.
+
+        Args:
+            path: The file.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -158,6 +164,9 @@ def _common_clock(rank: int) -> ClockOffset:
 
 def load(path: str | Path) -> Timeline:
     """Reads a trace that `Timeline.save`, `timeline` or `merge` has written.
+
+    Args:
+        path: The file.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -241,7 +241,11 @@ class Recipe:
     # text
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the recipe as JSON, and writes it to a file if one is named."""
+        """Returns the recipe as JSON, and writes it to a file if one is named.
+
+        Args:
+            path: The file to write; None for none.
+        """
         text = json.dumps(dataclasses.asdict(self), indent=1)
         if path is not None:
             own_output(Path(path)).write_text(text)
@@ -250,6 +254,9 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> Recipe:
         """Makes a recipe of the text that `to_json` returned.
+
+        Args:
+            text: The JSON.
 
         Raises:
             ValueError: If it is another text.

@@ -1,0 +1,186 @@
+"""The reference: it has every public name, and the docstrings tell of parameters and errors."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fsdp_wrap
+from site_pages import DOCS
+
+
+def public_modules() -> list[ModuleType]:
+    """The modules that users import: those without an underscore that say what they have."""
+    found = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
+    doors = [each.name for each in found if each.ispkg or each.name.count(".") == 1]
+    paths = [path for path in doors if "._" not in path]
+    paths += ["fsdp_wrap", "fsdp_wrap.tools.debug_page"]  # of which the latter needs packages of its own
+    modules = [importlib.import_module(path) for path in paths]
+    return [module for module in modules if hasattr(module, "__all__")]
+
+
+def listed() -> list[Any]:
+    """What the pages of the reference list, resolved, in their order."""
+    found = []
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
+            module, _, name = path.rpartition(".")
+            found.append(getattr(importlib.import_module(module), name))
+    return found
+
+
+def is_torchs(value: Any) -> bool:
+    return getattr(value, "__module__", "").startswith("torch.")
+
+
+def public_values() -> dict[str, Any]:
+    """Every public value by one of its paths; a value that stands under several is there several times."""
+    return {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in public_modules()
+        for name in module.__all__
+    }
+
+
+def test_every_public_name_is_in_the_reference_once():
+    """Those of torch's are told in its text."""
+    of_reference = [id(value) for value in listed()]
+    assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
+    values = public_values()
+    assert set(of_reference) <= {*map(id, values.values())}, "the reference lists what is not public"
+    text = "".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
+    for path, value in values.items():
+        told = f"`{path.rpartition('.')[2]}`" in text if is_torchs(value) else id(value) in of_reference
+        assert told, path
+
+
+def documented_constants() -> set[str]:
+    """The names in the package to which a text is attached that says what they are."""
+    found = set()
+    for path in Path(fsdp_wrap.__path__[0]).rglob("*.py"):
+        body = ast.parse(path.read_text("utf-8")).body
+        for statement, after in zip(body, body[1:]):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if told and isinstance(statement, ast.Assign | ast.AnnAssign):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def members(kind: type) -> list[tuple[str, Any]]:
+    """The public functions and properties that a class adds, or takes from private classes of ours."""
+    classes = [each for each in kind.__mro__ if each.__module__.startswith("fsdp_wrap")]
+    names = dict.fromkeys(name for each in classes for name in vars(each) if not name.startswith("_"))
+    found = [(f"{kind.__qualname__}.{name}", inspect.getattr_static(kind, name)) for name in names]
+    functions = (staticmethod, classmethod, property)
+    return [
+        (name, member)
+        for name, member in found
+        if inspect.isfunction(member) or isinstance(member, functions)
+    ]
+
+
+def test_every_public_name_has_a_docstring():
+    constants, bare = documented_constants(), []
+    for path, value in public_values().items():
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            bare += [path] if path.rpartition(".")[2] not in constants else []
+            continue
+        parts = members(value) if inspect.isclass(value) else []
+        bare += [name for name, part in [(path, value), *parts] if not inspect.getdoc(part)]
+    assert not bare
+
+
+def described() -> Iterator[tuple[str, Any, Any]]:
+    """Yields what the reference describes: the name, the value, and the function that it is or is made by."""
+    for value in {id(value): value for value in listed()}.values():
+        if inspect.isfunction(value):
+            yield value.__qualname__, value, value
+        elif inspect.isclass(value) and not issubclass(value, Enum):
+            yield value.__qualname__, value, maker(value)
+            for name, member in members(value):
+                yield name, function_of(member), function_of(member)
+
+
+def function_of(member: Any) -> Any:
+    """The function of a method, or of a property."""
+    return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+
+
+def maker(kind: type) -> Any:
+    """The function of ours that makes the instances of a class, if there is one."""
+    own = [vars(base) for base in kind.__mro__ if base.__module__.startswith("fsdp_wrap")]
+    return function_of(
+        next((names[name] for names in own for name in ("__init__", "__new__") if name in names), None)
+    )
+
+
+def returned() -> set[str]:
+    """The names in what functions of the reference return."""
+    functions = [function for _, _, function in described() if inspect.isfunction(function)]
+    results = (str(inspect.unwrap(function).__annotations__.get("return")) for function in functions)
+    return {name for result in results for name in re.findall(r"\w+", result)}
+
+
+def told(section: str, *values: Any) -> set[str]:
+    """The names that a section of docstrings describes; of a class also in those of its bases."""
+    found = set()
+    for value in values:
+        for owner in inspect.getmro(value) if inspect.isclass(value) else [value]:
+            text = inspect.cleandoc(owner.__doc__ or "")
+            for lines in re.findall(rf"^{section}:\n((?:    .*\n?|\n)*)", text, re.M):
+                found |= set(re.findall(r"^    \**(\w+): ", lines, re.M))
+    return found
+
+
+def test_every_parameter_is_described():
+    missing, returns = {}, returned()
+    for name, value, function in described():
+        names = told("Args", value, function)
+        if function is None or (name in returns and not names):  # no user makes what functions return
+            continue
+        names |= told("Attributes", value)
+        missing[name] = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.name not in {"self", "cls", *names} and not parameter.name.startswith("_")
+        ]
+    assert not {name: left for name, left in missing.items() if left}
+
+
+def test_every_error_that_a_function_raises_is_described():
+    missing = []
+    for name, value, function in described():
+        if inspect.isclass(value) and dataclasses.is_dataclass(value):
+            function = getattr(value, "__post_init__", None)
+        names = told("Raises", value, function) if function is not None else set()
+        for error in raised(inspect.unwrap(function)) if function is not None else ():
+            if not names & {kind.__name__ for kind in error.__mro__}:
+                missing.append(f"{name}: {error.__name__}")
+    assert not missing
+
+
+def raised(function: Any) -> list[type[BaseException]]:
+    """The classes of errors that a function itself raises."""
+    if not inspect.getfile(function).startswith(fsdp_wrap.__path__[0]) or function.__name__ == "<lambda>":
+        return []
+    source = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    left, found = [*ast.iter_child_nodes(source)], []
+    for node in left:  # which grows meanwhile
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            error = eval(ast.unparse(node.exc.func), {**function.__globals__})
+            found += [error] if inspect.isclass(error) else []
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return found
