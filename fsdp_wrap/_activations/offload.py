@@ -67,10 +67,6 @@ def offload_activations(
         ValueError: If nothing in the model is wrapped or sharded, a name is unknown, `keep` or `min_bytes` is
             negative, or the activations of a unit are offloaded already.
         RuntimeError: Inside a forward or backward.
-
-    Example:
-        fsdp_wrap.offload_activations(model)
-        train(model)
     """
     for name, number in (("keep", keep), ("min_bytes", min_bytes)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:

@@ -98,13 +98,7 @@ def observe_events(observer: Callable[[Event], None]) -> AbstractContextManager[
 
 @contextmanager
 def record_events() -> Iterator[list[Event]]:
-    """Collects the events of this process while the context is open.
-
-    Example:
-        with record_events() as events:
-            model(batch).sum().backward()
-        print([(event.kind.value, event.unit) for event in events])
-    """
+    """Collects the events of this process while the context is open."""
     events: list[Event] = []
     with observe_events(events.append):
         yield events

@@ -53,11 +53,6 @@ def find_nonfinite(model: nn.Module, *, modules: bool = True, gradients: bool = 
     Raises:
         ValueError: If nothing in the model is wrapped or sharded.
         NonFiniteError: A RuntimeError, on all ranks alike, if a value is not finite.
-
-    Example:
-        with fsdp_wrap.find_nonfinite(model):
-            loss_of(model, batch).backward()
-            optimizer.step()
     """
     check_flag("modules", modules)
     check_flag("gradients", gradients)

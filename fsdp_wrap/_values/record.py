@@ -81,10 +81,6 @@ def record_values(
     Raises:
         ValueError: If the folder has a record already, `every` is no positive number, a name is unknown, or
             `units` are given for a model that has units.
-
-    Example:
-        with fsdp_wrap.record_values(model, "values", every=100):
-            train(model)
     """
     check_every(every)
     if units_in(model) and units:

@@ -39,11 +39,6 @@ def explain_memory_errors(models: Models) -> Iterator[None]:
 
     Raises:
         ValueError: If nothing in `models` is wrapped or sharded.
-
-    Example:
-        with fsdp_wrap.explain_memory_errors(model):
-            loss(model(batch)).backward()
-            optimizer.step()
     """
     units = named_units(models, "explain_memory_errors")
     try:

@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import socket
 import textwrap
 from collections.abc import Iterator
 from enum import Enum
@@ -15,8 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 import fsdp_wrap
-from site_pages import DOCS
+from bed import run_ranks
+from site_pages import DOCS, blocks
 
 
 def public_modules() -> list[ModuleType]:
@@ -184,3 +189,47 @@ def raised(function: Any) -> list[type[BaseException]]:
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             left += ast.iter_child_nodes(node)
     return found
+
+
+# --- its examples ---------------------------------------------------------------------------------------
+
+PAGES = sorted(page.name for page in (DOCS / "reference").glob("*.md") if page.name != "index.md")
+BEFORE = [block.source for block in blocks(DOCS / "reference" / "index.md") if block.language == "python"]
+"""What the examples of all pages begin with: definitions, and a model in a process group."""
+ALONE = {"tools.md"}
+"""Plans need that there is no process group yet."""
+
+
+def run_examples(rank: int, world_size: int, page: str, folder: str, port: int) -> set[str]:
+    """Runs the examples of a page as a program of torchrun; returns the classes of its variables."""
+    here = os.getcwd()
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    os.chdir(folder)
+    try:
+        for source in BEFORE[: 1 if page in ALONE else None]:
+            exec(compile(source, "index.md", "exec"), names)
+        for block in blocks(DOCS / "reference" / page):
+            if block.language != "python" or block.skipped:
+                continue
+            lines = "\n" * block.line  # so that errors name the page's line
+            exec(compile(lines + block.source, page, "exec"), names)
+    finally:
+        os.chdir(here)
+    return {kind.__name__ for value in names.values() for kind in type(value).__mro__}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run_and_show_every_name(page, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shown, *_ = run_ranks(1 if page in ALONE else 2, run_examples, page, str(tmp_path), port, backend=None)
+    text = (DOCS / "reference" / page).read_text("utf-8")
+    for block in blocks(DOCS / "reference" / page):
+        shown |= set(re.findall(r"\w+", block.source))
+    names = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.M)}
+    missing = names - shown
+    assert not missing

@@ -36,8 +36,8 @@ pytestmark = pytest.mark.slow
 sybil = pytest.importorskip("sybil")
 
 LIMIT = 150.0
-ELSEWHERE = {"docs/examples.md"}
-"""`test_gallery.py` runs the commands of these pages, and compares what they print."""
+ELSEWHERE = {"docs/examples.md", *(name_of(page) for page in (ROOT / "docs" / "reference").glob("*.md"))}
+"""`test_gallery.py` runs the commands of the examples, and `test_reference.py` what the reference shows."""
 SHORT = (
     "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --warmup 2 --eval-windows 8 --sample 4 --steps 12"
 )

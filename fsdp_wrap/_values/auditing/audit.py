@@ -109,10 +109,6 @@ def audit(model: nn.Module, every: int = 100, *, on_fault: OnFault = "warn", see
             `on_fault` is none of these.
         TypeError: If `seed` is no int.
         CorruptionError: In a step, by `on_fault="raise"`: a RuntimeError, on all ranks alike.
-
-    Example:
-        with fsdp_wrap.audit(model, every=100, on_fault="raise"):
-            train(model)
     """
     check_every(every)
     check_kind("seed", seed, int, optional=False)

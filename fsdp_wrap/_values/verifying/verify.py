@@ -64,6 +64,7 @@ def verify(
         RuntimeError: If the program fails on a rank; it has the traceback.
 
     Example:
+        ```python
         def setup(sharded):
             torch.manual_seed(0)
             model = Transformer()
@@ -84,6 +85,7 @@ def verify(
 
         if __name__ == "__main__":
             print(fsdp_wrap.verify(setup, ranks=4))
+        ```
     """
     _check(setup, ranks, steps, against, timeout)
     launch = Launch(timeout)

@@ -78,6 +78,7 @@ def plan(
         TypeError: If `setup` returns something else.
 
     Example:
+        ```python
         def setup():
             with torch.device("meta"):
                 model = Transformer()
@@ -92,6 +93,7 @@ def plan(
             return model, optimizer, step
 
         print(fsdp_wrap.plan(setup, ranks=64, device="cuda"))
+        ```
     """
     _check(setup, ranks, device, rank, helps)
     before = planned_rounds.set(None if helps is None else PlannedRounds(rank))

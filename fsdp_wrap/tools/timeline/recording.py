@@ -122,15 +122,6 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     Raises:
         ValueError: If nothing in `models` is wrapped or sharded.
         RuntimeError: If not all ranks open it.
-
-    Example:
-        with fsdp_wrap.timeline(model) as recorded:
-            for batch in batches:
-                step(batch)
-        if rank == 0:
-            print(recorded.report())
-            recorded.save("trace.json")
-            recorded.plot("step.svg")
     """
     names = named_units(models, "timeline")
     together = dist.is_initialized() and dist.get_world_size() > 1

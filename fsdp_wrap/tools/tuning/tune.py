@@ -94,12 +94,14 @@ def tune(
         ValueError: If nothing fits, the setup cannot be planned, or an argument makes no sense.
 
     Example:
+        ```python
         def setup(recipe=Recipe()):
             model = recipe.apply(Transformer(), Block)
             optimizer = torch.optim.AdamW(model.parameters())
             return model, optimizer, partial(train_step, model, optimizer)
 
         recipe = tune(setup, 64, device="cuda", memory="75GB", machine=preset("h100", attained=0.5))
+        ```
     """
     if not isinstance(machine, Machine):
         raise TypeError(f"tune() needs a machine, such as fsdp_wrap.preset('h100'), not {machine!r}")
