@@ -29,11 +29,6 @@ class FlatParameter(nn.Parameter):
 
     It takes no part in autograd: modules compute with leaves, and `.grad` is filled by the reduction.
 
-    Args:
-        data: This rank's shard, 1-D.
-        requires_grad: Whether it is trained.
-        extents: Names, shapes and places of the original parameters.
-
     Attributes:
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
@@ -51,6 +46,13 @@ class FlatParameter(nn.Parameter):
     _is_flat_param = True  # marks flat parameters for torch
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool, extents: Sequence[Extent]) -> FlatParameter:
+        """Makes one around a shard.
+
+        Args:
+            data: This rank's shard, 1-D.
+            requires_grad: Whether it is trained.
+            extents: Names, shapes and places of the original parameters.
+        """
         self: FlatParameter = make_subclass(cls, data, requires_grad)
         self._fqns = tuple(extent.fqn for extent in extents)
         self._shapes = tuple(extent.shape for extent in extents)

@@ -54,6 +54,9 @@ MOST_BY_CAUSE = {case: dict(zip(NAMES, most, strict=True)) for case, most in BY_
 # Those that make the parameters of a unit usable: where it travels alone, since another may have gathered.
 MOST_TO_UNSHARD = {"original": 14, "flat": 14, "fully_shard": 16}
 
+SMALL, MANY = ((2, 4), (6, 4), (6, 16)), (24, 4)
+"""Units, and parameters of each."""
+
 
 class Sum(nn.Module):
     """A unit of as many parameters as asked for, in one module, whose forward calls no other."""
@@ -105,13 +108,13 @@ def main() -> None:
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for ranks in (8, 1024):
+        for ranks, sizes in ((8, [*SMALL, MANY]), (1024, [MANY])):
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
             for front in FRONTS:
-                for units, params in ((2, 4), (6, 4), (6, 16), (24, 4)):
+                for units, params in sizes:
                     key = f"{ranks} {front} {units} {params}"
                     found[key] = calls_of_a_step(front, units, params)
-                    if ranks == 8:
+                    if (units, params) != MANY:
                         found[f"alone {key}"] = calls_of_a_step(front, units, params, together=False)
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
