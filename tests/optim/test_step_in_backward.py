@@ -432,10 +432,12 @@ def test_what_would_compute_with_what_was_updated_is_refused_by_name(rank, world
 
 
 class Slow(torch.optim.SGD):
-    """Takes longer for an update than a state dict needs to begin."""
+    """Takes longer for an update than a state dict needs to begin, once it updates the model."""
+
+    seconds = 0.0
 
     def step(self, closure: Any = None) -> Any:
-        time.sleep(0.2)
+        time.sleep(self.seconds)
         return super().step(closure)
 
 
@@ -462,6 +464,7 @@ def test_a_backward_that_raises(rank, world_size, front, in_thread):
     model, usual = pair(front, Once, travel_together_bytes=0)
     kind = Slow if in_thread else torch.optim.SGD
     optimizer = step_in_backward(model, lambda params: kind(params, lr=0.1), in_thread=in_thread)
+    optimizer.seconds = 0.2  # from now on: it was tried before, which takes many steps
     for each in (model, usual):
         for module in each.modules():
             module.fails = True
