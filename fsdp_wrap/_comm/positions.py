@@ -8,7 +8,10 @@ size from different units complete, with wrong parameters.
 A step that raises on one rank alone, and is caught there, may have issued nothing: then this rank's next step
 would pair with the others' last one. So entries also count the forwards since the last backward, and tell
 that one has raised. Ranks that skip a step together have begun equally many. Without an error the numbers may
-differ: ranks need not evaluate alike.
+differ: ranks need not evaluate alike. A word also has the number of optimizer steps, which must be equal.
+
+What a rank has to tell at an optimizer step goes into *remarks*, beside the collectives. The number of
+collectives before a remark says to which step it belongs. Peers read it after their next collective.
 
 File names contain a random word that the ranks of a job agree on through the store. A rank that is not in
 its group's file runs on another host and is left out. Each rank locks a byte of the file until its process
@@ -33,10 +36,12 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
 from typing import NamedTuple
@@ -50,12 +55,17 @@ from fsdp_wrap._core.torch_private import default_store
 _ENTRY = struct.Struct("<QB235pIB")  # fields of `LogEntry`
 _write = _ENTRY.pack_into
 _RING = 32  # number of a group's latest collectives that are kept
+_REMARKS_KEPT = 8  # number of a rank's latest remarks that are kept
 _ENTERED, _FIRST = 0, 1  # rows: the unit entered last, and the first collective of the ring
-_ROWS = _FIRST + _RING
+_REMARKS = _FIRST + _RING  # row of the first remark of their ring
+_ROWS = _REMARKS + _REMARKS_KEPT
 _LOW = 0xFFFFFFFF
 _DIGEST_NBYTES, _MARK_BITS = 3, 8  # what the lower half of a word consists of
+_MARK = 2**_MARK_BITS - 1
 _MOST_TRIES = 254
+_STEPS = 2 ** (_MARK_BITS - 1)  # numbers of steps are compared modulo this
 _RAISED = ", after a step that raised"
+_BEHIND = " optimizer step behind"
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
 _PHASES = list(Phase)
@@ -93,14 +103,33 @@ class Noted(NamedTuple):
 
 
 def alike(noted: Iterable[tuple[int, int]]) -> bool:
-    """Whether the (digest, tries) of some ranks are those of one collective.
+    """Whether the (digest, tries) of some ranks are those of one collective, after equally many steps.
 
     Ranks that have begun different numbers of forwards fit together as long as none of these has raised.
     """
     digests, tries = zip(*noted)
     raised = any(number & 1 for number in tries)
     same = len({digest >> _MARK_BITS for digest in digests}) == 1
-    return same and not (raised and len({number >> 1 for number in tries}) > 1)
+    return same and not (raised and len({number >> 1 for number in tries}) > 1) and not any(behind(digests))
+
+
+def behind(digests: Sequence[int]) -> list[str]:
+    """Returns for the digest of each rank how many optimizer steps it is behind the first; "" for none.
+
+    Nothing is known of the steps of a rank on which a forward or backward has raised, nor are they compared
+    where the collectives differ.
+    """
+    marks = [digest & _MARK for digest in digests]
+    known = [mark >> 1 for mark in marks if not mark & 1]
+    if len(set(known)) < 2 or len({digest >> _MARK_BITS for digest in digests}) > 1:
+        return [""] * len(marks)
+    ahead = [(steps - known[0] + _STEPS // 2) % _STEPS for steps in known]  # of each other, by less than half
+    missing = {steps: max(ahead) - place for steps, place in zip(known, ahead)}
+    counts = [0 if mark & 1 else missing[mark >> 1] for mark in marks]
+    return [
+        f", {count}{_BEHIND if count == 1 else _BEHIND.replace('step', 'steps')}" if count else ""
+        for count in counts
+    ]
 
 
 class Note:
@@ -266,6 +295,11 @@ class _Sheet:
             return True
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
         return False
+
+
+def _word_of(issued: int, about: int, text: bytes) -> int:
+    """Returns the word of a remark, never 0: the number of collectives before it, and a checksum."""
+    return (issued & _LOW) << 32 | zlib.crc32(text, about) | 1
 
 
 def _row(number: int) -> int:
@@ -436,7 +470,7 @@ class GroupPositions:
         # The range of present ranks; absent ones within it are on other hosts.
         self._there, self._begin, self._end = [self._rank], self._rank, self._rank + 1
         self._searches = _RING  # ranks not seen during the first collectives are on other hosts
-        self.issued = 0
+        self.issued = self._remarked = 0
         self.trees = 0
         self.verdict: str | None = None
 
@@ -494,26 +528,75 @@ class GroupPositions:
                 "dict that one rank alone has goes to all ranks by set_model_state_dict with full_state_dict "
                 "and broadcast_from_rank0"
             )
-            self.world.agreement.tell(error)  # ranks of other groups wait for these
-            return RuntimeError(f"{error}\n{self.table()}")
+            return self.told(error)
+        if _BEHIND in told.replace("steps", "step"):
+            return self.told(
+                f"ranks have taken different numbers of optimizer steps: {told}. One rank has taken a step "
+                "that another has skipped, so their parts of the parameters do not belong together. If a "
+                "torch.amp.GradScaler found infinite or NaN gradients in the part of one rank alone, use "
+                "fsdp_wrap.sharded_grad_scaler.ShardedGradScaler, whose ranks skip together. Let any other "
+                "condition of a step be the same on all ranks. Load a checkpoint from before the step"
+            )
         return RuntimeError(
             f"ranks communicate for different units: {told}. All ranks of a group must run the same units in "
             f"the same order.\n{self.table()}"
         )
 
+    def told(self, error: str) -> RuntimeError:
+        """Makes an error, and leaves it for ranks of other groups, which wait for those of this one."""
+        self.world.agreement.tell(error)
+        return RuntimeError(f"{error}\n{self.table()}")
+
+    def remark(self, about: int, text: bytes) -> tuple[int, int]:
+        """Writes what this rank has to tell at an optimizer step; returns by what to find peers' remarks.
+
+        Args:
+            about: The subject: a number that is the same on all ranks.
+            text: At most 234 bytes.
+        """
+        row = _REMARKS + self._remarked % _REMARKS_KEPT
+        self._remarked += 1
+        _write(self._memory, self._entries + row * _ENTRY.size, self.issued, 0, text, about, 0)
+        self._words[row * self._size + self._rank] = _word_of(self.issued, about, text)
+        return self.issued, about
+
+    def remarks(self, issued: int, about: int) -> dict[int, bytes]:
+        """Returns the remarks that present ranks have written at the same place, by rank in the group."""
+        texts = dict[int, bytes]()
+        for rank, row in product(self._there, range(_REMARKS, _ROWS)):
+            word = self._words[row * self._size + rank]
+            if word and word >> 32 == issued & _LOW:
+                text = self._sheet.read(rank, row).text
+                if word == _word_of(issued, about, text):  # else it is of another subject, or being written
+                    texts[rank] = text
+        return texts
+
+    @property
+    def present(self) -> int:
+        """Number of the group's ranks that have been seen on this host."""
+        return len(self._there)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The global ranks of the group."""
+        return self._members
+
     def _mixed_up(self, number: int, all_came: bool) -> list[str]:
         """Describes each rank's collective of a number, if they differ."""
         words = self._noted(number)
         here = [rank for rank, word in words.items() if word >> 32 == number & _LOW]
-        behind = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
-        if len({words[rank] for rank in here}) == 1 and not behind:
+        absent = [rank for rank, word in words.items() if all_came and word >> 32 < number & _LOW]
+        if len({words[rank] for rank in here}) == 1 and not absent:
             return []
         entries = [self._sheet.read(rank, _row(number)) for rank in here]
         noted = [(words[rank] & _LOW, entry.tries) for rank, entry in zip(here, entries)]
-        if here and alike(noted) and not behind:
+        if here and alike(noted) and not absent:
             return []
-        did = [f"rank {self._members[rank]} {entry}" for rank, entry in zip(here, entries)]
-        return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in behind]
+        late = behind([digest for digest, _ in noted])
+        did = [
+            f"rank {self._members[rank]} {entry}{steps}" for rank, entry, steps in zip(here, entries, late)
+        ]
+        return did + [f"rank {self._members[rank]} has communicated for no unit" for rank in absent]
 
     def _noted(self, number: int) -> dict[int, int]:
         """Returns the words for a collective by present rank."""
@@ -570,7 +653,7 @@ class GroupPositions:
         line = f"in or after {entered}" if entered.number else "in no unit yet"
         if self.knows(named):
             read = partial(self._sheet.read, self._members.index(named))
-            last = max(map(read, range(_FIRST, _ROWS)))
+            last = max(map(read, range(_FIRST, _REMARKS)))
             line += f"; last collective, number {last.number} of the group: {last}" if last.number else ""
         state = "this one" if rank == world._rank else "alive" if world._lives(rank) else "dead"
         return f"  rank {named} ({state}): {line}"
@@ -593,7 +676,8 @@ class Tree:
     Attributes:
         tries: Twice the number of forwards since the last backward with a reduction; odd once one of these
             forwards, or a backward, has raised.
-        mark: The same if it is odd, else 0.
+        steps: Number of optimizer steps that have been taken on its units, modulo `_STEPS`.
+        mark: The same as `tries` if that is odd, else `steps` in the higher bits.
         changes: The changes of its values that all ranks must have made before the next collective, as the
             end of each note; "" before the first one.
     """
@@ -602,7 +686,7 @@ class Tree:
         self._numbers: dict[GroupPositions, int] = {}
         self._collectives: weakref.WeakSet[UnitCollective] = weakref.WeakSet()
         self.changes = ""
-        self.tries = self.mark = 0
+        self.tries = self.steps = self.mark = 0
 
     def add(self, collective: UnitCollective) -> None:
         """Adds a collective of its units, whose notes follow `changes`."""
@@ -618,7 +702,7 @@ class Tree:
         """Counts a forward whose backward would reduce."""
         raised = self.tries & 1
         self.tries = min(self.tries + 2, _MOST_TRIES + raised)
-        self.mark = self.tries * raised
+        self.mark = self.tries if raised else self.steps << 1
 
     def fail(self) -> None:
         """Notes that a forward or backward has raised on this rank."""
@@ -626,7 +710,13 @@ class Tree:
 
     def end_backward(self) -> None:
         """Begins to count anew: a backward has issued its reductions."""
-        self.tries = self.mark = 0
+        self.tries, self.mark = 0, self.steps << 1
+
+    def take_step(self) -> None:
+        """Counts an optimizer step, which all ranks must take before the next collective."""
+        self.steps = (self.steps + 1) % _STEPS
+        if not self.tries & 1:
+            self.mark = self.steps << 1
 
     def number_in(self, group: GroupPositions) -> int:
         """Returns the tree's number in the group, by the order of first collectives.

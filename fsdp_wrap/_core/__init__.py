@@ -93,11 +93,13 @@ from fsdp_wrap._core.modules import (
     children_first,
     clean_fqn,
     find_replicated,
+    is_ignored,
     is_owned,
     joined,
     mark_managed,
     mark_owned,
     named,
+    note_ignored,
     original_class,
     own_modules,
     params,
@@ -109,6 +111,8 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
+    after_steps,
+    before_steps,
     count_step,
     counted_before,
     load_watchers,

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._core.torch_private import composable_registry
 
@@ -301,6 +302,20 @@ def is_owned(param: nn.Parameter) -> bool:
 def mark_owned(param: nn.Parameter) -> None:
     """Notes that a unit has taken the parameter (clients read this attribute, which is torch's)."""
     param._fsdp_flattened = True  # type: ignore[attr-defined]
+
+
+_ignored = WeakIdKeyDictionary()
+
+
+def note_ignored(ignored: Ignored) -> None:
+    """Notes what users keep out of units: its gradients may differ between ranks."""
+    for param in (*ignored.params, *(param for module in ignored.modules for param in module.parameters())):
+        _ignored[param] = True
+
+
+def is_ignored(param: torch.Tensor) -> bool:
+    """Whether the user has kept the parameter out of units."""
+    return param in _ignored
 
 
 def mark_managed(module: nn.Module) -> None:

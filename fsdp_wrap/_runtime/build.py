@@ -31,6 +31,7 @@ from fsdp_wrap._core import (
     is_owned,
     mark_managed,
     mark_owned,
+    note_ignored,
     watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
@@ -206,6 +207,7 @@ def assemble_unit(
     The specs in `beside` are for parameters on other meshes. Each becomes a unit of its own that runs
     whenever this one does.
     """
+    note_ignored(contents.ignored)
     lenders = REGISTRY.borrow(contents)
     for lender in lenders:
         lender.lend()

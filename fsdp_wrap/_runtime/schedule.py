@@ -63,6 +63,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
+from fsdp_wrap._runtime.step_checks import StepChecks
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
@@ -96,6 +97,7 @@ class Schedule(StepState):
     Attributes:
         ending: Decides when the last reduction of a backward is waited for.
         ranks: Compares the tree between ranks.
+        steps: Compares steps of optimizers between ranks.
         device: Device of computation.
         depth: Number of forward calls in progress.
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
@@ -141,6 +143,7 @@ class Schedule(StepState):
         self._tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self._tree, parts)
+        self.steps = StepChecks(self, self._tree, self._units)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
             for layout in unit.layouts:
@@ -675,6 +678,7 @@ class Schedule(StepState):
         self._shifts = self._alone_shifts
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
+        self.steps.begin_backward()
         shadowed = self.joining is not None and self.joining.shadowed
         self._updates.begin(self._units, self.ending.automatic and not shadowed)
         self._order.begin_backward()
@@ -731,6 +735,8 @@ class Schedule(StepState):
             self._tree.end_backward()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
+        if waits and self._shifts:
+            self.steps.end_backward()
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):

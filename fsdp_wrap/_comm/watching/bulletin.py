@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import starmap
 from typing import Any
 
-from fsdp_wrap._comm.positions import GroupPositions, Noted, alike, list_ranks
+from fsdp_wrap._comm.positions import GroupPositions, Noted, alike, behind, list_ranks
 
 
 class Bulletin:
@@ -61,9 +61,10 @@ class Bulletin:
             for other in history:
                 mine = own.get(other.number, other)
                 if not alike((noted.digest, noted.tries) for noted in (mine, other)):
+                    ours, theirs = behind([mine.digest, other.digest])
                     raise positions.mixed_up(
-                        f"rank {positions.member} {mine.text} while rank {rank} {other.text}, as collective "
-                        f"number {other.number} of the group"
+                        f"rank {positions.member} {mine.text}{ours} while rank {rank} {other.text}{theirs}, "
+                        f"as collective number {other.number} of the group"
                     )
             last = "; last collective, number {0} of the group: {3}".format(*history[-1]) if history else ""
             lines.append(f"  rank {rank} (another host): {found['state']}{last}")

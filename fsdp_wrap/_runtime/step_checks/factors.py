@@ -1,0 +1,237 @@
+"""`ScaledParts`: the factor by which this rank has scaled its part of a gradient before a step.
+
+`torch.nn.utils.clip_grad_norm_` takes plain gradients to be whole. Of this rank's parts it computes the norm
+of the parts alone, so each rank scales by another factor. One parameter that is cut between two ranks shows
+it: users scale a parameter's gradient as a whole, by one number. Other edits change elements differently, and
+say nothing here: noise, clipping by value, zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_wrap._comm import GroupPositions, accelerator_of
+from fsdp_wrap._params import Layout, ParamHandle
+from fsdp_wrap._runtime.unit import Unit
+
+_ELEMENTS, _FEWEST = 16, 4  # of a part that are looked at, and that must be there to tell a factor
+_COMPARED_RANKS = 64  # that decide which units are looked at first
+_WAITS_SELDOM = 16  # steps from one look to the next where a look waits for an accelerator
+_TOLD = struct.Struct("<i2f")  # the number of the cut unit; factors of the parameters cut at its two ends
+
+_SAME_FACTOR = "All ranks hold parts of a gradient, so all must scale it by the same factor"
+_CURE = (
+    "torch.nn.utils.clip_grad_norm_ computes the norm of this rank's part alone: clip by "
+    "model.clip_grad_norm_(max_norm) of the wrapped model, or by fsdp_wrap.clip_grad_norm_(model, max_norm)"
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of a parameter that it shares with a neighbour: elements of a sharded parameter."""
+
+    index: int
+    offset: int
+    numel: int
+
+    def read(self, layout: Layout) -> tuple[torch.Tensor, tuple[int, int]] | None:
+        """Returns some elements of the part's gradient, and where and in which version it lies."""
+        grad = layout.sources[self.index].grad
+        if grad is None or grad.ndim != 1:
+            return None
+        apart = max(1, self.numel // _ELEMENTS)
+        return grad[self.offset : self.offset + self.numel : apart], (grad.data_ptr(), grad._version)
+
+
+@dataclass(frozen=True)
+class _CutUnit:
+    """A unit's parameters that are cut between this rank and the one before, and the one after."""
+
+    number: int
+    unit: Unit
+    layout: Layout
+    parts: tuple[_Part | None, _Part | None]
+
+    @property
+    def handle(self) -> ParamHandle:
+        """The handle of the unit."""
+        assert self.unit.handle is not None
+        return self.unit.handle
+
+    def name_after(self, rank: int) -> str:
+        """Returns the name of the parameter that is cut between a rank and the next one."""
+        index = _cut_at(self.layout, self.layout.shard_numel * (rank + 1))
+        return "" if index is None else self.unit.name_of(self.layout.fqns[index])
+
+
+def _cut_at(layout: Layout, position: int) -> int | None:
+    """Returns the index of the parameter that is cut at an element of the gathered buffer, if any."""
+    pairs = enumerate(layout.extents)
+    return next((index for index, extent in pairs if extent.start < position < extent.stop), None)
+
+
+def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
+    """Returns the units that tell of factors, those first in which most ranks share a parameter."""
+    ranked: list[tuple[int, _CutUnit]] = []
+    for unit in units:
+        for layout in unit.layouts:
+            handle = unit.handle
+            assert handle is not None
+            kinds = any(isinstance(source, DTensor) for source in layout.sources)
+            if handle.communicator.size < 2 or not layout.sharded or layout.extended or kinds:
+                continue
+            cuts = [
+                layout.shard_numel * rank for rank in range(1, min(handle.communicator.size, _COMPARED_RANKS))
+            ]
+            shared = sum(_cut_at(layout, cut) is not None for cut in cuts)
+            if shared:
+                rank, intervals = handle.communicator.rank, layout.intervals()
+                ends = (_cut_at(layout, layout.shard_numel * end) for end in (rank, rank + 1))
+                first, last = (
+                    None
+                    if index is None
+                    else _Part(index, intervals[index].offset, intervals[index].data.numel())
+                    for index in ends
+                )
+                ranked.append((shared, _CutUnit(len(ranked), unit, layout, (first, last))))
+    ranked.reverse()
+    return [cut for _, cut in sorted(ranked, key=lambda pair: -pair[0])]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Elements of the gradients of a cut unit, and where these lie; None for a part without a gradient."""
+
+    cut: _CutUnit
+    elements: tuple[Sequence[float] | torch.Tensor | None, ...]
+    places: tuple[tuple[int, int] | None, ...]
+
+
+class ScaledParts:
+    """Samples of a tree's gradients, from the end of a backward to the step."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._cuts = _cut_units(units)
+        self._turn = 0
+        self._sample: _Sample | None = None
+        accelerators = (accelerator_of(cut.handle.communicator.device) for cut in self._cuts)
+        self._waits = any(accelerator is not None for accelerator in accelerators)
+
+    @property
+    def positions(self) -> GroupPositions | None:
+        """The log of the ranks that share the parameters of the sample; None without a sample."""
+        return None if self._sample is None else self._sample.cut.handle.communicator.positions
+
+    def forget(self) -> None:
+        """Drops the sample: a backward adds to the gradients."""
+        self._sample = None
+
+    def take(self) -> None:
+        """Takes a sample of complete gradients: of another unit each time, in the same order on all ranks."""
+        turn, self._turn = self._turn, self._turn + 1
+        if self._waits and turn >= _WAITS_SELDOM and turn % _WAITS_SELDOM:
+            return
+        count = len(self._cuts)
+        for number in range(turn, turn + count):
+            cut = self._cuts[number % count]
+            read = [None if part is None else part.read(cut.layout) for part in cut.parts]
+            if any(pair is not None for pair in read):
+                elements = (None if pair is None else self._kept(pair[0]) for pair in read)
+                places = (None if pair is None else pair[1] for pair in read)
+                self._sample = _Sample(cut, tuple(elements), tuple(places))
+                return
+
+    def _kept(self, elements: torch.Tensor) -> Sequence[float] | torch.Tensor:
+        numbers: list[float] | torch.Tensor = elements.clone() if self._waits else elements.tolist()
+        return numbers
+
+    @property
+    def edited(self) -> bool:
+        """Whether a gradient of the sample was written to or replaced."""
+        if self._sample is None:
+            return False
+        cut = self._sample.cut
+        for part, place in zip(cut.parts, self._sample.places):
+            if part is not None and place is not None:
+                grad = cut.layout.sources[part.index].grad
+                if grad is None or grad._version != place[1] or grad.data_ptr() != place[0]:
+                    return True
+        return False
+
+    def tell(self) -> ToldFactors | None:
+        """Returns what this rank tells of its factors; None without a sample. Ends the sample."""
+        sample, self._sample = self._sample, None
+        if sample is None:
+            return None
+        factors, dtype = [], sample.cut.layout.dtype
+        for part, before in zip(sample.cut.parts, sample.elements):
+            now = None if part is None or before is None else part.read(sample.cut.layout)
+            if now is None or before is None:
+                factors.append(math.nan)
+            else:
+                numbers = before.tolist() if isinstance(before, torch.Tensor) else before
+                dtype = now[0].dtype
+                factors.append(_factor(numbers, now[0].tolist(), dtype))
+        return ToldFactors(sample.cut, _TOLD.pack(sample.cut.number, *factors), 2 * _tolerance(dtype))
+
+
+@dataclass(frozen=True)
+class ToldFactors:
+    """What this rank has told of its factors.
+
+    Attributes:
+        cut: The unit of the sample.
+        text: The factors.
+        tolerance: By which part of it a factor may be another one on another rank.
+    """
+
+    cut: _CutUnit
+    text: bytes
+    tolerance: float
+
+    @property
+    def groups(self) -> list[GroupPositions]:
+        """The ranks that share parameters."""
+        positions = self.cut.handle.communicator.positions
+        return [] if positions is None else [positions]
+
+    def judge(self, texts: Mapping[int, bytes], members: Sequence[int]) -> str | None:
+        """Returns the error if two neighbours have scaled the parameter that they share differently."""
+        told = {rank: _TOLD.unpack(text) for rank, text in texts.items()}
+        for rank in sorted(told):
+            if rank + 1 not in told or {told[rank][0], told[rank + 1][0]} != {self.cut.number}:
+                continue
+            one, other = told[rank][2], told[rank + 1][1]
+            if abs(one - other) > self.tolerance * max(one, other):  # False with NaN
+                name = self.cut.name_after(rank)
+                return (
+                    "ranks have scaled parts of one gradient differently before an optimizer's step: the "
+                    f"gradient of '{name}' by {one:.4g} on rank {members[rank]} and by {other:.4g} on rank "
+                    f"{members[rank + 1]}. {_SAME_FACTOR}. {_CURE}"
+                )
+        return None
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return max(1e-3, 8 * torch.finfo(dtype).eps)
+
+
+def _factor(before: Sequence[float], after: Sequence[float], dtype: torch.dtype) -> float:
+    """Returns the one factor by which numbers were scaled; NaN if there is none, or nothing to tell from."""
+    least, tolerance = 8 * torch.finfo(dtype).tiny, _tolerance(dtype)
+    pairs = [
+        (b, a) for b, a in zip(before, after) if math.isfinite(b) and math.isfinite(a) and abs(b) > least
+    ]
+    sizes = [abs(b) for b, _ in pairs]
+    if len(pairs) < _FEWEST or max(sizes) < (1 + 4 * tolerance) * min(sizes):
+        return math.nan  # numbers of one size are also scaled alike by a bound
+    ratios = [a / b for b, a in pairs]
+    same = 0 < max(ratios) <= (1 + tolerance) * min(ratios)
+    return median(ratios) if same and min(abs(a) for _, a in pairs) > least else math.nan
