@@ -111,7 +111,6 @@ from fsdp_wrap._core.modules import (
 )
 from fsdp_wrap._core.optimizers.optimizer_steps import (
     OptimizerPiece,
-    after_steps,
     before_steps,
     count_step,
     counted_before,

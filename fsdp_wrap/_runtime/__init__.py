@@ -40,6 +40,7 @@ from fsdp_wrap._runtime.schedule import (
     note_change,
     out_of_memory,
     require_idle,
+    scaling_gradients,
     schedule_kinds,
     schedule_of,
     set_kept_bytes,

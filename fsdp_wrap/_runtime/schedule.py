@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -63,7 +63,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel, communicators_of
-from fsdp_wrap._runtime.step_checks import StepChecks
+from fsdp_wrap._runtime.step_checks import StepChecks, scaling_alike
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
@@ -1065,6 +1065,11 @@ def note_change(units: Iterable[Unit], what: str, call: object) -> None:
     """Notes a change of values that all ranks must make; see `SameModel.note_change`."""
     for unit in units:
         schedule_of(unit).ranks.note_change(unit, what, call)
+
+
+def scaling_gradients(units: Iterable[Unit]) -> AbstractContextManager[None]:
+    """Scales gradients of units while the context is open, by a factor that all ranks have agreed on."""
+    return scaling_alike(schedule.steps for schedule in dict.fromkeys(map(schedule_of, units)))
 
 
 def _note_optimizer_load(optimizer: torch.optim.Optimizer) -> None:

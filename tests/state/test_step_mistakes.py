@@ -22,6 +22,7 @@ from fronts import FRONTS, each_form, each_front, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._comm.positions import behind
+from fsdp_wrap._runtime.step_checks.factors import factor_of
 from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.replicate import replicate
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -118,6 +119,54 @@ def test_one_rank_that_begins_to_clip_later_is_told(rank, world_size):
         optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=SCALED.format(".*", 0, 1)):
         backward(model, rank, 9)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@each_form
+@ranks(2)
+def test_right_clipping_hides_no_wrong_one(rank, world_size, use_orig_params, ours_first):
+    model = made(FRONTS[use_orig_params], world_size)
+    optimizer = sgd(model)
+    backward(model, rank, 0)
+    if ours_first:
+        clip_right(model, rank)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    clip_right(model, rank)
+    end(optimizer)
+    with pytest.raises(RuntimeError, match=SCALED.format(".*", 0, 1)):
+        backward(model, rank, 1)
+
+
+@each_form
+@ranks(2)
+def test_the_first_edits_after_many_steps_are_told_after_the_second(rank, world_size, use_orig_params):
+    """Elements are only looked at again once an edit was seen."""
+    model = made(FRONTS[use_orig_params], world_size)
+    optimizer = sgd(model)
+    for step in range(12):
+        backward(model, rank, step)
+        if step >= 10:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        end(optimizer)
+    with pytest.raises(RuntimeError, match=SCALED.format(".*", 0, 1)):
+        backward(model, rank, 12)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([1.0, -2.0, 0.5, 3.0], [0.25, -0.5, 0.125, 0.75], 0.25),
+        ([1.0, -2.0, 0.5, 3.0, 0.0], [1.0, -2.0, 0.5, 3.0, 0.0], 1.0),
+        ([1.0, -2.0, 0.5, 3.0], [0.25, -0.5, 0.125, 0.76], math.nan),  # not by one factor
+        ([1.0, -2.0, 0.5, 3.0], [-1.0, 2.0, -0.5, -3.0], math.nan),
+        ([1.0, -2.0, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0], math.nan),
+        ([1.0, -2.0, 0.5, 3.0], [0.25, -0.5, 0.125, math.inf], math.nan),
+        ([1.0, -1.0, 1.0, -1.0], [0.5, -0.5, 0.5, -0.5], math.nan),  # as clipping by value gives
+        ([1.0, 0.0, 0.0, 3.0], [0.5, 0.0, 0.0, 1.5], math.nan),  # too few
+    ],
+)
+def test_a_factor_is_of_many_elements_of_different_sizes(before, after, expected):
+    assert repr(factor_of(before, after, torch.float32)) == repr(expected)
 
 
 @each_form

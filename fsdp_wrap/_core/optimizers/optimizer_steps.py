@@ -43,10 +43,7 @@ load_watchers: list[Callable[[torch.optim.Optimizer], None]] = []
 """Called when an optimizer that was seen before has loaded a state dict."""
 
 before_steps: list[Callable[[torch.optim.Optimizer], None]] = []
-"""Called when an optimizer is about to step, except inside a graph that is being compiled."""
-
-after_steps: list[Callable[[torch.optim.Optimizer], None]] = []
-"""Called when an optimizer has stepped, except there, and in a step of another thread (`count_step`)."""
+"""Called when an optimizer is about to step, except in a graph that is compiled, and after `count_step`."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _ASKED in param.__dict__ and param in _refused:  # others have copied the attribute
             if (reason := _refused[param]()) is not None:
                 raise RuntimeError(f"this {type(optimizer).__name__} {reason}")
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not getattr(_here, "counted", False):
         for watcher in before_steps:
             watcher(optimizer)
 
@@ -224,9 +221,6 @@ def _sees_wholes(
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(_here, "counted", False):
         count_step()
-        if not torch.compiler.is_compiling():
-            for watcher in after_steps:
-                watcher(optimizer)
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])

@@ -5,6 +5,6 @@ May import: `_core`, `_comm`, `_params`, and units.
 Must never know: when units run.
 """
 
-from fsdp_wrap._runtime.step_checks.checks import StepChecks
+from fsdp_wrap._runtime.step_checks.checks import StepChecks, scaling_alike
 
-__all__ = ["StepChecks"]
+__all__ = ["StepChecks", "scaling_alike"]

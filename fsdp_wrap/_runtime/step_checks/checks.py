@@ -8,7 +8,9 @@ number of steps is a part of the word of each collective, which ranks compare an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -16,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsdp_wrap._comm import GroupPositions, Tree
-from fsdp_wrap._core import after_steps, before_steps
+from fsdp_wrap._core import before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
 from fsdp_wrap._runtime.step_checks.factors import ScaledParts
@@ -27,7 +29,7 @@ _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
 
 
-class Told(Protocol):
+class Remark(Protocol):
     """Something that this rank has told the others, to be compared with what they tell."""
 
     @property
@@ -54,20 +56,23 @@ class StepChecks:
         state: The state of its step.
         tree: Its identity in logs.
         units: Its units.
+
+    Attributes:
+        parts: Samples of its gradients, once a backward has brought some.
     """
 
     def __init__(self, state: StepState, tree: Tree, units: Sequence[Unit]) -> None:
         self._state = weakref.ref(state)
         self._tree, self._units = tree, units
-        self._parts: ScaledParts | None = None
-        self._told: list[tuple[Told, GroupPositions, tuple[int, int], int]] = []
+        self.parts: ScaledParts | None = None
+        self._told: list[tuple[Remark, GroupPositions, tuple[int, int], int]] = []
         _all.add(self)
         _records.clear()
 
     def begin_backward(self) -> None:
         """Notes that gradients will change."""
-        if self._parts is not None:
-            self._parts.forget()
+        if self.parts is not None:
+            self.parts.forget()
 
     def end_backward(self) -> None:
         """Compares what ranks have told at the last step, and looks at the gradients for the next one.
@@ -76,9 +81,9 @@ class StepChecks:
         """
         if self._told:
             self._compare()
-        if self._parts is None:
-            self._parts = ScaledParts(self._units)
-        self._parts.take()
+        if self.parts is None:
+            self.parts = ScaledParts(self._units)
+        self.parts.take()
 
     def _compare(self) -> None:
         told, self._told = self._told, []
@@ -91,29 +96,36 @@ class StepChecks:
             if len(texts) < positions.present and looks > 1:
                 self._told.append((what, positions, place, looks - 1))
 
-    def tell(self, subject: int, told: Told) -> None:
+    def _tell(self, subject: int, remark: Remark) -> None:
         """Leaves a remark for the other ranks, to be compared at the end of the next backward."""
-        for positions in told.groups:
+        for positions in remark.groups:
             about = _SUBJECTS * self._tree.number_in(positions) + subject
-            self._told.append((told, positions, positions.remark(about, told.text), _LOOKS))
+            self._told.append((remark, positions, positions.remark(about, remark.text), _LOOKS))
 
     @property
-    def parts(self) -> ScaledParts | None:
-        """The samples of its gradients, where a backward has brought some."""
-        return self._parts
+    def edited(self) -> bool:
+        """Whether gradients were edited since the end of the backward."""
+        return self.parts is not None and self.parts.edited
+
+    def tell_factors(self) -> None:
+        """Tells the other ranks by which factors this one has scaled its parts of gradients."""
+        told = None if self.parts is None else self.parts.tell()
+        if told is not None:
+            self._tell(_FACTORS, told)
+
+    def tell_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells the other ranks of the gradients of plain parameters in an optimizer."""
+        handle = next((unit.handle for unit in self._units if unit.handle is not None), None)
+        both = () if handle is None else (handle.communicator, handle.replicas)
+        groups = [each.positions for each in both if each.size > 1 and each.positions is not None]
+        if groups and (params := plain_params(optimizer)):
+            self._tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
 
     @property
     def runs(self) -> bool:
         """Whether ranks must take the same steps: forwards have run, and nothing lets ranks part."""
         state = self._state()
         return state is not None and state.iteration > 0 and state.joining is None
-
-    @property
-    def groups(self) -> list[GroupPositions]:
-        """The logs of the groups of its first unit: of one copy, and of the replicas."""
-        handle = next((unit.handle for unit in self._units if unit.handle is not None), None)
-        both = () if handle is None else (handle.communicator, handle.replicas)
-        return [each.positions for each in both if each.size > 1 and each.positions is not None]
 
     def take_step(self) -> None:
         """Counts a step of an optimizer with its parameters."""
@@ -129,17 +141,19 @@ class StepChecks:
 _all: weakref.WeakSet[StepChecks] = weakref.WeakSet()
 
 
+@dataclass
 class _Record:
-    """What is known of an optimizer: the trees whose parameters it has, and how often it has stepped."""
+    """What is known of an optimizer.
 
-    def __init__(self, lists: list[tuple[int, int]], checks: list[StepChecks], steps: int) -> None:
-        self.lists, self.steps = lists, steps
-        self._checks = [*map(weakref.ref, checks)]
+    Attributes:
+        lists: Its lists of parameters, with their lengths, by id.
+        trees: References to the checks of the trees whose parameters it has.
+        steps: How often it has stepped.
+    """
 
-    def checks(self) -> list[StepChecks]:
-        """Returns the checks of its trees in which ranks must take the same steps; none inside a backward."""
-        there = [reference() for reference in self._checks]
-        return [each for each in there if each is not None and each.runs] if graph_task() == -1 else []
+    lists: list[tuple[int, int]]
+    trees: list[weakref.ref[StepChecks]]
+    steps: int
 
 
 _records: WeakKeyDictionary[torch.optim.Optimizer, _Record] = WeakKeyDictionary()
@@ -153,37 +167,42 @@ def _record_of(optimizer: torch.optim.Optimizer) -> _Record:
         places = {id(each.flat if isinstance(each, FlatPiece) else each): n for n, each in enumerate(params)}
         firsts = ((each.first_in(places), each) for each in [*_all])
         ordered = sorted(((n, each) for n, each in firsts if n is not None), key=lambda pair: pair[0])
-        checks = [each for _, each in ordered]  # in the same order on all ranks
-        _records[optimizer] = record = _Record(lists, checks, 0 if record is None else record.steps)
+        trees = [weakref.ref(each) for _, each in ordered]  # in the same order on all ranks
+        _records[optimizer] = record = _Record(lists, trees, 0 if record is None else record.steps)
     return record
 
 
 def _before_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tells the other ranks how this one has changed gradients, and what those of plain parameters are."""
+    """Counts a step, and tells the other ranks how this one has changed gradients."""
     record = _record_of(optimizer)
     record.steps += 1
-    every = record.checks()
-    for checks in every:
-        if checks.parts is not None and checks.parts.edited and (told := checks.parts.tell()) is not None:
-            checks.tell(_FACTORS, told)
-            break
-    if every and record.steps & (record.steps - 1) == 0:  # 1, 2, 4, 8...
-        groups, params = every[0].groups, plain_params(optimizer)
-        if groups and params:
-            every[0].tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
-
-
-def _after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Counts a step, unless its kernel has skipped it for the sake of a gradient scaler."""
-    if not _has_skipped(optimizer):
-        for checks in _record_of(optimizer).checks():
+    if not record.trees or graph_task() != -1:
+        return
+    there = (reference() for reference in record.trees)
+    trees = [checks for checks in there if checks is not None and checks.runs]
+    edited = next((checks for checks in trees if checks.edited), None)
+    if edited is not None:
+        edited.tell_factors()
+    if trees and record.steps & (record.steps - 1) == 0:  # 1, 2, 4, 8...
+        trees[0].tell_plain(optimizer)
+    if not _skips(optimizer):
+        for checks in trees:
             checks.take_step()
 
 
-def _has_skipped(optimizer: Any) -> bool:
-    found: object = getattr(optimizer, "found_inf", None)  # set by gradient scalers for fused kernels
+def _skips(optimizer: Any) -> bool:
+    """Whether the kernel will skip the step, since a gradient scaler has told it to."""
+    found: object = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
 
 
 before_steps.append(_before_step)
-after_steps.append(_after_step)
+
+
+@contextmanager
+def scaling_alike(trees: Iterable[StepChecks]) -> Iterator[None]:
+    """Scales gradients while the context is open, by a factor that all ranks have agreed on."""
+    unedited = [checks.parts for checks in trees if checks.parts is not None and not checks.edited]
+    yield
+    for parts in unedited:
+        parts.accept()

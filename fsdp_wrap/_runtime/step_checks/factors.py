@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions, accelerator_of
 from fsdp_wrap._params import Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
-_ELEMENTS, _FEWEST = 16, 4  # of a part that are looked at, and that must be there to tell a factor
+_ELEMENTS, _FEWEST = 8, 4  # of a part that are looked at, and that must be there to tell a factor
 _COMPARED_RANKS = 64  # that decide which units are looked at first
-_WAITS_SELDOM = 16  # steps from one look to the next where a look waits for an accelerator
+_FIRST_TURNS, _GOES_ON = 8, 16  # backwards whose gradients are looked at, and after an edit; on accelerators
+# every so many, since each look waits for the device
 _TOLD = struct.Struct("<i2f")  # the number of the cut unit; factors of the parameters cut at its two ends
 
 _SAME_FACTOR = "All ranks hold parts of a gradient, so all must scale it by the same factor"
@@ -41,13 +43,12 @@ class _Part:
     offset: int
     numel: int
 
-    def read(self, layout: Layout) -> tuple[torch.Tensor, tuple[int, int]] | None:
-        """Returns some elements of the part's gradient, and where and in which version it lies."""
+    def read(self, layout: Layout) -> torch.Tensor | None:
+        """Returns some elements of the part's gradient, if it has any."""
         grad = layout.sources[self.index].grad
         if grad is None or grad.ndim != 1:
             return None
-        apart = max(1, self.numel // _ELEMENTS)
-        return grad[self.offset : self.offset + self.numel : apart], (grad.data_ptr(), grad._version)
+        return grad[self.offset : self.offset + self.numel : max(1, self.numel // _ELEMENTS)]
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,27 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
     return [cut for _, cut in sorted(ranked, key=lambda pair: -pair[0])]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sample:
-    """Elements of the gradients of a cut unit, and where these lie; None for a part without a gradient."""
+    """Gradients of a cut unit that are watched.
+
+    Attributes:
+        cut: The unit.
+        watched: The sharded parameter whose gradient tells of edits: clipping edits all.
+        place: Address and version of that gradient.
+        elements: Of each part's gradient as they were; None without one, or where only edits are watched.
+    """
 
     cut: _CutUnit
-    elements: tuple[Sequence[float] | torch.Tensor | None, ...]
-    places: tuple[tuple[int, int] | None, ...]
+    watched: nn.Parameter
+    place: tuple[int, int]
+    elements: Sequence[Sequence[float] | torch.Tensor | None]
+
+    @property
+    def edited(self) -> bool:
+        """Whether the gradient was written to or replaced."""
+        grad = self.watched.grad
+        return grad is None or (grad.data_ptr(), grad._version) != self.place
 
 
 class ScaledParts:
@@ -119,56 +134,55 @@ class ScaledParts:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._cuts = _cut_units(units)
-        self._turn = 0
+        self._turn, self._until = 0, _FIRST_TURNS
         self._sample: _Sample | None = None
         accelerators = (accelerator_of(cut.handle.communicator.device) for cut in self._cuts)
         self._waits = any(accelerator is not None for accelerator in accelerators)
-
-    @property
-    def positions(self) -> GroupPositions | None:
-        """The log of the ranks that share the parameters of the sample; None without a sample."""
-        return None if self._sample is None else self._sample.cut.handle.communicator.positions
 
     def forget(self) -> None:
         """Drops the sample: a backward adds to the gradients."""
         self._sample = None
 
     def take(self) -> None:
-        """Takes a sample of complete gradients: of another unit each time, in the same order on all ranks."""
+        """Takes a sample of complete gradients: of another unit each time, in the same order on all ranks.
+
+        Elements are looked at in the first turns, and as long as gradients are edited.
+        """
         turn, self._turn = self._turn, self._turn + 1
-        if self._waits and turn >= _WAITS_SELDOM and turn % _WAITS_SELDOM:
+        if self._waits and turn >= _FIRST_TURNS and turn % _GOES_ON:
             return
         count = len(self._cuts)
         for number in range(turn, turn + count):
             cut = self._cuts[number % count]
-            read = [None if part is None else part.read(cut.layout) for part in cut.parts]
-            if any(pair is not None for pair in read):
-                elements = (None if pair is None else self._kept(pair[0]) for pair in read)
-                places = (None if pair is None else pair[1] for pair in read)
-                self._sample = _Sample(cut, tuple(elements), tuple(places))
-                return
+            for part in cut.parts:
+                watched = None if part is None else cut.layout.sources[part.index]
+                if watched is not None and (grad := watched.grad) is not None:
+                    elements = (
+                        [self._elements_of(cut, each) for each in cut.parts] if turn < self._until else ()
+                    )
+                    self._sample = _Sample(cut, watched, (grad.data_ptr(), grad._version), elements)
+                    return
 
-    def _kept(self, elements: torch.Tensor) -> Sequence[float] | torch.Tensor:
-        numbers: list[float] | torch.Tensor = elements.clone() if self._waits else elements.tolist()
-        return numbers
+    def _elements_of(self, cut: _CutUnit, part: _Part | None) -> Sequence[float] | torch.Tensor | None:
+        read = None if part is None else part.read(cut.layout)
+        return read if read is None else read.clone() if self._waits else _floats_of(read)
 
     @property
     def edited(self) -> bool:
-        """Whether a gradient of the sample was written to or replaced."""
-        if self._sample is None:
-            return False
-        cut = self._sample.cut
-        for part, place in zip(cut.parts, self._sample.places):
-            if part is not None and place is not None:
-                grad = cut.layout.sources[part.index].grad
-                if grad is None or grad._version != place[1] or grad.data_ptr() != place[0]:
-                    return True
-        return False
+        """Whether gradients were written to or replaced since the sample."""
+        return self._sample is not None and self._sample.edited
 
-    def tell(self) -> ToldFactors | None:
-        """Returns what this rank tells of its factors; None without a sample. Ends the sample."""
+    def accept(self) -> None:
+        """Accepts edits of which it is known that all ranks have scaled by the same factor."""
+        sample = self._sample
+        if sample is not None and (grad := sample.watched.grad) is not None:
+            sample.place = grad.data_ptr(), grad._version
+
+    def tell(self) -> Factors | None:
+        """Returns what this rank tells of its factors; None without a sample of elements. Ends the sample."""
         sample, self._sample = self._sample, None
-        if sample is None:
+        self._until = self._turn + _GOES_ON
+        if sample is None or not sample.elements:
             return None
         factors, dtype = [], sample.cut.layout.dtype
         for part, before in zip(sample.cut.parts, sample.elements):
@@ -176,14 +190,14 @@ class ScaledParts:
             if now is None or before is None:
                 factors.append(math.nan)
             else:
-                numbers = before.tolist() if isinstance(before, torch.Tensor) else before
-                dtype = now[0].dtype
-                factors.append(_factor(numbers, now[0].tolist(), dtype))
-        return ToldFactors(sample.cut, _TOLD.pack(sample.cut.number, *factors), 2 * _tolerance(dtype))
+                numbers = _floats_of(before) if isinstance(before, torch.Tensor) else before
+                dtype = now.dtype
+                factors.append(factor_of(numbers, _floats_of(now), dtype))
+        return Factors(sample.cut, _TOLD.pack(sample.cut.number, *factors), 2 * tolerance_of(dtype))
 
 
 @dataclass(frozen=True)
-class ToldFactors:
+class Factors:
     """What this rank has told of its factors.
 
     Attributes:
@@ -219,13 +233,20 @@ class ToldFactors:
         return None
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def _floats_of(elements: torch.Tensor) -> list[float]:
+    """Returns elements as Python numbers."""
+    numbers: list[float] = elements.tolist()
+    return numbers
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Returns by which part factors of one number may differ: products are rounded."""
     return max(1e-3, 8 * torch.finfo(dtype).eps)
 
 
-def _factor(before: Sequence[float], after: Sequence[float], dtype: torch.dtype) -> float:
+def factor_of(before: Sequence[float], after: Sequence[float], dtype: torch.dtype) -> float:
     """Returns the one factor by which numbers were scaled; NaN if there is none, or nothing to tell from."""
-    least, tolerance = 8 * torch.finfo(dtype).tiny, _tolerance(dtype)
+    least, tolerance = torch.finfo(dtype).tiny, tolerance_of(dtype)
     pairs = [
         (b, a) for b, a in zip(before, after) if math.isfinite(b) and math.isfinite(a) and abs(b) > least
     ]

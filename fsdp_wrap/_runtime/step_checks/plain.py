@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions
 from fsdp_wrap._core import clean_fqn, is_ignored, is_owned, joined
+from fsdp_wrap._params import FlatPiece
 
 _MOST = 16  # parameters that are looked at
 _ROWS, _COLUMNS = 256, 4  # elements of a parameter: about so many along its first dimension, and each further
@@ -41,12 +42,12 @@ def plain_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _is_plain(param: nn.Parameter) -> bool:
-    whole = not isinstance(param, DTensor) and not is_owned(param) and not is_ignored(param)
+    whole = not isinstance(param, DTensor | FlatPiece) and not is_owned(param) and not is_ignored(param)
     return whole and param.is_floating_point() and param.layout is torch.strided
 
 
 @dataclass(frozen=True)
-class ToldGradients:
+class PlainGradients:
     """What this rank has told of the gradients of plain parameters.
 
     Attributes:
@@ -66,8 +67,8 @@ class ToldGradients:
         told = {
             rank: [*_SUMS.iter_unpack(text)] for rank, text in texts.items() if len(text) == len(self.text)
         }
-        first, *others = sorted(told)
-        for rank in others:
+        first = min(told, default=-1)
+        for rank in sorted(told):
             pairs = enumerate(zip(told[first], told[rank]))
             index = next((index for index, pair in pairs if _differ(*pair)), None)
             if index is not None:
@@ -81,10 +82,10 @@ class ToldGradients:
 
 def tell_gradients(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], groups: Sequence[GroupPositions]
-) -> ToldGradients:
+) -> PlainGradients:
     """Returns what this rank tells of the gradients of plain parameters."""
     text = b"".join(_SUMS.pack(*_sums_of(param.grad)) for param in params)
-    return ToldGradients(groups, [*map(ref, params)], type(optimizer).__name__, text)
+    return PlainGradients(groups, [*map(ref, params)], type(optimizer).__name__, text)
 
 
 def _sums_of(grad: torch.Tensor | None) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import require_idle, require_root, units_in
+from fsdp_wrap._runtime import require_idle, require_root, scaling_gradients, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Over, over_of
 from fsdp_wrap._state.gradients.norms import (
@@ -99,7 +99,8 @@ class GradientNorms:
         trained = (each.requires_grad and each.numel() for each in known.params())
         if not (known.distributed or unreduced or grads) and any(trained):
             warn_caller("clip_grad_norm_() found no gradients: the norm is zero")
-        scale(grads, total, bound)
+        with scaling_gradients(known.units):
+            scale(grads, total, bound)
         return total.to(next(known.params(), total).device, known.widest_dtype())
 
     @torch.no_grad()
