@@ -490,14 +490,19 @@ class Sorting(torch.optim.AdamW):
         return {"state": entries, "param_groups": [{**group, "params": sorted(names)}]}
 
 
+def average(param: nn.Parameter) -> None:
+    dist.all_reduce(param.grad)
+    param.grad /= dist.get_world_size()
+
+
 @pytest.mark.parametrize(("wrap", "use_orig_params"), [(per_block, True), (below_plain, False)])
 @ranks(1, 2)
 def test_an_optimizer_that_sorts_its_names(rank, world_size, wrap, use_orig_params):
     model, plain = wrapped_and_plain(Net, wrap, use_orig_params)
     ours, theirs = Sorting(model), adamw(plain)
-    if wrap is below_plain:  # nobody reduces the gradients of what no instance wraps
-        for param in model.parameters(recurse=False):
-            param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad))
+    for param in model.parameters():
+        if not hasattr(param, "_fsdp_flattened"):  # no instance reduces its gradient
+            param.register_post_accumulate_grad_hook(average)
     train_side_by_side(2, model, ours, plain, theirs)
     for kind in (FULL, SHARDED):
         with FSDP.state_dict_type(model, kind):

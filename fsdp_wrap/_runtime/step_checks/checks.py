@@ -178,16 +178,18 @@ def _before_step(optimizer: torch.optim.Optimizer) -> None:
     record.steps += 1
     if not record.trees or graph_task() != -1:
         return
-    there = (reference() for reference in record.trees)
-    trees = [checks for checks in there if checks is not None and checks.runs]
-    edited = next((checks for checks in trees if checks.edited), None)
-    if edited is not None:
-        edited.tell_factors()
-    if trees and record.steps & (record.steps - 1) == 0:  # 1, 2, 4, 8...
-        trees[0].tell_plain(optimizer)
-    if not _skips(optimizer):
-        for checks in trees:
-            checks.take_step()
+    is_due, takes = record.steps & (record.steps - 1) == 0, not _skips(optimizer)  # due at 1, 2, 4, 8...
+    told = False
+    for checks in filter(None, [reference() for reference in record.trees]):
+        if checks.runs:
+            if checks.edited and not told:
+                checks.tell_factors()
+                told = True
+            if is_due:
+                checks.tell_plain(optimizer)
+                is_due = False
+            if takes:
+                checks.take_step()
 
 
 def _skips(optimizer: Any) -> bool:
