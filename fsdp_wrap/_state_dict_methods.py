@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -29,6 +30,7 @@ from fsdp_wrap._state import (
     Targets,
     begin_load,
     by_mesh,
+    gathers,
     full_optim_state_dict,
     load_optim_state_dict,
     only_rank,
@@ -148,11 +150,14 @@ class StateDictMethods(nn.Module):
         settings = self._state_dict_settings
         only = only_rank(self, settings.state_dict_config)
         wanted = only is None or only.is_here
-        with taking(destination, self, prefix, wanted) as (call, outermost):
+        with ExitStack() as opened:
+            call, outermost = opened.enter_context(taking(destination, self, prefix, wanted))
             if outermost:
                 schedule_of(self._unit).require_idle("state_dict()")
                 # Refuses replaced parameters, before any communication.
-                sharded_handles(units_in(self).values())
+                handles = sharded_handles(units_in(self).values())
+                asked = [handle.communicator.positions for handle in handles if gathers(settings)]
+                opened.enter_context(calling("state_dict()", asked))
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)
             drops = not wanted and (outermost or call.wanted)

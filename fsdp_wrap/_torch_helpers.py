@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_wrap._comm import deaths_told
+from fsdp_wrap._comm import calling, deaths_told
 from fsdp_wrap._core import clean_fqn, joined
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state import refuse_shared
+from fsdp_wrap._state import handles_of, refuse_shared
 from fsdp_wrap.distributed_state_dict import (
     is_wrapped,
     load_model_state,
@@ -37,8 +37,8 @@ from fsdp_wrap.distributed_state_dict import (
 def adapt_torch_helpers() -> None:
     """Rebinds the private functions that torch's helpers call, once in a process."""
     rebound: list[tuple[Any, str, Callable[..., Any]]] = [
-        (theirs, "_get_model_state_dict", partial(_ask_first, model_state)),
-        (theirs, "_get_optim_state_dict", partial(_ask_first, optim_state)),
+        (theirs, "_get_model_state_dict", partial(_ask_first, "get_model_state_dict()", model_state)),
+        (theirs, "_get_optim_state_dict", partial(_ask_first, "get_optimizer_state_dict()", optim_state)),
         (theirs, "_load_model_state_dict", _load_model_state),
         (theirs, "_load_optim_state_dict", _load_optim_state),
         (theirs, "_distribute_state_dict", _distribute),
@@ -56,12 +56,21 @@ def adapt_torch_helpers() -> None:
 
 
 def _ask_first(
-    own: Callable[..., Any], torchs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+    name: str, own: Callable[..., Any], torchs: Callable[..., Any], model: nn.Module, *args: Any
 ) -> Any:
-    if not units_in(model):
-        return torchs(model, *args, **kwargs)
-    with deaths_told():
-        return (own if is_wrapped(model) else torchs)(model, *args, **kwargs)
+    units = units_in(model).values()
+    if not units:
+        return torchs(model, *args)
+    if is_wrapped(model):
+        with deaths_told(), calling(name):
+            return own(model, *args)
+    info = args[-1]
+    asked = handles_of(units) if info.full_state_dict or info.broadcast_from_rank0 else ()
+    communicators = dict.fromkeys(handle.communicator for handle in asked)
+    with deaths_told(), calling(name, [communicator.positions for communicator in communicators]):
+        for communicator in communicators:  # torch's own collectives would wait for long, and name nobody
+            communicator.agree(name, {"full_state_dict": info.full_state_dict})
+        return torchs(model, *args)
 
 
 def _load_model_state(
@@ -78,14 +87,14 @@ def _load_model_state(
         info.handle_model = found[0]
     if not info.handle_model:
         return IncompatibleKeys([], [])
-    return _ask_first(load_model_state, torchs, model, state_dict, info)
+    return _ask_first("set_model_state_dict()", load_model_state, torchs, model, state_dict, info)
 
 
 def _load_optim_state(torchs: Callable[..., None], model: nn.Module, *args: Any) -> None:
     """Loads into models of `DTensor`s too: those of torch's functions do not know what was never stepped."""
     if not units_in(model):
         return torchs(model, *args)
-    with deaths_told():
+    with deaths_told(), calling("set_optimizer_state_dict()"):
         return load_optim_state(model, *args)
 
 

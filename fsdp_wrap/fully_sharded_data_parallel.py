@@ -481,7 +481,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         """
         units = list(units_in(self).values())
         require_idle(units, "apply()")
-        with full_units(units, writeback=True):  # units that are already shown stay so
+        with full_units(units, "apply()", writeback=True):  # units that are already shown stay so
             super().apply(fn)
         return self
 

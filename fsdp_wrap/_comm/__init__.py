@@ -6,6 +6,7 @@ May import: `_core`.
 Must never know: parameters, units, and why they communicate.
 """
 
+from fsdp_wrap._comm.calls import calling
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,

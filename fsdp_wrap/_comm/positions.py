@@ -30,6 +30,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import secrets
 import struct
 import tempfile
@@ -69,9 +70,12 @@ _BEHIND = " optimizer step behind"
 _PREFIX, _SEPARATOR = "fsdp_wrap-", "."  # the separator follows the job's word
 _LEFT_OVER_AFTER = 60.0  # seconds in which survivors may still read a killed rank's file
 _PHASES = list(Phase)
+_CALL = re.compile(r"rank \d+ calls (\S+)")
 
 CHANGED = ", after "
 """Begins the part of a note that tells of changes, which all ranks must have made."""
+_CALLS = "calls "
+"""Begins the note of a call that all ranks must make."""
 
 
 class LogEntry(NamedTuple):
@@ -89,7 +93,10 @@ class LogEntry(NamedTuple):
 
     def __str__(self) -> str:
         what = self.text.decode(errors="replace")
-        when = f"{_PHASES[self.phase].value} of iteration {self.iteration}"
+        phase = _PHASES[self.phase]
+        when = f"{phase.value} of iteration {self.iteration}"
+        if phase is Phase.IDLE:
+            when = f"after iteration {self.iteration}" if self.iteration else "before the first iteration"
         return f"{what} ({when}{_RAISED if self.tries & 1 else ''})"
 
 
@@ -502,6 +509,18 @@ class GroupPositions:
         """Logs a collective that belongs to no unit; see `Collective.issue`."""
         Collective([(self, note)]).issue(phase, iteration)
 
+    def call(self, name: str) -> None:
+        """Logs a call that all ranks of the group must make; raises if a peer has issued something else."""
+        world = self.world
+        iteration = world._sheet.read(world._rank, _ENTERED).iteration
+        self.issue(Note(f"{_CALLS}{name}"), Phase.IDLE, iteration)
+
+    def absent_from(self, number: int) -> list[int]:
+        """Returns the global ranks on this host that have not issued a collective."""
+        self._search()
+        noted = self._noted(number).items()
+        return [self._members[rank] for rank, word in noted if word >> 32 < number & _LOW]
+
     def compare(self, number: int, all_came: bool = False) -> None:
         """Raises a RuntimeError if a peer has issued another collective under a number.
 
@@ -521,6 +540,9 @@ class GroupPositions:
                 "must end on all: let the error end the program, or let all ranks agree to skip the step, "
                 f"before any of them runs its backward.\n{self.table()}"
             )
+        if call := _CALL.search(told):
+            name = call[1]
+            return RuntimeError(f"not all ranks call {name}: {told}. {all_must(name)}\n{self.table()}")
         if CHANGED in told:
             error = (
                 f"ranks have loaded or edited apart: {told}. A rank changes its own part of the parameters "
@@ -668,6 +690,12 @@ class GroupPositions:
 def list_ranks(ranks: Iterable[int]) -> str:
     """Formats a list of ranks, cut after the first few."""
     return listed((f"rank {rank}" for rank in ranks), 8)
+
+
+def all_must(name: str) -> str:
+    """Returns the rule for a call that all ranks must make."""
+    saves = ", and save what it returns on one of them" if "state_dict" in name else ""
+    return f"It communicates: call it on all ranks, outside of `if rank == 0:`{saves}."
 
 
 class Tree:

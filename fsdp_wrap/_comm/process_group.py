@@ -304,9 +304,9 @@ class InFlight(ABC):
         watch.require_living(self._number)
         left = watch.time_left(waited)
         if left <= 0:
-            raise RuntimeError(watch.report(waited))
+            raise RuntimeError(watch.report(waited, self._number))
         if not self._warned and watch.is_late(waited):
-            warn_caller(watch.report(waited))
+            warn_caller(watch.report(waited, self._number))
             self._warned = True
         return left
 

@@ -51,6 +51,7 @@ from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_pl
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,
+    gathers,
     only_rank,
     take_state_dict,
     taking,

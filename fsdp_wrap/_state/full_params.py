@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import HandleState, ParamHandle, Summoning
 from fsdp_wrap._runtime import Unit, note_change, refuse_replaced, require_idle, units_in
@@ -71,18 +72,25 @@ def summon_full_params(
                 "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"
             )
     how = Summoning(rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
-    with full_units(units, writeback=writeback, how=how):
+    with full_units(units, "summon_full_params()", writeback=writeback, how=how):
         yield
 
 
 @contextmanager
-def full_units(units: Iterable[Unit], *, writeback: bool, how: Summoning = _EVERYWHERE) -> Iterator[None]:
-    """Shows the full parameters that units use; after an exception inside, nothing is written back."""
+def full_units(
+    units: Sequence[Unit], doing: str, *, writeback: bool, how: Summoning = _EVERYWHERE
+) -> Iterator[None]:
+    """Shows the full parameters that units use; after an exception inside, nothing is written back.
+
+    `doing` names the user's call in errors.
+    """
     summoned: list[Unit] = []
     how = replace(how, tells_edits=writeback and not how.rank0_only)
     with _taken_back(summoned, writeback):
-        for unit in units:
-            summoned += summon(unit, how)
+        gathered = (each for each in used_by(units) if not is_summoned(each))
+        with calling(doing, [handle.communicator.positions for handle in handles_of(gathered)]):
+            for unit in units:
+                summoned += summon(unit, how)
         with _all_or_none(summoned if how.rank0_only and writeback else ()):
             yield
             if writeback:

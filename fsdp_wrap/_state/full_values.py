@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._comm import Communicator, Pending, deaths_told, make_communicator, ranks_in
+from fsdp_wrap._comm import Communicator, Pending, calling, deaths_told, make_communicator, ranks_in
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
@@ -385,8 +385,10 @@ class FullParams:
         """Gathers them, as `iter_full_params`; collective."""
         check_budget(budget)
         budget = budget or self._budget
-        for communicator in dict.fromkeys(value.communicator for value in self._values):
-            communicator.agree(self._doing, {**self._chosen, "budget": budget})
+        communicators = dict.fromkeys(value.communicator for value in self._values)
+        with calling(self._doing, [communicator.positions for communicator in communicators]):
+            for communicator in communicators:
+                communicator.agree(self._doing, {**self._chosen, "budget": budget})
         only = FirstRank(self._module) if rank0_only else None
         return stream(self._values, budget, only=only, to_host=offload_to_cpu)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator
+from fsdp_wrap._comm import Communicator, calling
 from fsdp_wrap._params import IntervalTensor
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
@@ -161,9 +161,10 @@ def _exchanged(
         if original.handle is not None:
             by_group.setdefault(original.handle.communicator, []).append(original)
     ranks: dict[Communicator, list[_RankState]] = {}
-    for communicator, members in by_group.items():
-        own = _metadata({each.fqn: pieces.get(each.fqn, {}) for each in members if not each.left_out})
-        ranks[communicator] = communicator.all_gather_object(_RankState(rank(), error, own))
+    with calling("optim_state_dict()", [communicator.positions for communicator in by_group]):
+        for communicator, members in by_group.items():
+            own = _metadata({each.fqn: pieces.get(each.fqn, {}) for each in members if not each.left_out})
+            ranks[communicator] = communicator.all_gather_object(_RankState(rank(), error, own))
     for each_error in (error, *(each.error for of_group in ranks.values() for each in of_group)):
         if each_error is not None:
             raise each_error

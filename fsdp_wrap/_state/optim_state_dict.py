@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._comm import calling
 from fsdp_wrap._core import OptimStateKeyType
 from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import IntervalTensor, to_local
@@ -101,12 +102,15 @@ def full_optim_state_dict(
     Returns:
         `state` by name, every tensor in memory of its own, and `param_groups`.
     """
-    state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
-    found = {fqn: dict(entry) for fqn, entry in state.known.items()}
-    for fqn, key, value in state.values(budget=state.unit_nbytes, only=only, to_host=to_host and not by_rows):
-        if by_rows and isinstance(state.known[fqn][key], FullValue):
-            value = state.names.by_name[fqn].rows_of(value)
-        found[fqn][key] = value.cpu() if by_rows and to_host and isinstance(value, torch.Tensor) else value
+    with calling("optim_state_dict()"):
+        state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
+        found = {fqn: dict(entry) for fqn, entry in state.known.items()}
+        how: dict[str, Any] = {"only": only, "to_host": to_host and not by_rows}
+        for fqn, key, value in state.values(budget=state.unit_nbytes, **how):
+            if by_rows and isinstance(state.known[fqn][key], FullValue):
+                value = state.names.by_name[fqn].rows_of(value)
+            moved = by_rows and to_host and isinstance(value, torch.Tensor)
+            found[fqn][key] = value.cpu() if moved else value
     return state.local.state_dict(found) if only is None or only.is_here else {}
 
 
@@ -164,7 +168,8 @@ class _FullState:
     ) -> None:
         self.names = names = originals_of(model, optim, doing)
         self.local = _local_state(names, optim, state_dict, initial)
-        self.known = agreed(names, self.local.pieces, self.local.error)
+        with calling(doing):
+            self.known = agreed(names, self.local.pieces, self.local.error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
     def values(self, *, budget: int, only: Receiver, to_host: bool) -> Generator[tuple[str, str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,
@@ -125,6 +126,13 @@ class Taking:
 
 
 _taking: ContextVar[Taking | None] = ContextVar("fsdp_wrap_taking", default=None)
+
+
+def gathers(settings: StateDictSettings) -> bool:
+    """Whether all ranks must take part in a state dict of this kind."""
+    return settings.state_dict_type is StateDictType.FULL_STATE_DICT or wants_dtensors(
+        settings.state_dict_config
+    )
 
 
 @contextmanager

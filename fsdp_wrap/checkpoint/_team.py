@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_wrap._comm import Watch, all_gather_object, positions_of
+from fsdp_wrap._comm import Watch, Works, all_gather_object, calling, positions_of
 from fsdp_wrap._core import listed
+from fsdp_wrap._core.torch_private import object_device_of
 from fsdp_wrap._runtime import require_idle, schedule_of, units_in
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 
@@ -55,7 +56,19 @@ class Team:
                 "pass a group that has all"
             )
         watch = Watch(group, torch.device("cpu"), positions_of(group))
-        return cls(group, rank, dist.get_world_size(group), doing, watch)
+        team = cls(group, rank, dist.get_world_size(group), doing, watch)
+        if group is not None and team.size > 1:
+            team._meet(group, watch)
+        return team
+
+    def _meet(self, group: dist.ProcessGroup, watch: Watch) -> None:
+        """Waits for all ranks, and names those that do not make the call.
+
+        torch's own collectives, which follow, would wait for them until the group's time limit.
+        """
+        with self.collectives(), calling(f"{self.doing}()", [watch.positions]):
+            if torch.device(object_device_of(group)).type == "cpu":
+                Works(watch, [dist.barrier(group, async_op=True)]).wait()
 
     @property
     def ranks(self) -> list[int]:

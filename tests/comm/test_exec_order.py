@@ -557,7 +557,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     clock = Clock()
     group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
     group._get_backend.return_value, group.dead_before.return_value = group, []
-    group.table.return_value = "the table"
+    group.table.return_value, group.absent_from.return_value = "the table", [3]
     timed = (mock.patch.object(each, "time", clock) for each in (_watch, _process_group))
     with collected_warnings() as texts, next(timed), next(timed):
         pending = _process_group.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
@@ -565,7 +565,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
             pending.wait()
     assert max(clock.limits) <= 1.0
     assert ends_at <= clock.now - 100 <= ends_at + 0.02
-    assert f"has not completed; the group's time limit is {limit:.1f} s" in str(caught.value)
+    assert f"has not completed: rank 3 did not come; the group's time limit is {limit:.1f} s" in str(caught.value)
     if ends_at > warns_at:
         (text,) = texts
         assert abs(float(text.split()[3]) - warns_at) <= 1

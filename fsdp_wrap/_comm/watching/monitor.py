@@ -163,9 +163,9 @@ class Monitor:
             self._tell(issued, 2, str(error))
             return
         if watch.time_left(waited) <= 0:
-            self._tell(issued, 2, f"{watch.report(waited, str(issued))}{others}")
+            self._tell(issued, 2, f"{watch.report(waited, issued.entry.number, str(issued))}{others}")
         elif watch.is_late(waited):
-            self._tell(issued, 1, f"{watch.report(waited, str(issued))}{others}")
+            self._tell(issued, 1, f"{watch.report(waited, issued.entry.number, str(issued))}{others}")
 
     def _tell(self, issued: _Issued, gravity: int, text: str) -> None:
         """Reports once that a collective is late, and once that it will not complete.

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.calls import tell_call
 from fsdp_wrap._comm.groups import time_limit
-from fsdp_wrap._comm.positions import GroupPositions, positions_of
+from fsdp_wrap._comm.positions import GroupPositions, list_ranks, positions_of
 from fsdp_wrap._core.torch_private import dump_flight_records, groups_alive
 
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds
@@ -66,7 +67,8 @@ class Watch:
             if member != self.positions.member and self.has_ended(rank)
         ]
         text = ": ".join([*(each for each in ended if each not in str(error)), str(error)])
-        return RuntimeError(f"a collective failed: {text}\n{self.positions.table()}")
+        told = tell_call(self.positions)
+        return RuntimeError(f"{told}a collective failed: {text}\n{self.positions.table()}")
 
     def has_ended(self, rank: int) -> bool:
         """Whether another rank of the group has ended, as far as can be known.
@@ -88,7 +90,10 @@ class Watch:
     def require_living(self, number: int) -> None:
         """Raises a RuntimeError if a rank died before it came to a collective."""
         for rank in self.positions.dead_before(number):
-            raise RuntimeError(f"a collective cannot complete without rank {rank}\n{self.positions.table()}")
+            told = tell_call(self.positions)
+            raise RuntimeError(
+                f"{told}a collective cannot complete without rank {rank}\n{self.positions.table()}"
+            )
 
     def time_left(self, waited: float) -> float:
         """Returns the seconds left to wait for a collective after a wait of some seconds."""
@@ -99,11 +104,14 @@ class Watch:
         """Whether a collective takes unusually long, after a wait of some seconds."""
         return waited > min(_PATIENCE * self.limit(), _LONGEST_PATIENCE)
 
-    def report(self, waited: float, what: str = "") -> str:
+    def report(self, waited: float, number: int, what: str = "") -> str:
         """Describes a collective that takes long, after a wait of some seconds, with all positions."""
         named = f" ({what})" if what else ""
+        absent = self.positions.absent_from(number)
+        named += f": {list_ranks(absent)} did not come" if absent else ""
         return (
-            f"a collective issued {waited:.1f} s ago has not completed{named}; the group's time limit is "
+            f"{tell_call(self.positions)}a collective issued {waited:.1f} s ago has not completed{named}; "
+            "the group's time limit is "
             f"{self.limit():.1f} s\n{self.positions.table()}"
         )
 
