@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -28,11 +28,27 @@ from fsdp_wrap._runtime import (
     units_in,
     use_comms,
 )
-from fsdp_wrap._state import deepcopy_wrapper, note_load
+from fsdp_wrap._state import deepcopy_wrapper, note_load, shortened
 from fsdp_wrap.forward_methods import register_forward_method
 
 _Self = TypeVar("_Self", bound="FSDPModule")
 _Destination = TypeVar("_Destination", bound=dict[str, Any])
+
+_OF_THE_WRAPPER = {
+    "no_sync": "call set_requires_gradient_sync(False) before the first backwards, and True before the last",
+    "clip_grad_norm_": "call fsdp_wrap.clip_grad_norm_(model, max_norm)",
+    "grad_norms": "call fsdp_wrap.grad_norms(model)",
+    "summon_full_params": "use FullyShardedDataParallel.summon_full_params(model), which takes this model too",
+    "iter_full_params": "call fsdp_wrap.iter_full_params(model)",
+    "register_comm_hook": "call fsdp_wrap.comm_hooks.register_comm_hook(model, state, hook)",
+    "state_dict_type": "state_dict() has DTensors; get_model_state_dict(model, options=...) chooses another kind",
+    "set_state_dict_type": "get_model_state_dict(model, options=...) chooses the kind",
+    "optim_state_dict": "call get_optimizer_state_dict(model, optimizer)",
+    "module": "the model itself is the module, which fully_shard changes in place",
+}
+"""What replaces methods of the wrapper, which fully_shard's modules do not have."""
+_PLACES = ("_parameters", "_modules", "_buffers")
+"""Where a module holds attributes that `__getattr__` finds."""
 
 
 class FSDPModule(nn.Module):
@@ -528,6 +544,30 @@ class FSDPModule(nn.Module):
         make_copyable(destination, [*destination][earlier:])
         return destination
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict as `torch.nn.Module` does; lists in its errors are short.
+
+        Args:
+            state_dict: `DTensor`s; `set_model_state_dict` also takes full tensors.
+            strict: Whether names must match exactly.
+            assign: Whether the values replace parameters; they must then be `DTensor`s that fit.
+
+        Returns:
+            Missing and unexpected keys.
+
+        Raises:
+            RuntimeError: If the state dict does not fit. What fits of it has been loaded.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            text = shortened(str(error))
+            if text == str(error):
+                raise
+            raise RuntimeError(text) from None
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
@@ -612,7 +652,31 @@ def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:
 @functools.cache
 def _class_of(cls: type[nn.Module], kind: type[FSDPModule]) -> type[FSDPModule]:
     name = f"{kind.__name__.removesuffix('Module')}{cls.__name__}"
-    return type(name, (kind, cls), {"__module__": cls.__module__})
+    return type(name, (kind, cls), {"__module__": cls.__module__, "__getattr__": _finding(cls.__getattr__)})
+
+
+def _finding(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """Returns a class's look-up of attributes, which also tells what replaces a method of the wrapper.
+
+    It takes as many calls as that of `torch.nn.Module`: forwards look parameters up by it.
+    """
+    places = _PLACES if find is nn.Module.__getattr__ else ()
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        own = self.__dict__
+        for place in places:
+            if place in own and name in own[place]:
+                return own[place][name]
+        try:
+            return find(self, name)
+        except AttributeError as error:
+            if name not in _OF_THE_WRAPPER:
+                raise
+            raise AttributeError(
+                f"{error}, which is FullyShardedDataParallel's: {_OF_THE_WRAPPER[name]}", name=name, obj=self
+            ) from None
+
+    return __getattr__
 
 
 def _unit_of(module: Any) -> Unit:

@@ -34,6 +34,7 @@ from fsdp_wrap._core import (
     UnevenCutError,
     WrongKindError,
     check_own,
+    tells_keywords,
     warn_caller,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
@@ -44,6 +45,29 @@ __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shar
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Placements = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+_INSTEAD = {
+    "device_mesh": "pass it as mesh",
+    "process_group": "pass mesh=DeviceMesh.from_group(process_group, device_type)",
+    "mixed_precision": "pass mp_policy=MixedPrecisionPolicy(...)",
+    "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
+    "sharding_strategy": (
+        "pass reshard_after_forward, True as FULL_SHARD, or False as SHARD_GRAD_OP; a mesh of two dimensions "
+        "shards as HYBRID_SHARD"
+    ),
+    "auto_wrap_policy": "apply fully_shard to the inner modules first, such as each block, then to the model",
+    "ignored_modules": "pass their parameters as ignored_params",
+    "ignored_states": "pass parameters as ignored_params",
+    "use_orig_params": "leave it out, parameters are always DTensors",
+    "device_id": "the mesh chooses the device",
+    "sync_module_states": "load by set_model_state_dict with broadcast_from_rank0, or use equal seeds",
+    "param_init_fn": "call model.to_empty(device=...) after fully_shard, and initialise then",
+    "backward_prefetch": "call set_modules_to_backward_prefetch afterwards",
+    "forward_prefetch": "call set_modules_to_forward_prefetch afterwards",
+    "limit_all_gathers": "leave it out, at most two gathers are in flight",
+}
+"""What stands for arguments of the wrapper."""
 
 
 @overload
@@ -84,6 +108,7 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
+@tells_keywords(_INSTEAD)
 def fully_shard(
     module: Any,
     *,

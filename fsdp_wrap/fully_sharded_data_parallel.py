@@ -40,6 +40,7 @@ from fsdp_wrap._core import (
     clean_fqn,
     listed,
     not_picklable,
+    tells_keywords,
 )
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import (
@@ -111,6 +112,36 @@ _IN_BACKWARD = "wrap with use_orig_params=True, which keeps the Parameter object
 """Advice about optimizers applied in backward, which would train nothing."""
 
 
+_INSTEAD = {
+    "mesh": "pass it as device_mesh",
+    "mp_policy": "pass mixed_precision=MixedPrecision(...)",
+    "offload_policy": "pass cpu_offload=CPUOffload(offload_params=True)",
+    "reshard_after_forward": (
+        "pass sharding_strategy, FULL_SHARD to free parameters after forward, or SHARD_GRAD_OP to keep them"
+    ),
+    "ignored_params": "pass them as ignored_states",
+    "shard_placement_fn": "only fully_shard has it",
+    "dp_mesh_dims": "pass device_mesh=mesh[...] with the dimensions to shard over",
+    "device_ids": "pass device_id, the one device of this rank",
+    "find_unused_parameters": "leave it out, parameters may be unused",
+}
+"""What stands for arguments of `fully_shard` and DistributedDataParallel."""
+_OF_FULLY_SHARD = {
+    "set_requires_gradient_sync": "accumulate gradients inside of `with model.no_sync():`",
+    "set_requires_all_reduce": "use `with model.no_sync(reduce_within_copy=True):`",
+    "set_is_last_backward": "accumulate gradients inside of `with model.no_sync():`",
+    "unshard": "use `with FullyShardedDataParallel.summon_full_params(model):`",
+    "reshard": "parameters are resharded after each use, and at the end of summon_full_params",
+    "set_modules_to_forward_prefetch": "pass forward_prefetch=True",
+    "set_modules_to_backward_prefetch": "pass backward_prefetch",
+    "set_gradient_divide_factor": "scale the loss",
+    "set_reduce_scatter_divide_factor": "scale the loss",
+    "set_all_reduce_hook": "use register_comm_hook(state, hook)",
+    "set_reshard_after_backward": "pass sharding_strategy",
+}
+"""What stands for methods of `fully_shard`'s modules."""
+
+
 class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimStateDictMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
@@ -178,6 +209,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
 
+    @tells_keywords(_INSTEAD)
     def __init__(
         self,
         module: nn.Module,
@@ -243,7 +275,16 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         except AttributeError:
             if name == WRAPPED_ATTR:  # not set yet: the lookup below would recurse
                 raise
+        try:
             return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError as error:
+            if name not in _OF_FULLY_SHARD:
+                raise
+            raise AttributeError(
+                f"{error}; '{name}' is a method of fully_shard's modules: {_OF_FULLY_SHARD[name]}",
+                name=name,
+                obj=self,
+            ) from None
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]

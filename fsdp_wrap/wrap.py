@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
@@ -15,12 +17,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
-from torch.distributed.fsdp.wrap import (
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._runtime import Kwargs, Targets, WrapPlan, describe, plan_wrapping
@@ -44,6 +41,35 @@ __all__ = [
 _Policy = torch_wrap._Policy
 _module_wrap_policy, _or_policy = torch_wrap._module_wrap_policy, torch_wrap._or_policy
 
+# --- policies that are functions, whose options `functools.partial` binds -----------------------------
+
+
+def _as_policy(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Makes torch's policy tell how it is given where a program calls it with its options alone."""
+    signature, name = inspect.signature(function), function.__name__
+
+    @functools.wraps(function)
+    def policy(*args: Any, **options: Any) -> bool:
+        try:
+            bound = signature.bind(*args, **options)
+        except TypeError as error:
+            given = ", ".join([name, *(f"{option}=..." for option in options)])
+            raise TypeError(
+                f"{name}() is called for every module, by the wrapper ({error}): pass it without a call, as "
+                f"auto_wrap_policy=functools.partial({given})"
+            ) from None
+        for attribute, value in vars(policy).items():
+            if attribute.lower() in signature.parameters:  # a default, which programs set
+                bound.arguments.setdefault(attribute.lower(), value)
+        return function(*bound.args, **bound.kwargs)
+
+    return policy
+
+
+lambda_auto_wrap_policy = _as_policy(torch_wrap.lambda_auto_wrap_policy)
+size_based_auto_wrap_policy = _as_policy(torch_wrap.size_based_auto_wrap_policy)
+transformer_auto_wrap_policy = _as_policy(torch_wrap.transformer_auto_wrap_policy)
+
 # --- policies that are objects, which see the whole tree ----------------------------------------------
 
 
@@ -58,6 +84,8 @@ class ModuleWrapPolicy(torch_wrap.ModuleWrapPolicy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        if isinstance(module_classes, (type, str)):
+            raise TypeError(_of_one_class("ModuleWrapPolicy takes a set of module classes", module_classes))
         self._classes = set(module_classes)
         super().__init__(self._classes)
         if not all(isinstance(cls, type) for cls in self._classes):
@@ -152,6 +180,13 @@ class NameWrapPolicy(_Policy):
 
     def __repr__(self) -> str:
         return f"NameWrapPolicy({list(self._names)!r})"
+
+
+def _of_one_class(rule: str, given: type | str) -> str:
+    """Returns a message on a class, or its name, where a set of classes or a policy is needed."""
+    if isinstance(given, str):
+        return f"{rule}, not the name {given!r}: write NameWrapPolicy({given!r})"
+    return f"{rule}, not the class {given.__name__}: write ModuleWrapPolicy({{{given.__name__}}})"
 
 
 def _class_path(cls: type) -> str:

@@ -67,7 +67,7 @@ class Mistake(NamedTuple):
         run: The program, given the rank.
         kind: The type of the error or warning.
         says: A pattern of its first line.
-        ranks: Those that are told.
+        ranks: Those that are told; empty if it is one or the other.
     """
 
     code: str
@@ -93,7 +93,7 @@ def mistake(
 
 
 class Told(NamedTuple):
-    """What a program was told on a rank: the types of the error's class, and its first line."""
+    """What a program was told on a rank: its error's classes, and its first line; with the next if a list follows."""
 
     kinds: tuple[str, ...]
     line: str
@@ -108,14 +108,18 @@ def observe(rank: int, world_size: int, name: str) -> Told | None:
         except Exception as error:
             return _told(error)
         finally:
-            store().set(f"{rank} has ended", "")
-    ours = [each.message for each in caught if not isinstance(each.message, (FutureWarning, DeprecationWarning))]
+            if dist.is_initialized():
+                store().set(f"{rank} has ended", "")
+    ours = [
+        each.message for each in caught if not isinstance(each.message, (FutureWarning, DeprecationWarning))
+    ]
     return _told(ours[0]) if ours and isinstance(ours[0], Warning) else None
 
 
 def _told(error: BaseException) -> Told:
-    lines = str(error).strip().splitlines() or [""]
-    return Told(tuple(kind.__name__ for kind in type(error).__mro__), lines[0].strip())
+    first, *others = map(str.strip, str(error).strip().splitlines() or [""])
+    line = f"{first} {others[0]}" if first.endswith(":") and others else first
+    return Told(tuple(kind.__name__ for kind in type(error).__mro__), line)
 
 
 # parts of programs
@@ -201,7 +205,11 @@ def no_process_group_for_the_wrapper(rank: int) -> None:
     FSDP(Net())
 
 
-@mistake("fully_shard(model)  # before init_process_group", ValueError, r"needs a process group.*init_process_group")
+@mistake(
+    "fully_shard(model)  # before init_process_group",
+    ValueError,
+    r"needs a process group.*init_process_group",
+)
 def no_process_group_for_fully_shard(rank: int) -> None:
     dist.destroy_process_group()
     fully_shard(Net())
@@ -227,14 +235,14 @@ def a_list_is_sharded(rank: int) -> None:
     fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
 
 
-@mistake("fully_shard(model); fully_shard(model)", ValueError, r"applied to this .*before.*once")
+@mistake("fully_shard(model); fully_shard(model)", ValueError, r"already wrapped.*each once")
 def sharded_twice(rank: int) -> None:
     net = Net()
     fully_shard(net)
     fully_shard(net)
 
 
-@mistake("fully_shard(model) before its blocks", ValueError, r"inner modules|before|first")
+@mistake("fully_shard(model) before its blocks", ValueError, r"wrap parts before the whole")
 def root_sharded_first(rank: int) -> None:
     net = Net()
     fully_shard(net)
@@ -270,7 +278,11 @@ def device_name_without_accelerator(rank: int) -> None:
 # policies
 
 
-@mistake("ModuleWrapPolicy(Block)", TypeError, r"set of .*ModuleWrapPolicy\(\{Block\}\)")
+@mistake(
+    "ModuleWrapPolicy(Block)",
+    TypeError,
+    r"a set of module classes, not the class Block: write ModuleWrapPolicy\(\{Block\}\)",
+)
 def policy_of_a_class(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy(Block))  # type: ignore[arg-type]
 
@@ -280,7 +292,11 @@ def policy_of_a_name(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy("Block"))  # type: ignore[arg-type]
 
 
-@mistake("auto_wrap_policy=ModuleWrapPolicy", TypeError, r"ModuleWrapPolicy.*is a class.*ModuleWrapPolicy\(\{")
+@mistake(
+    "auto_wrap_policy=ModuleWrapPolicy",
+    TypeError,
+    r"not the class ModuleWrapPolicy: write ModuleWrapPolicy\(\{Block\}\)",
+)
 def policy_class(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy)
 
@@ -300,7 +316,9 @@ def policy_called(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=size_based_auto_wrap_policy(min_num_params=10))  # type: ignore[call-arg]
 
 
-@mistake("auto_wrap_policy=transformer_auto_wrap_policy", TypeError, r"functools.partial.*transformer_layer_cls")
+@mistake(
+    "auto_wrap_policy=transformer_auto_wrap_policy", TypeError, r"functools.partial.*transformer_layer_cls"
+)
 def policy_without_partial(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=transformer_auto_wrap_policy)
 
@@ -315,7 +333,9 @@ def policy_misspelt(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=NameWrapPolicy("Blok"))
 
 
-@mistake("ModuleWrapPolicy({nn.Conv2d})  # there is none", UserWarning, r"no module is an instance of .*Conv2d")
+@mistake(
+    "ModuleWrapPolicy({nn.Conv2d})  # there is none", UserWarning, r"no module is an instance of .*Conv2d"
+)
 def policy_that_matches_nothing(rank: int) -> None:
     FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
 
@@ -363,7 +383,11 @@ def misspelt_for_fully_shard(rank: int) -> None:
     fully_shard(Net(), reshard_after_foward=True)  # type: ignore[call-arg]
 
 
-@mistake("checkpoint.save(dir, model, optimizer=optimizer)", TypeError, r"'optimizer'.*did you mean.*optim")
+@mistake(
+    "checkpoint.save(dir, model, optimizer=optimizer)",
+    TypeError,
+    r"save\(\) has no argument 'optimizer': pass it as optim",
+)
 def misspelt_for_save(rank: int) -> None:
     model = wrapped()
     checkpoint.save("/tmp/nowhere", model, optimizer=sgd(model))  # type: ignore[call-arg]
@@ -377,12 +401,16 @@ def misspelt_for_plan(rank: int) -> None:
 # values of arguments
 
 
-@mistake('FSDP(model, sharding_strategy="FULL_SHARD")', TypeError, r"must be a ShardingStrategy.*'FULL_SHARD'")
+@mistake(
+    'FSDP(model, sharding_strategy="FULL_SHARD")', TypeError, r"must be a ShardingStrategy.*'FULL_SHARD'"
+)
 def strategy_as_text(rank: int) -> None:
     FSDP(Net(), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
 
 
-@mistake("FSDP(model, mixed_precision=torch.bfloat16)", TypeError, r"mixed_precision must be a MixedPrecision")
+@mistake(
+    "FSDP(model, mixed_precision=torch.bfloat16)", TypeError, r"mixed_precision must be a MixedPrecision"
+)
 def precision_as_dtype(rank: int) -> None:
     FSDP(Net(), mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
 
@@ -392,7 +420,11 @@ def offload_as_flag(rank: int) -> None:
     FSDP(Net(), cpu_offload=True)  # type: ignore[arg-type]
 
 
-@mistake("fully_shard(model, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())", TypeError, r"from fsdp_wrap")
+@mistake(
+    "fully_shard(model, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())",
+    TypeError,
+    r"from fsdp_wrap",
+)
 def policy_of_torch(rank: int) -> None:
     fully_shard(Net(), mp_policy=torch_fsdp.MixedPrecisionPolicy())  # type: ignore[arg-type]
 
@@ -402,7 +434,9 @@ def policy_of_the_wrapper(rank: int) -> None:
     fully_shard(Net(), mp_policy=MixedPrecision(torch.bfloat16))  # type: ignore[arg-type]
 
 
-@mistake('FSDP(model, ignored_modules=["head"])', ValueError, r"ignored_modules must hold Module objects only")
+@mistake(
+    'FSDP(model, ignored_modules=["head"])', ValueError, r"ignored_modules must hold Module objects only"
+)
 def ignored_by_name(rank: int) -> None:
     FSDP(Net(), ignored_modules=["head"])  # type: ignore[list-item]
 
@@ -413,12 +447,16 @@ def hybrid_on_a_line(rank: int) -> None:
     FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-@mistake("FULL_SHARD on a mesh of two dimensions", ValueError, r"FULL_SHARD takes one .*HYBRID_SHARD takes two")
+@mistake(
+    "FULL_SHARD on a mesh of two dimensions", ValueError, r"FULL_SHARD takes one .*HYBRID_SHARD takes two"
+)
 def full_shard_on_a_square(rank: int) -> None:
     FSDP(Net(), device_mesh=init_device_mesh("cpu", (1, 2)))
 
 
-@mistake("FSDP(model, process_group=group of rank 0)  # on all ranks", ValueError, r"rank 1 is not part of", (1,))
+@mistake(
+    "FSDP(model, process_group=group of rank 0)  # on all ranks", ValueError, r"rank 1 is not part of", (1,)
+)
 def group_of_others(rank: int) -> None:
     FSDP(Net(), dist.new_group([0]))
 
@@ -426,14 +464,22 @@ def group_of_others(rank: int) -> None:
 # training
 
 
-@mistake("AdamW(model.parameters()) before FSDP(model)", RuntimeError, r"optimizer.*before", )
+@mistake(
+    "AdamW(model.parameters()) before FSDP(model)",
+    RuntimeError,
+    r"this SGD was made before the model was sharded.*after sharding",
+)
 def optimizer_before_the_wrapper(rank: int) -> None:
     net = Net()
     optimizer = sgd(net)
     step(FSDP(net), optimizer)
 
 
-@mistake("AdamW(model.parameters()) before fully_shard(model)", RuntimeError, r"optimizer.*before")
+@mistake(
+    "AdamW(model.parameters()) before fully_shard(model)",
+    RuntimeError,
+    r"this SGD was made before the model was sharded.*after sharding",
+)
 def optimizer_before_fully_shard(rank: int) -> None:
     net = Net()
     optimizer = sgd(net)
@@ -470,7 +516,9 @@ def moved_after_wrapping(rank: int) -> None:
     wrapped().to("meta")
 
 
-@mistake("layer.weight = nn.Parameter(...)  # after fully_shard", ValueError, r"weight.*replaced|replaced.*weight")
+@mistake(
+    "layer.weight = nn.Parameter(...)  # after fully_shard", ValueError, r"weight.*replaced|replaced.*weight"
+)
 def parameter_replaced(rank: int) -> None:
     model = sharded()
     model.head.weight = nn.Parameter(torch.ones(3, WIDTH))
@@ -486,7 +534,7 @@ def other_blocks(rank: int) -> None:
     step(model)
 
 
-@mistake("a rank has fewer batches", RuntimeError, r"rank 1|different")
+@mistake("a rank has fewer batches", RuntimeError, r"has not completed: rank 1 did not come", (0,))
 def fewer_batches(rank: int) -> None:
     model = wrapped()
     with impatient():
@@ -496,7 +544,7 @@ def fewer_batches(rank: int) -> None:
             stays_away()
 
 
-@mistake("ranks begin with other values", UserWarning, r"began with other values.*same seed")
+@mistake("ranks begin with other values", UserWarning, r"began with other values.*same seed", ())
 def other_values(rank: int) -> None:
     torch.manual_seed(rank)
     step(FSDP(Net()))
@@ -537,27 +585,41 @@ def state_of(net: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     return {prefix + name: value for name, value in net.state_dict().items()}
 
 
-@mistake('load_state_dict of a DDP checkpoint ("module." names)', RuntimeError, r"")
+@mistake(
+    'load_state_dict of a DDP checkpoint ("module." names)',
+    RuntimeError,
+    r"'module.' of DistributedDataParallel.*consume_prefix",
+)
 def prefix_of_ddp(rank: int) -> None:
     wrapped().load_state_dict(state_of(Net(), "module."))
 
 
-@mistake('the same with fully_shard', RuntimeError, r"")
+@mistake("the same with fully_shard", RuntimeError, r"'module.' of DistributedDataParallel.*consume_prefix")
 def prefix_of_ddp_for_fully_shard(rank: int) -> None:
     sharded().load_state_dict(state_of(Net(), "module."))
 
 
-@mistake('load_state_dict of a compiled model ("_orig_mod." names)', RuntimeError, r"")
+@mistake(
+    'load_state_dict of a compiled model ("_orig_mod." names)',
+    RuntimeError,
+    r"'_orig_mod.' of torch.compile.*consume_prefix",
+)
 def prefix_of_compile(rank: int) -> None:
     wrapped().load_state_dict(state_of(Net(), "_orig_mod."))
 
 
-@mistake("load_state_dict of a model with more layers", RuntimeError, r"")
+@mistake(
+    "load_state_dict of a model with more layers", RuntimeError, r'Unexpected key.*"9.weight" and 20 more'
+)
 def many_unexpected(rank: int) -> None:
     wrapped().load_state_dict({f"{n}.weight": torch.ones(1) for n in range(30)} | state_of(Net(), ""))
 
 
-@mistake("load_state_dict of a head of other classes", RuntimeError, r"")
+@mistake(
+    "load_state_dict of a head of other classes",
+    RuntimeError,
+    r"size mismatch for head.weight: .*\[7, 6\].*\[3, 6\]",
+)
 def other_shape(rank: int) -> None:
     wrapped().load_state_dict(state_of(Net(), "") | {"head.weight": torch.ones(7, WIDTH)})
 
@@ -577,7 +639,11 @@ def model_pickled(rank: int) -> None:
     torch.save(wrapped(), io.BytesIO())
 
 
-@mistake("set_state_dict_type(model, SHARDED..., FullStateDictConfig())", TypeError, r"takes a ShardedStateDictConfig")
+@mistake(
+    "set_state_dict_type(model, SHARDED..., FullStateDictConfig())",
+    TypeError,
+    r"takes a ShardedStateDictConfig",
+)
 def config_of_another_kind(rank: int) -> None:
     FSDP.set_state_dict_type(wrapped(), StateDictType.SHARDED_STATE_DICT, fsdp_wrap.FullStateDictConfig())  # type: ignore[attr-defined]
 
@@ -585,7 +651,9 @@ def config_of_another_kind(rank: int) -> None:
 # one rank alone
 
 
-def alone(call: Callable[[nn.Module, torch.optim.Optimizer], object], model: nn.Module, rank: int, then: str) -> None:
+def alone(
+    call: Callable[[nn.Module, torch.optim.Optimizer], object], model: nn.Module, rank: int, then: str
+) -> None:
     """Trains a step; calls on the first rank alone, while the other trains on, or waits elsewhere."""
     optimizer = sgd(model)
     step(model, optimizer)
@@ -597,17 +665,28 @@ def alone(call: Callable[[nn.Module, torch.optim.Optimizer], object], model: nn.
         step(model)
 
 
-@mistake("if rank == 0: torch.save(model.state_dict()); the other trains on", RuntimeError, r"state_dict\(\).*rank 1")
+@mistake(
+    "if rank == 0: torch.save(model.state_dict()); the other trains on",
+    RuntimeError,
+    r"state_dict\(\).*rank 1",
+)
 def state_dict_alone(rank: int) -> None:
     alone(lambda model, _: model.state_dict(), wrapped(), rank, "trains")
 
 
-@mistake("if rank == 0: torch.save(model.state_dict()); the other waits", RuntimeError, r"state_dict\(\).*rank 1", (0,))
+@mistake(
+    "if rank == 0: torch.save(model.state_dict()); the other waits",
+    RuntimeError,
+    r"state_dict\(\).*rank 1",
+    (0,),
+)
 def state_dict_alone_before_a_barrier(rank: int) -> None:
     alone(lambda model, _: model.state_dict(), wrapped(), rank, "waits")
 
 
-@mistake("if rank == 0: FSDP.optim_state_dict(model, optimizer)", RuntimeError, r"optim_state_dict\(\).*rank 1")
+@mistake(
+    "if rank == 0: FSDP.optim_state_dict(model, optimizer)", RuntimeError, r"optim_state_dict\(\).*rank 1"
+)
 def optim_state_dict_alone(rank: int) -> None:
     alone(FSDP.optim_state_dict, wrapped(), rank, "trains")
 
@@ -639,7 +718,11 @@ def iter_full_params_alone(rank: int) -> None:
     alone(lambda model, _: dict(iter_full_params(model)), sharded(), rank, "trains")
 
 
-@mistake("if rank == 0: model.clip_grad_norm_(1.0)", RuntimeError, r"clip_grad_norm_\(\).*rank 1")
+@mistake(
+    "if rank == 0: model.clip_grad_norm_(1.0)",
+    RuntimeError,
+    r"rank 0 takes part in ALL_REDUCE|rank 1 takes part in ALL_GATHER",
+)
 def clip_alone(rank: int) -> None:
     alone(lambda model, _: fsdp_wrap.clip_grad_norm_(model, 1.0), wrapped(), rank, "trains")  # type: ignore[attr-defined]
 
@@ -650,7 +733,7 @@ def save_alone(rank: int) -> None:
         alone(partial(checkpoint.save, folder), wrapped(), rank, "trains")
 
 
-@mistake("if rank == 0: model(batch)", RuntimeError, r"rank 1", (0,))
+@mistake("if rank == 0: model(batch)", RuntimeError, r"has not completed: rank 1 did not come", (0,))
 def forward_alone(rank: int) -> None:
     alone(lambda model, _: model(batch()), wrapped(), rank, "waits")
 
@@ -689,13 +772,15 @@ def export_to_proc(rank: int) -> None:
     checkpoint.export_safetensors(wrapped(), "/proc/run")
 
 
-@mistake("checkpoint.load(an empty folder, model)", FileNotFoundError, r"no checkpoint|holds no")
+@mistake(
+    "checkpoint.load(an empty folder, model)", ValueError, r"no complete checkpoint.*holds no step folder"
+)
 def load_of_nothing(rank: int) -> None:
     with somewhere() as folder:
         checkpoint.load(folder, wrapped())
 
 
-@mistake("checkpoint.load(a torch.save file, model)", ValueError, r"is a file")
+@mistake("checkpoint.load(a torch.save file, model)", ValueError, r"is a file; name the folder")
 def load_of_a_file(rank: int) -> None:
     with somewhere() as folder:
         if rank == 0:
@@ -711,7 +796,11 @@ def model_for_optimizer(rank: int) -> None:
         checkpoint.save(folder, model, model)  # type: ignore[arg-type]
 
 
-@mistake('export_safetensors(model, dir, max_shard_size="big")', ValueError, r"max_shard_size must look like '80GB'")
+@mistake(
+    'export_safetensors(model, dir, max_shard_size="big")',
+    ValueError,
+    r"max_shard_size must look like '80GB'",
+)
 def shard_size(rank: int) -> None:
     with somewhere() as folder:
         checkpoint.export_safetensors(wrapped(), folder, max_shard_size="big")  # type: ignore[call-arg]

@@ -45,9 +45,7 @@ model = FSDP(Model(), auto_wrap_policy=NameWrapPolicy("Block"))
 prompt = torch.tensor([[1, 2, 3]])
 received = {}
 
-checkpoint.export_safetensors(
-    model, "out", max_shard_bytes="5GB", dtype=torch.bfloat16
-)  # every rank calls it
+checkpoint.export_safetensors(model, "out", max_shard_size="5GB", dtype=torch.bfloat16)  # every rank calls it
 
 plain = Model()
 checkpoint.import_safetensors(plain, "out")

@@ -180,10 +180,22 @@ def check_present(device: torch.device, argument: str) -> None:
 
 
 def _named(wanted: int | torch.device | str, argument: str) -> torch.device:
-    """Completes the device that an argument names; a number is an accelerator's index, if there is one."""
+    """Completes the device that an argument names; a number is an accelerator's index."""
+    if isinstance(wanted, int) and _planned is None and accelerator_of(torch.device("cpu")) is None:
+        _require_accelerator(wanted, argument)
     device = torch.device(_accelerator_type(), wanted) if isinstance(wanted, int) else torch.device(wanted)
     check_present(device, argument)
     return _complete(device)
+
+
+def _require_accelerator(index: int, argument: str) -> None:
+    """Raises a ValueError where there is no accelerator that an index could mean."""
+    if _accelerator_type() == "cpu":
+        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise ValueError(
+            f"{argument}={index} is the number of an accelerator, and {place} finds none (torch.accelerator): "
+            f"leave {argument} out, or pass torch.device('cpu')"
+        )
 
 
 def _complete(device: torch.device) -> torch.device:

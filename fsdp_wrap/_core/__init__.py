@@ -32,6 +32,7 @@ from fsdp_wrap._core.api import (
     check_kind,
     check_nbytes,
     check_own,
+    memory_of,
     nbytes_of,
 )
 from fsdp_wrap._core.errors import (
@@ -48,6 +49,7 @@ from fsdp_wrap._core.errors import (
     WrongConfigError,
     WrongKindError,
     not_picklable,
+    tells_keywords,
     warn_caller,
 )
 from fsdp_wrap._core.events import (
@@ -133,7 +135,14 @@ from fsdp_wrap._core.optimizers.probe import (
     knows_its_shards,
     note_knows_shards,
 )
-from fsdp_wrap._core.own_files import open_own, own_folder, own_output, refuse_others, sync_folder
+from fsdp_wrap._core.own_files import (
+    open_own,
+    own_folder,
+    own_output,
+    refuse_others,
+    refuse_unusable,
+    sync_folder,
+)
 from fsdp_wrap._core.precision import (
     NO_CASTS,
     BufferCasts,

@@ -118,6 +118,10 @@ def check_own(*values: object) -> None:
         (check_nbytes if name.endswith("_bytes") else check_flag)(name, value)
 
 
+_LEAST_MEMORY = 2**20
+"""Bytes from which on a number without a unit may be the memory of a device."""
+
+
 def nbytes_of(size: int | str, name: str) -> int:
     """Returns a number of bytes, given as one or as text like "80GB" or "24GiB"; `name` is for errors."""
     if isinstance(size, bool) or not isinstance(size, (int, str)):
@@ -131,6 +135,17 @@ def nbytes_of(size: int | str, name: str) -> int:
     if size <= 0:
         raise ValueError(f"{name} must be positive, not {size}")
     return size
+
+
+def memory_of(size: int | str, name: str) -> int:
+    """Returns the bytes of a device's memory as `nbytes_of`; refuses a number that lacks its unit."""
+    nbytes = nbytes_of(size, name)
+    if nbytes < _LEAST_MEMORY and str(size).strip().replace(".", "").isdigit():
+        raise ValueError(
+            f"{name} is {nbytes} bytes, less than any device has: write the unit, as in '{size}GB' or "
+            f"'{size}GiB' ('{size}B' if it is so small)"
+        )
+    return nbytes
 
 
 def _check_dtypes(policy: object, *names: str) -> None:

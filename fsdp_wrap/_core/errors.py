@@ -1,14 +1,23 @@
-"""Errors that are of our type and of torch's in the same place; warnings that point at the caller's line."""
+"""Errors that are of our type and of torch's in the same place; warnings that point at the caller's line.
+
+And what is said of keywords that a public function does not have.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import pickle
 import warnings
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
+from typing import Any, TypeVar
 
 _OURS = ("fsdp_wrap", "torch")
 """Packages whose frames lie between a program's line and the warning: torch calls the hooks of modules."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class NotIdleError(RuntimeError, AssertionError, ValueError):
@@ -82,3 +91,35 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _is_ours(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
+
+
+def tells_keywords(instead: Mapping[str, str] = _NONE) -> Callable[[_Function], _Function]:
+    """Makes a function tell what to write where it is called with a keyword that it does not have.
+
+    Args:
+        instead: What to write, by keywords that other functions have.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        known = [*inspect.signature(function).parameters]
+        owner, _, name = function.__qualname__.rpartition(".")
+        called = owner if name == "__init__" else name
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for keyword in kwargs:
+                if keyword not in known:
+                    raise TypeError(_told(called, keyword, instead, known))
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]  # its signature is the function's
+
+    return decorate
+
+
+def _told(called: str, keyword: str, instead: Mapping[str, str], known: list[str]) -> str:
+    error = f"{called}() has no argument '{keyword}'"
+    if keyword in instead:
+        return f"{error}: {instead[keyword]}"
+    close = difflib.get_close_matches(keyword, known, n=1)
+    return f"{error}: did you mean '{close[0]}'?" if close else f"{error}; it has {', '.join(known)}"

@@ -15,6 +15,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
+"""Errors of a place where nothing can be made: of another user's, or of a file system that takes no files."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -49,6 +51,24 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_unusable(folder: Path) -> None:
+    """Raises a ValueError if a folder is none, or cannot be made or written to; leaves nothing there."""
+    there = next(path for path in [folder, *folder.parents] if os.path.lexists(path))
+    if there.exists() and not there.is_dir():
+        raise ValueError(f"{there} is a file, and what is written needs a folder there: name another one")
+    probe = there / f".probe.{secrets.token_hex(8)}"
+    try:
+        probe.mkdir(0o700)
+        probe.rmdir()
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            return  # such as a full disk: writing tells
+        raise ValueError(
+            f"{folder} cannot be written to ({error.strerror}, in {there}): name a folder on a file system "
+            "where this user may write"
+        ) from error
 
 
 def own_folder(folder: Path, alone: bool = False) -> None:

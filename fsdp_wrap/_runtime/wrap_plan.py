@@ -6,6 +6,7 @@ then replaces modules by units. The wrapper class is always passed in.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -87,13 +88,9 @@ def plan_wrapping(
     kwargs = dict(wrapper_kwargs or {})
     if isinstance(policy, torch_wrap._Policy):
         targets = _ask_policy_object(tree, policy, kwargs)
-    elif callable(policy):
-        targets = _ask_policy_function(tree, policy, kwargs)
     else:
-        raise TypeError(
-            f"auto_wrap_policy must be a function or a policy object, not {policy!r}; "
-            "for a set of module classes use ModuleWrapPolicy"
-        )
+        _check_policy_function(policy)
+        targets = _ask_policy_function(tree, policy, kwargs)
     targets = _where_they_are_called(tree, _with_those_apart(tree, targets, kwargs, *apart))
     _check_arguments(tree, targets, wrapper_cls)
     owners, left = _assign_tied_params(tree, targets)
@@ -158,6 +155,42 @@ def _common(chains: list[Chain]) -> Chain:
 
 def describe(name: str, module: nn.Module) -> str:
     return f"{name!r} ({type(module).__name__})" if name else f"the root module ({type(module).__name__})"
+
+
+def _check_policy_function(policy: Any) -> None:
+    """Raises a TypeError that says what to write, unless a policy can be called for a module."""
+    rule = "auto_wrap_policy must be a policy object or a function"
+    if isinstance(policy, type):
+        if issubclass(policy, torch_wrap._Policy):
+            raise TypeError(f"{rule}, not the class {policy.__name__}: write {policy.__name__}({{Block}})")
+        raise TypeError(
+            f"{rule}, not the class {policy.__name__}: write ModuleWrapPolicy({{{policy.__name__}}})"
+        )
+    if isinstance(policy, str):
+        raise TypeError(
+            f"{rule}, not the name {policy!r}: write ModuleWrapPolicy({{{policy}}}) or NameWrapPolicy({policy!r})"
+        )
+    if not callable(policy):
+        raise TypeError(
+            f"{rule}, not {policy!r}: for a set of module classes write ModuleWrapPolicy({{Block}})"
+        )
+    options = getattr(policy, "keywords", {}) if isinstance(policy, functools.partial) else {}
+    for name, value in options.items():
+        if isinstance(value, type) and name in ("transformer_layer_cls", "module_classes"):
+            raise TypeError(
+                f"{name} of the auto_wrap_policy must be a set of module classes, not the class "
+                f"{value.__name__}: write {name}={{{value.__name__}}}"
+            )
+    try:
+        inspect.signature(policy).bind(module=None, recurse=False, nonwrapped_numel=0)
+    except ValueError:  # a callable that does not tell its signature
+        return
+    except TypeError as error:
+        name = getattr(policy, "__name__", repr(policy))
+        raise TypeError(
+            f"{rule} of (module, recurse, nonwrapped_numel), and {name} is not ({error}): bind its options, "
+            f"as in functools.partial({name}, transformer_layer_cls={{Block}})"
+        ) from None
 
 
 def _refuse_nested_wrapping(tree: _ModuleTree, wrapper_cls: Callable[..., nn.Module]) -> None:

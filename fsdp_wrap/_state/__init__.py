@@ -36,6 +36,7 @@ from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.norms import AllReduce, Summand, exact_powers, reduced
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
 from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets, note_load
+from fsdp_wrap._state.misfits import shortened
 from fsdp_wrap._state.optim_initial import innermost
 from fsdp_wrap._state.optim_load import as_saved, load_optim_state_dict
 from fsdp_wrap._state.optim_offload import is_state_offloaded, offload_optimizer_state

@@ -28,10 +28,11 @@ from fsdp_wrap._core import (
     saved_tensors,
     walk,
 )
-from fsdp_wrap._core.torch_private import NormBase, pytree
+from fsdp_wrap._core.torch_private import NormBase, ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
 from fsdp_wrap._runtime import Unit, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
+from fsdp_wrap._state.misfits import quoted, shown, tell_prefix
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
 _PLAIN_LOADS = (
@@ -98,7 +99,8 @@ def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
         return
     if not is_tensor_like(value):  # type: ignore[no-untyped-call]
         yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
-    found = getattr(value, "shape", shape)
+    # Torch warns where its `ShardedTensor` is asked for its `shape`.
+    found = value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", shape)
     scalar_as_vector = (shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
     if found != shape and not scalar_as_vector:
         yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {shape}."
@@ -174,23 +176,24 @@ class Targets:
         """
         given = {clean_fqn(key): value for key, value in state_dict.items()}
         known = ((key, target) for key, target in self._by_name.items() if target and key in given)
-        problems = [
+        problems = shown(
             problem
             for key, target in known
             for problem in _problems(key, target, target.taken_apart(given[key]))
-        ]
+        )
         pieces = [key for key, value in given.items() if isinstance(value, IntervalTensor)]
         if pieces and kind is StateDictType.FULL_STATE_DICT:
             problems.append(
-                f"{_quoted(pieces)} are pieces of a sharded state dict: load it under "
+                f"{quoted(pieces)} are pieces of a sharded state dict: load it under "
                 "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
             )
         missing, unexpected = self.other_names(given)
         lacking = [key for key in missing if key not in self._may_lack]
         if strict and unexpected:
-            problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
+            problems += tell_prefix(lacking, unexpected)
+            problems.append(f"Unexpected key(s) in state_dict: {quoted(unexpected)}.")
         if strict and lacking:
-            problems.append(f"Missing key(s) in state_dict: {_quoted(lacking)}.")
+            problems.append(f"Missing key(s) in state_dict: {quoted(lacking)}.")
         self.refuse(problems)
         return not self._own_way and self._may_lack.isdisjoint(missing)
 
@@ -223,10 +226,6 @@ def note_load(unit: Unit, module: nn.Module, names: Collection[str], prefix: str
 
 def _kind_of(value: Any) -> str:
     return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-
-
-def _quoted(keys: list[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)
 
 
 def copies_values(module: nn.Module) -> bool:

@@ -70,7 +70,7 @@ def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> 
 
 
 def export(
-    source: Source, out: Path, max_shard_bytes: int | str = "5GB", dtype: torch.dtype | None = None
+    source: Source, out: Path, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
 ) -> list[str]:
     """Writes a model's tensors as safetensors files with Hugging Face's index; holds one tensor at a time."""
     if out.resolve() == source.held.place.resolve() or out.is_file():
@@ -84,7 +84,7 @@ def export(
         out,
         described,
         ((name, value.to(wanted(value.dtype))) for name, value in tensors(source, "writing")),
-        max_shard_bytes=max_shard_bytes,
+        max_shard_size=max_shard_size,
     )
     written = read_safetensors(out)
     _require_all(source, {name: value.whole for name, value in written.items()}, out, wanted)

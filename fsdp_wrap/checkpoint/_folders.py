@@ -100,7 +100,10 @@ def find(path: Path, step: int | None) -> Path:
                 warn_caller(f"passing over {'; '.join(passed)}")
             return folder
         passed.append(f"{folder}: {lack}")
-    why = "; ".join(passed) or ("it holds no step folder" if path.is_dir() else "there is no such folder")
+    lacks = "it holds no step folder" if path.is_dir() else "there is no such folder"
+    if path.is_file():
+        lacks = "it is a file; name the folder that checkpoint.save was given (torch.load reads torch.save's files)"
+    why = "; ".join(passed) or lacks
     raise ValueError(f"no complete checkpoint in {path}: {why}")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_wrap._core import listed, warn_caller
+from fsdp_wrap._core import listed, tells_keywords, warn_caller
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory
@@ -47,6 +47,7 @@ class Loaded(dict[str, Any]):
         self.step, self.folder = step, folder
 
 
+@tells_keywords({"optimizer": "pass it as optim", "optimizers": "pass them as optim"})
 def load(
     dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,

@@ -20,7 +20,17 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from fsdp_wrap._core import StateDictType, is_castable, listed, nbytes_of, own_folder, sync_folder
+from fsdp_wrap._core import (
+    StateDictType,
+    is_castable,
+    listed,
+    nbytes_of,
+    own_folder,
+    refuse_unusable,
+    sync_folder,
+    tells_keywords,
+    warn_caller,
+)
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
@@ -68,13 +78,15 @@ Named = tuple[str, torch.Tensor]
 # writing
 
 
+@tells_keywords()
 def export_safetensors(
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    max_shard_bytes: int | str = "5GB",
+    max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     budget: int | None = None,
+    max_shard_bytes: int | str | None = None,
 ) -> list[str]:
     """Writes the full parameters and persistent buffers as safetensors files; collective.
 
@@ -87,10 +99,11 @@ def export_safetensors(
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
         directory: Made if it does not exist; all that matters is the first rank's view of it.
-        max_shard_bytes: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
+        max_shard_size: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
             has a file of its own.
         dtype: Cast floating-point parameters to this; None for the master dtype.
         budget: The budget of `iter_full_params`.
+        max_shard_bytes: The former name of `max_shard_size`, which goes in the next release.
 
     Returns:
         The names of the files with tensors, on every rank.
@@ -99,14 +112,30 @@ def export_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; on every rank, if the first one
             could not write.
         TypeError: If an argument has the wrong type, or a full parameter is of a tensor subclass.
-        ValueError: If `max_shard_bytes` or `budget` is no positive size, or safetensors has no such dtype.
+        ValueError: If `max_shard_size` or `budget` is no positive size, safetensors has no such dtype, or the
+            first rank cannot write to the directory.
     """
+    if max_shard_bytes is not None:
+        warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
+        max_shard_size = max_shard_bytes
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
     params.refuse_subclasses("export_safetensors()")
-    plan = _plan(params.described(), max_shard_bytes)
+    plan = _plan(params.described(), max_shard_size)
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
-    FirstRank(module).uses(stream, partial(_write, Path(directory), plan), "export_safetensors()")
+    first = FirstRank(module)
+    if (unusable := first.object(_unusable(Path(directory)) if first.is_here else None)) is not None:
+        raise ValueError(unusable)
+    first.uses(stream, partial(_write, Path(directory), plan), "export_safetensors()")
     return [*plan]
+
+
+def _unusable(directory: Path) -> str | None:
+    """Returns why a directory cannot be written to; None if it can."""
+    try:
+        refuse_unusable(directory.absolute())
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def write_safetensors(
@@ -114,10 +143,10 @@ def write_safetensors(
     described: Described,
     values: Iterable[Named],
     *,
-    max_shard_bytes: int | str = "5GB",
+    max_shard_size: int | str = "5GB",
 ) -> list[str]:
     """Writes tensors as `export_safetensors` does, in one process; returns the names of the files."""
-    plan = _plan(described, max_shard_bytes)
+    plan = _plan(described, max_shard_size)
     _write(Path(directory), plan, iter(values))
     return [*plan]
 
@@ -134,7 +163,7 @@ def refuse_unwritable(described: Described) -> None:
 def _plan(described: Described, most: int | str) -> dict[str, Described]:
     """Returns the tensors of each file, in order, of at most so many bytes a file."""
     refuse_unwritable(described)
-    most, filled = nbytes_of(most, "max_shard_bytes"), 0
+    most, filled = nbytes_of(most, "max_shard_size"), 0
     parts: list[dict[str, Any]] = [{}]
     for name, (shape, dtype) in described.items():
         size = nbytes(shape, dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._core import refuse_unusable, tells_keywords
 from fsdp_wrap.checkpoint import _folders as folders
 from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
@@ -141,6 +142,11 @@ def wait_for_pending(raise_error: bool = True) -> None:
         pending.wait(raise_error)
 
 
+_INSTEAD = {"optimizer": "pass it as optim", "optimizers": "pass them as optim"}
+"""What stands for arguments that others call so."""
+
+
+@tells_keywords(_INSTEAD)
 def save(
     dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,
@@ -188,6 +194,7 @@ def save(
     return _planned(*given, step=step, keep_last=keep_last, progress=progress).write()
 
 
+@tells_keywords(_INSTEAD)
 def async_save(
     dir: str | os.PathLike[str] | InMemory,
     model: nn.Module,
@@ -309,6 +316,8 @@ def _planned(
     team = Team.of(group, doing, model)
 
     def plan() -> Save:
+        if team.is_first and not isinstance(dir, InMemory):
+            refuse_unusable(Path(dir).absolute())
         state = Subject(model, optim, extra).taken(team)
         if copied:
             aside = in_process.filled and in_process.filled(state, model)

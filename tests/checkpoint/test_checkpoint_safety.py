@@ -225,7 +225,7 @@ def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
         made = {path.stat().st_ino for path in (run, run.parent, tmp_path)}
         assert made <= synced.inodes  # else the folder could go, with all that is in it
         _convert.step_to_torch_file(run, tmp_path / "file.pt")
-        _convert.export(open_source(run), tmp_path / "files", max_shard_bytes=100)
+        _convert.export(open_source(run), tmp_path / "files", max_shard_size=100)
         sent = WeightFolder(tmp_path / "weights")
         sent.send(weight_source(model))
         assert not synced.awaited

@@ -204,7 +204,7 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
         (("convert", tmp_path / "list.pt", tmp_path / "back"), "holds no model, only 0"),
         (("convert", tmp_path / "text.pt", tmp_path / "back"), "holds no state dict, but an object of str"),
         (("export", run_, tmp_path / "full.pt"), "full.pt cannot be written to"),
-        (("export", run_, tmp_path / "out", "--max-shard-size", "big"), "max_shard_bytes must"),
+        (("export", run_, tmp_path / "out", "--max-shard-size", "big"), "max_shard_size must"),
         (("export", tmp_path / "m.pt", "--step", 3), "--step 3 is for folders of steps"),
         (("inspect", tmp_path / "several"), "name one of the folders in it: a"),
         (("inspect", tmp_path / "counts.pt"), "counts.pt holds no model, only epoch\n"),

@@ -89,7 +89,7 @@ def test_export_and_import(rank, world_size, cls, tmp_path):
     for number, wrap in enumerate(wrappings):
         most = ("5GB", "0.3KB", 1)[number % 3]
         model, plain = wrapped_and_plain(cls, wrap, use_orig_params=number % 2 == 1)
-        files = export_safetensors(model, tmp_path, max_shard_bytes=most, budget=1 if most == 1 else None)
+        files = export_safetensors(model, tmp_path, max_shard_size=most, budget=1 if most == 1 else None)
         same(stored(tmp_path), untied(plain))
         assert files == [SINGLE] if most == "5GB" else len(files) > 1
         assert (most == 1) == (len(files) == len(untied(plain)))
@@ -117,8 +117,8 @@ def test_dtypes_and_sizes(rank, world_size, tmp_path):
     assert found.pop("blocks.0.table").dtype == torch.int64
     same(found, {name: p.detach().bfloat16() for name, p in plain.named_parameters() if name in found})
     for size, error in (("5 apples", ValueError), (0, ValueError), ("0GB", ValueError), (5.0, TypeError)):
-        with pytest.raises(error, match="max_shard_bytes must"):
-            export_safetensors(model, tmp_path, max_shard_bytes=size)  # type: ignore[arg-type]
+        with pytest.raises(error, match="max_shard_size must"):
+            export_safetensors(model, tmp_path, max_shard_size=size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot hold 0.weight, which is of torch.complex128"):
         export_safetensors(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
     same(stored(tmp_path) | {}, {**found, "blocks.0.table": plain.blocks[0].table.detach()})
@@ -153,7 +153,7 @@ def test_neither_export_nor_import_holds_much(rank, world_size, tmp_path):
         for budget, most in ((3 * ONE + 1, 3), (1, 2)):
             before = settled_bytes()
             with Peak(before + 1.02 * most * ONE) as peak:
-                export_safetensors(model, tmp_path, budget=budget, max_shard_bytes=2 * ONE)
+                export_safetensors(model, tmp_path, budget=budget, max_shard_size=2 * ONE)
             assert peak.value - before <= 1.02 * most * ONE
         dist.barrier()
         assert len(stored(tmp_path)) == 8
@@ -170,22 +170,28 @@ def test_a_new_export_replaces_the_old_one_or_fails_as_a_whole(rank, world_size,
     for most in (100, 300, "5GB", 200):
         (tmp_path / "config.json").unlink(missing_ok=True)
         dist.barrier()
-        export_safetensors(model, tmp_path, max_shard_bytes=most)
+        export_safetensors(model, tmp_path, max_shard_size=most)
         dist.barrier()
         same(stored(tmp_path), untied(plain))
         model.load_state_dict(changed(model.state_dict()))
         for error in (OSError("no space left"), MemoryError("no memory left")):
             fails = mock.patch("os.fsync", side_effect=error)
             with fails, pytest.raises(RuntimeError, match="failed on the first rank: .*Error: no .* left"):
-                export_safetensors(model, tmp_path, max_shard_bytes=150)
+                export_safetensors(model, tmp_path, max_shard_size=150)
         dist.barrier()
         same(stored(tmp_path), untied(plain))  # nor is anything left beside it
         dist.barrier()
         plain.load_state_dict(changed(plain.state_dict()))
     (tmp_path / "file").write_text("no directory") if rank == 0 else None
     dist.barrier()
-    with pytest.raises(RuntimeError, match="failed on the first rank: .*Exists"):
-        export_safetensors(model, tmp_path / "file")
+    for place in ("file", "file/below"):
+        with pytest.raises(ValueError, match="file is a file, and what is written needs a folder there"):
+            export_safetensors(model, tmp_path / place)
+    with pytest.raises(ValueError, match="/proc/run cannot be written to"):
+        export_safetensors(model, "/proc/run")
+    with pytest.warns(DeprecationWarning, match="max_shard_bytes is called max_shard_size now"):
+        assert len(export_safetensors(model, tmp_path / "former", max_shard_bytes=100)) > 1
+    dist.barrier()
     same(model.state_dict(), plain.state_dict())
 
 
@@ -230,7 +236,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(rank, world_size, tmp_
 @ranks(2)
 def test_damaged_files_are_named(rank, world_size, tmp_path):
     model, plain = wrapped_and_plain(Net, per_block, True)
-    export_safetensors(model, tmp_path, max_shard_bytes=300)
+    export_safetensors(model, tmp_path, max_shard_size=300)
     dist.barrier()
     files = sorted(path for path in tmp_path.iterdir() if path.name != INDEX)
     before = model.state_dict()

@@ -41,7 +41,7 @@ def _exchange(rank, world_size, port, kind, theirs, ours, use_orig_params):
         wrapped = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
         assert import_safetensors(wrapped, theirs) == ([], [])
         output = _output(wrapped)
-        files = export_safetensors(wrapped, ours, max_shard_bytes="30KB", budget=10**4)
+        files = export_safetensors(wrapped, ours, max_shard_size="30KB", budget=10**4)
         assert len(files) > 1
         return output
 

@@ -565,7 +565,9 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
             pending.wait()
     assert max(clock.limits) <= 1.0
     assert ends_at <= clock.now - 100 <= ends_at + 0.02
-    assert f"has not completed: rank 3 did not come; the group's time limit is {limit:.1f} s" in str(caught.value)
+    assert f"has not completed: rank 3 did not come; the group's time limit is {limit:.1f} s" in str(
+        caught.value
+    )
     if ends_at > warns_at:
         (text,) = texts
         assert abs(float(text.split()[3]) - warns_at) <= 1

@@ -87,8 +87,13 @@ def test_a_device_that_is_not_there_is_refused(rank, world_size):
     ):
         with having("xpu", 2) if present else having("cuda", 0), pytest.raises(ValueError, match=said):
             make()
+    with (
+        having("cuda", 0),
+        pytest.raises(ValueError, match=f"device_id=0 is the number.* rank {rank} finds none"),
+    ):
+        FSDP(module, device_id=0)
     assert type(module) is nn.Linear and type(module.weight) is nn.Parameter
-    _train(FSDP(module, device_id=0))  # a number is an accelerator's index where there is one
+    _train(FSDP(module, device_id=torch.device("cpu")))
 
 
 @absent

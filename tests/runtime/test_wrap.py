@@ -299,8 +299,8 @@ def test_bad_policies_and_what_is_wrapped_already_are_refused_and_nothing_change
         (CustomPolicy(lambda m: {"tga": 1} if type(m) is Block else False), TypeError, "'layers.0'.*tga"),
         (raises_midway, RuntimeError, "midway"),
         (NameWrapPolicy("Nothing"), ValueError, "no module has a class named 'Nothing'"),
-        ({Block}, TypeError, "use ModuleWrapPolicy"),
-        (None, TypeError, "must be a function or a policy object"),
+        ({Block}, TypeError, r"write ModuleWrapPolicy\(\{Block\}\)"),
+        (None, TypeError, "must be a policy object or a function"),
         (lambda **given: asked.append(given), ValueError, r"'layers.1' \(Unit\) is one"),
     ]
     model = Model()

@@ -203,10 +203,11 @@ def test_wrong_arguments_are_refused_before_anything_is_planned():
         ("much", {}, ValueError, "device_memory must look like '80GB' or '24GiB', not 'much'"),
         (0, {}, ValueError, "must be positive"),
         (True, {}, TypeError, "must be an int or a str"),
-        (1, {"depth": [1]}, TypeError, "setup.. takes no argument 'depth'"),
-        (1, {"batch": "8"}, TypeError, "must be a sequence of values"),
-        (1, {"batch": []}, TypeError, "must be a sequence of values"),
-        (1, {"batch": [0, 1]}, ValueError, "whole numbers from 1 on"),
+        (80, {}, ValueError, r"device_memory is 80 bytes.*write the unit, as in '80GB'"),
+        (GB, {"depth": [1]}, TypeError, "setup.. takes no argument 'depth'"),
+        (GB, {"batch": "8"}, TypeError, "must be a sequence of values"),
+        (GB, {"batch": []}, TypeError, "must be a sequence of values"),
+        (GB, {"batch": [0, 1]}, ValueError, "whole numbers from 1 on"),
     ]:
         with mock.patch.object(fitting, "plan", plans), pytest.raises(error, match=message):
             fit(takes_batch, device_memory=memory, vary=vary)  # type: ignore[arg-type]

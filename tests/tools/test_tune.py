@@ -601,12 +601,12 @@ def nothing() -> Any:
         (lambda: tune(small, machine=None), TypeError, "tune.. needs a machine, such as"),  # type: ignore[arg-type]
         (lambda: tune(small, machine=MACHINE), ValueError, "tune.. needs memory, such as '80GB'"),
         (
-            lambda: tune(small, machine=MACHINE, memory=1, ran=Recipe()),
+            lambda: tune(small, machine=MACHINE, memory="1GB", ran=Recipe()),
             ValueError,
             "ran= is the recipe of a recording",
         ),
         (
-            lambda: tune(nothing, memory=1, machine=MACHINE),
+            lambda: tune(nothing, memory="1GB", machine=MACHINE),
             ValueError,
             "the setup cannot be planned: setup.. must return",
         ),

@@ -57,7 +57,7 @@ torch.serialization.add_safe_globals([Settings])  # admits a class
 checkpoint.load("runs/net", model, trusted=True)  # admits all: for folders that you trust
 
 if find_spec("safetensors"):
-    checkpoint.export_safetensors(model, "out/net", max_shard_bytes="5GB", dtype=torch.bfloat16)
+    checkpoint.export_safetensors(model, "out/net", max_shard_size="5GB", dtype=torch.bfloat16)
     checkpoint.import_safetensors(model, "out/net")
 
 dist.destroy_process_group()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, nbytes_of
+from fsdp_wrap._core import format_bytes, memory_of
 from fsdp_wrap.tools.command.users_code import errors_of, load_function
 from fsdp_wrap.tools.fitting import fit
 from fsdp_wrap.tools.machines import measure_machine, preset
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.fit:
         if limit is None:
             raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
-        return _fit(setup, options, {**given, "device_memory": limit})
+        return _fit(setup, options, {**given, "device_memory": f"{limit}B"})
     return _plan(setup, options, given, limit)
 
 
@@ -98,7 +98,7 @@ def given_machine(options: argparse.Namespace) -> tuple[dict[str, Any], int | No
             raise ValueError("--ranks-per-host is for predictions of time: name a --machine")
         machine = dataclasses.replace(machine, ranks_per_host=options.ranks_per_host)
     memory = options.device_memory or (machine.device_memory if machine else None)
-    limit = None if memory is None else nbytes_of(memory, "--device-memory")
+    limit = None if memory is None else memory_of(memory, "--device-memory")
     machine = machine and dataclasses.replace(machine, device_memory=limit)
     is_preset = options.machine not in (None, _MEASURED)  # of an accelerator
     given = {"device": options.device or ("cuda" if is_preset else "cpu"), "machine": machine}
@@ -148,7 +148,7 @@ def _proposals(
     least = max(options.ranks)
     for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
         with errors_of(file_of(options), "fitting"):
-            found = fit(setup, ranks, device_memory=limit, progress=True, **given)
+            found = fit(setup, ranks, device_memory=f"{limit}B", progress=True, **given)
         if not found.complete:  # its answers were printed as they were found
             raise KeyboardInterrupt
         if found.best is not None:

@@ -36,8 +36,9 @@ def _run(options: argparse.Namespace) -> int:
     recorded = None if options.timeline is None else load(options.timeline)
     ran = None if options.ran is None else Recipe.from_json(options.ran.read_text())
     setup = load_function(options.setup)
+    memory = None if limit is None else f"{limit}B"
     with errors_of(file_of(options), "tuning"):
-        found = tune(setup, options.ranks, memory=limit, timeline=recorded, ran=ran, progress=True, **given)
+        found = tune(setup, options.ranks, memory=memory, timeline=recorded, ran=ran, progress=True, **given)
     text = found.to_json(options.out)
     print(text if options.json else found)
     return 0

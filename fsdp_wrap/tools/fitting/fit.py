@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of, own_output
+from fsdp_wrap._core import format_bytes, format_seconds, memory_of, own_output, tells_keywords
 from fsdp_wrap.tools.fitting.variants import STANDARD
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.planner import many_plans
@@ -174,6 +174,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+@tells_keywords({"memory": "pass it as device_memory"})
 def fit(
     setup: Setup,
     ranks: int | Sequence[int] = 8,
@@ -219,7 +220,7 @@ def fit(
         device_memory = None if machine is None else machine.device_memory
         if device_memory is None:
             raise ValueError("fit() needs device_memory, such as '80GB', or a machine with device_memory")
-    limit = nbytes_of(device_memory, "device_memory")
+    limit = memory_of(device_memory, "device_memory")
     taken = keywords_of(setup)
     varied = _varied(vary, taken, device)
     batches = _batches(varied, taken)
@@ -234,6 +235,8 @@ def fit(
             bar.describe(_format_case(count, values))
             return plan(partial(setup, **values), count, device=device, machine=machine)
 
+        sought = f"{len(counts) * len(groups)} configurations for what fits into {format_bytes(limit)}"
+        bar.report(f"searching {sought}; Ctrl-C ends the search, and keeps what was found")
         try:
             for count, values in itertools.product(counts, groups):
                 searches.append(_Search(partial(planned, count), count, values, batches, limit))

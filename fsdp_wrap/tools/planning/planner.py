@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import PlannedRounds, planned_rounds, resize_watchers
-from fsdp_wrap._core import appended, step_watchers
+from fsdp_wrap._core import appended, step_watchers, tells_keywords
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit, units_in
@@ -38,6 +38,7 @@ MOST_RANKS = 16384
 _DEVICES = ("cpu", "cuda")
 
 
+@tells_keywords()
 def plan(
     setup: Setup,
     ranks: int = 8,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_wrap._core import format_bytes, format_seconds, nbytes_of
+from fsdp_wrap._core import format_bytes, format_seconds, memory_of, tells_keywords
 from fsdp_wrap.tools.planning import Machine, Plan, plan
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, OPTIMIZER, UnitPlan
 from fsdp_wrap.tools.planning.planner import MOST_RANKS, many_plans
@@ -53,6 +53,7 @@ _DOUBLINGS = 3  # how often ranks are doubled to say what would fit
 _BATCHES = (0, 1 << 26)  # bytes to try instead of the default
 
 
+@tells_keywords({"device_memory": "pass it as memory"})
 def tune(
     setup: Setup,
     ranks: int = 8,
@@ -110,8 +111,9 @@ def tune(
         raise ValueError("tune() needs memory, such as '80GB', or a machine with device_memory")
     if ran is not None and timeline is None:
         raise ValueError("ran= is the recipe of a recording: pass its timeline= as well")
-    limit = nbytes_of(memory, "memory")
+    limit = memory_of(memory, "memory")
     with many_plans(), progress_bar(disable=not progress) as bar:
+        bar.report(f"searching for the fastest recipe that fits into {format_bytes(limit)}; Ctrl-C ends it")
         search = _Tuning(setup, ranks, device, machine, limit, bar)
         if timeline is not None:
             planned = search.planned(ran or Recipe())
