@@ -48,6 +48,8 @@ PROMPT = b"def "
 TEMPERATURE = 0.8
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Without tqdm's own rate, so that all figures fit into a terminal of 80 columns."""
+LINES = 10
+"""Lines of progress in a run whose standard error is no terminal."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Run:
             logits = self.model(window)[0, -1].float().cpu()
             likely = torch.softmax(logits / TEMPERATURE, dim=0)
             text.append(int(torch.multinomial(likely, 1, generator=generator)))
-        return bytes(text).decode(errors="replace")
+        return readable(bytes(text))
 
     def peak_memory_bytes(self) -> int:
         """Returns the highest of all ranks."""
@@ -136,6 +138,18 @@ class Run:
         wanted = targets.to(self.world.device).flatten()
         losses = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none")
         return losses.view(targets.shape).mean(dim=1)
+
+
+def readable(text: bytes) -> str:
+    """Returns text for a terminal: bytes that are no text, as an untrained model writes them, as `\\xff`."""
+    decoded = text.decode(errors="backslashreplace")
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in decoded)
+
+
+def print_line(step: int, steps: int, shown: dict[str, str]) -> None:
+    """Prints what the bar would show."""
+    figures = ", ".join(f"{name}={value}" for name, value in shown.items())
+    print(f"{step / steps:.0%} {step}/{steps} [{figures}]", file=sys.stderr, flush=True)
 
 
 def make_optimizer(options: Options, model: FSDP, world: World) -> torch.optim.Optimizer:
@@ -167,7 +181,9 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
     recording = Recording(options.timeline, world)
     tokens = run.share.global_batch * options.context
     todo = range(first_step, options.steps + 1)
-    bar = tqdm(todo, initial=first_step - 1, total=options.steps, bar_format=BAR, disable=not world.is_first)
+    # None: no bar where standard error is no terminal, as in a file, which gets some lines instead.
+    disable = None if world.is_first else True
+    bar = tqdm(todo, initial=first_step - 1, total=options.steps, bar_format=BAR, disable=disable)
     seconds, shown = 0.0, {}
     for done, step in enumerate(bar, 1):
         started = time.perf_counter()
@@ -179,6 +195,12 @@ def train(run: Run, folder: checkpoint.Folder | None, first_step: int) -> float:
         speed, peak = done * tokens / seconds, launch.peak_memory_bytes(world.device) / 2**20
         shown |= {"loss": f"{loss:.3f}", "tok/s": f"{speed:.0f}", "MB": f"{peak:.0f}"}
         bar.set_postfix(shown, refresh=False)
+        if (
+            world.is_first
+            and bar.disable
+            and (step % max(1, options.steps // LINES) == 0 or done == len(todo))
+        ):
+            print_line(step, options.steps, shown)
         if folder and (step % options.checkpoint_every == 0 or step == options.steps):
             folder.save(step, run.model, run.optimizer)
     return len(todo) * tokens / seconds if todo else 0.0
@@ -221,6 +243,9 @@ def main() -> None:
     if options.plan is not None:
         return print_plan(options.plan, lambda world: planned(options, world))
     world = launch.start()
+    if world.is_first and world.size > 1:
+        threads = torch.get_num_threads()  # which start() has chosen, whatever torchrun says
+        print(f"{world.size} ranks, of {threads} thread{'s' * (threads > 1)} each", file=sys.stderr)
     try:
         report = work(options, corpus, world)
     except RunError as error:

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import re
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -86,7 +87,10 @@ class CheckedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
         total = sum(map(_payload, plan.items))
-        with tqdm(total=total, desc="checkpoint", unit="B", unit_scale=True, **self._bar) as bar:
+        how: dict[str, Any] = {"unit": "B", "unit_scale": True, **self._bar}
+        if not sys.stderr.isatty():  # in a file, where each refresh is a line, ten of them
+            how |= {"miniters": max(1, total // 10), "mininterval": 0.0, "maxinterval": float("inf")}
+        with tqdm(total=total, desc="checkpoint", **how) as bar:
             # What is written beside the tensors does not count.
             self.transforms = sums = _Sums(self._folder, lambda size: bar.update(min(size, total - bar.n)))
             with _failures_of(sums.streams.values()):

@@ -83,6 +83,17 @@ def test_the_command_of_the_readme_learns_and_reports_one_line_of_json():
     assert "400/400" in result.err and "val=" in result.err
 
 
+def test_progress_in_a_file_is_ten_lines_of_text(text):
+    """Also of a model that has learned nothing, which writes any bytes."""
+    told = train_lm("--data", text, "--steps", 20, "--sample", 200).err
+    lines = re.split(r"[\r\n]+", told)
+    assert [line.split()[1] for line in lines if "tok/s=" in line] == [
+        f"{step}/20" for step in range(2, 21, 2)
+    ]
+    sampled = told.partition("sampled text:")[2]
+    assert "\\x" in sampled and all(each.isprintable() or each in "\n\t" for each in sampled)
+
+
 @pytest.mark.slow
 def test_muon_learns_more_in_the_same_steps(text, uninterrupted):
     found = report_of(train_lm("--data", text, "--steps", STEPS, "--optimizer", "muon"))["val_loss"]
