@@ -8,7 +8,7 @@ BOOSTS = {
     "how-to": 2.0,
     "start": 1.5,
     "architecture": 0.4,
-    "messages": 0.7,
+    "messages": 1.2,
     "api": 0.4,
     "changelog": 0.3,
     "testing": 0.4,
