@@ -6,13 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-import os
-import re
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -31,9 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store as store
 import fsdp_wrap
 from bed import run_ranks
 from bed.patience import NEVER
+from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import (
-    BackwardPrefetch,
-    CPUOffload,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -42,12 +36,10 @@ from fsdp_wrap import (
     fully_shard,
     iter_full_params,
 )
-from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap.distributed_state_dict import StateDictOptions, get_model_state_dict
 from fsdp_wrap.tools.command.main import main as fsdp_wrap_command
 from fsdp_wrap.wrap import (
-    CustomPolicy,
     ModuleWrapPolicy,
     NameWrapPolicy,
     size_based_auto_wrap_policy,
@@ -93,7 +85,7 @@ def mistake(
 
 
 class Told(NamedTuple):
-    """What a program was told on a rank: its error's classes, and its first line; with the next if a list follows."""
+    """What a program was told on a rank: its error's classes, and its first line (two if a list follows)."""
 
     kinds: tuple[str, ...]
     line: str

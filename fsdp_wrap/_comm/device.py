@@ -193,8 +193,8 @@ def _require_accelerator(index: int, argument: str) -> None:
     if _accelerator_type() == "cpu":
         place = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise ValueError(
-            f"{argument}={index} is the number of an accelerator, and {place} finds none (torch.accelerator): "
-            f"leave {argument} out, or pass torch.device('cpu')"
+            f"{argument}={index} is the number of an accelerator, and {place} finds none "
+            f"(torch.accelerator): leave {argument} out, or pass torch.device('cpu')"
         )
 
 

@@ -168,7 +168,8 @@ def _check_policy_function(policy: Any) -> None:
         )
     if isinstance(policy, str):
         raise TypeError(
-            f"{rule}, not the name {policy!r}: write ModuleWrapPolicy({{{policy}}}) or NameWrapPolicy({policy!r})"
+            f"{rule}, not the name {policy!r}: write ModuleWrapPolicy({{{policy}}}), or "
+            f"NameWrapPolicy({policy!r})"
         )
     if not callable(policy):
         raise TypeError(

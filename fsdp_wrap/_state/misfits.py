@@ -62,7 +62,7 @@ def _cure(key: str, added: list[str]) -> str:
 
 
 def shortened(error: str) -> str:
-    """Returns the error of `torch.nn.Module.load_state_dict` with short lists, and with a cure for prefixes."""
+    """Returns the error of `torch.nn.Module.load_state_dict` with short lists, and a cure for prefixes."""
     head, *lines = error.split("\n")
     kept: list[str] = []
     names: dict[str, list[str]] = {"Missing": [], "Unexpected": []}

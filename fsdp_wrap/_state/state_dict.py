@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,

@@ -102,7 +102,7 @@ def find(path: Path, step: int | None) -> Path:
         passed.append(f"{folder}: {lack}")
     lacks = "it holds no step folder" if path.is_dir() else "there is no such folder"
     if path.is_file():
-        lacks = "it is a file; name the folder that checkpoint.save was given (torch.load reads torch.save's files)"
+        lacks = "it is a file; name the folder that save was given (torch.load reads the files of torch.save)"
     why = "; ".join(passed) or lacks
     raise ValueError(f"no complete checkpoint in {path}: {why}")
 

@@ -135,6 +135,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {file}:setup --device-memory lots", "--device-memory must look like '80GB'"),
         ("plan {file}:setup --ranks-per-host 4", "--ranks-per-host is for predictions of time"),
         ("plan {file}:setup --vary batch=1", "--vary is for --fit"),
+        ("plan {file}:setup --device-memory 80", "80 bytes, less than any device has: write the unit"),
         ("plan {file}:setup --fit", "--fit needs --device-memory"),
         ("plan {file}:setup --fit --device-memory 1GB --vary depth=1", "takes no argument 'depth'"),
         ("plan {file}:setup --fit --device-memory 1GB --vary batch", "names no values: write NAME=A,B"),
@@ -182,7 +183,10 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     assert code == 1 and "nor does it on 16384 ranks" in out, "more cannot be planned"
 
 
-SEARCHES = "searching {} configurations for what fits into 300.0 kB; Ctrl-C ends the search, and keeps what was found"
+SEARCHES = (
+    "searching {} configurations for what fits into 300.0 kB; Ctrl-C ends the search, "
+    "and keeps what was found"
+)
 
 
 def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):

@@ -151,6 +151,28 @@ def tuned(steps: Any, memory: int, **options: Any) -> Recipe:
         return tune(takes_recipe, 8, memory=memory, machine=MACHINE, **options)
 
 
+def test_an_interrupt_keeps_the_best_recipe_so_far(capsys):
+    steps, asked = Steps(0), 0
+
+    def plan(*args: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked > last:
+            raise KeyboardInterrupt
+        return steps(*args, **options)
+
+    last = 6
+    found = tuned(plan, 1 << 40, progress=True)
+    assert asked == last + 1 and found.needed_bytes and "interrupted" in str(found)
+    begin, end = capsys.readouterr().err.splitlines()
+    assert begin.startswith("searching for the fastest recipe that fits into 1.10 TB")
+    assert end == "interrupted: this is the best recipe so far"
+    for last, progress in ((asked, False), (asked, True)):  # noqa: B007
+        asked = last if progress else 0  # nothing to keep, or nobody to tell
+        with pytest.raises(KeyboardInterrupt):
+            tuned(plan, 1 << 40, progress=progress)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_never_above_the_budget_and_nearly_as_fast_as_the_best_of_all(seed):
     steps = Steps(seed)

@@ -85,7 +85,8 @@ def tune(
         machine: The `machine` of `plan`.
         timeline: A recording of the step, by which the machine is corrected.
         ran: The recipe of that recording; None for the setup's own.
-        progress: Show a progress bar after two seconds, on standard error.
+        progress: Show a progress bar after two seconds, on standard error. An interrupt (Ctrl-C) then ends
+            the search, and the best recipe so far is returned.
 
     Returns:
         The recipe; `print` shows its page.
@@ -119,7 +120,13 @@ def tune(
             planned = search.planned(ran or Recipe())
             search.machine, search.notes = corrected(machine.expected, planned, timeline)
             search.forget()
-        return search.answer()
+        try:
+            return search.answer()
+        except KeyboardInterrupt:
+            if not progress or search.best is None:
+                raise
+            bar.report("interrupted: this is the best recipe so far")
+            return search.page_so_far(search.best)
 
 
 def _applied(setup: Setup, recipe: Recipe) -> tuple[Any, Any, Any]:
@@ -195,6 +202,11 @@ class _Tuning:
     def fits(self, found: _Found) -> bool:
         """Whether a recipe is within the budget, by its plan."""
         return found.plan.needed_bytes <= self.limit
+
+    def page_so_far(self, best: _Found) -> Recipe:
+        """Returns the best recipe of a search that was interrupted, with its page."""
+        self.notes.append("The search was interrupted: other recipes may be faster.")
+        return self._page(best)
 
     def answer(self) -> Recipe:
         """Searches, and returns the best recipe with its page."""
