@@ -20,7 +20,9 @@ def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
     """
     ends: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
+        objects = gc.get_objects()
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+        for tensor in (found for found in objects if type(found) in kinds):
             if _has_storage(tensor) and (keep is None or keep(tensor)):
                 storage = tensor.untyped_storage()
                 start = storage.data_ptr()

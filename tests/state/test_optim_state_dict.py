@@ -140,7 +140,7 @@ def test_memory_of_full_state_is_the_result_or_one_gather(rank, world_size, rank
     keeps = not (rank0_only and rank)
     least, most = (2 * 4 * ONE, 2 * 4 * ONE) if keeps else (ONE / 2, ONE)  # of which one rank sends a half
     before = settled_bytes()
-    with Peak(before + most) as peak:
+    with Peak(before + 1.05 * most) as peak:
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
     assert bool(state) == keeps
     values = [value for entry in state["state"].values() for value in entry.values()] if keeps else []
