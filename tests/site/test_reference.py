@@ -181,10 +181,10 @@ def raised(function: Any) -> list[type[BaseException]]:
     if not inspect.getfile(function).startswith(fsdp_wrap.__path__[0]) or function.__name__ == "<lambda>":
         return []
     source = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    left, found = [*ast.iter_child_nodes(source)], []
+    left, found = [*ast.iter_child_nodes(source)], list[type[BaseException]]()
     for node in left:  # which grows meanwhile
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            error = eval(ast.unparse(node.exc.func), {**function.__globals__})
+            error: Any = eval(ast.unparse(node.exc.func), {**function.__globals__})
             found += [error] if inspect.isclass(error) else []
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             left += ast.iter_child_nodes(node)

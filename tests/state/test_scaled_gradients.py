@@ -185,13 +185,14 @@ def test_it_works_without_a_process_group_and_disabled(rank, world_size):
 def test_scaling_keeps_dtypes_and_structures_and_state_travels(rank, world_size):
     scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25)
     half, double = torch.ones((), dtype=torch.float16), torch.ones((), dtype=torch.float64)
-    scaled = scaler.scale([half, (double, [half])])
+    nested: list[Any] = [half, (double, [half])]
+    scaled: list[Any] = scaler.scale(nested)
     assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
     for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
         assert found.dtype == given.dtype and torch.equal(found, 4 * given)
     assert torch.equal(next(iter(scaler.scale(each for each in (half,)))), 4 * half)
     with pytest.raises(ValueError, match="takes a tensor or an iterable of tensors, not float"):
-        scaler.scale(1.0)
+        scaler.scale(1.0)  # type: ignore[call-overload]
 
     expected = GradScaler("cpu", init_scale=4.0, growth_factor=3.0, backoff_factor=0.25).state_dict()
     assert scaler.state_dict() == expected
