@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_wrap._comm import Watch, Works, all_gather_object, calling, positions_of
+from fsdp_wrap._comm import CARRY_NOTHING, Watch, Works, all_gather_object, calling, positions_of
 from fsdp_wrap._core import listed
 from fsdp_wrap._core.torch_private import object_device_of
 from fsdp_wrap._runtime import require_idle, schedule_of, units_in
@@ -67,7 +67,8 @@ class Team:
         torch's own collectives, which follow, would wait for them until the group's time limit.
         """
         with self.collectives(), calling(f"{self.doing}()", [watch.positions]):
-            if torch.device(object_device_of(group)).type == "cpu":
+            is_on_host = torch.device(object_device_of(group)).type == "cpu"
+            if is_on_host and dist.get_backend(group) not in CARRY_NOTHING:
                 Works(watch, [dist.barrier(group, async_op=True)]).wait()
 
     @property
