@@ -316,6 +316,11 @@ def die_before(rank: int, world_size: int, front: str, shared: str, call: str, p
     return str(failed.value)
 
 
+NAMES = {
+    "get_model": "get_model_state_dict",
+    "get_optimizer": "get_optimizer_state_dict",
+    "iter_full_params": "iter_full_params",
+}
 CASES = {
     "orig": ("0", ["load", "get_optimizer", "set_model"]),
     "flat": ("1", [*CALLS]),
@@ -335,5 +340,7 @@ def test_a_rank_that_died_is_named(tmp_path, front):
         assert "a collective failed: " in told[0], call
         if call in ("save", "async_save", "load"):
             assert told[0].startswith(f"checkpoint.{call} failed, since rank 1 died: ")
+        if call in NAMES:
+            assert f"in {NAMES[call]}(), which all ranks must call: " in told[0], told[0]
         assert told[1] == "Where the ranks stand:"
         assert told[3].startswith("  rank 1 (dead): in or after the root unit ("), told
