@@ -434,6 +434,15 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, (DTensor, ShardedTensor)) and not isinstance(value, IntervalTensor)
 
 
+def shape_of(value: Any, default: Any = None) -> Any:
+    """Returns the shape of a value, or the default if it has none.
+
+    Torch warns of whatever is asked of a `ShardedTensor`, but of its metadata: a user who loads one has not
+    asked for its shape.
+    """
+    return value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", default)
+
+
 def unsharded(value: Any) -> Any:
     """Returns torch's own kinds of sharded tensors as full ones (collective), all else as it is."""
     if not is_sharded(value):

@@ -32,6 +32,7 @@ from fsdp_wrap._core.torch_private import NormBase, ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
 from fsdp_wrap._runtime import Unit, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
+from fsdp_wrap._state.full_values import shape_of
 from fsdp_wrap._state.misfits import quoted, shown, tell_prefix
 from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
 
@@ -94,13 +95,12 @@ def _load(interval: Interval, value: Any) -> None:
 def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
     """Yields messages on a value that does not fit."""
     interval, shape, wanted = target.interval, target.shape, target.wanted
-    if wanted is not None and getattr(value, "shape", None) != shape:
+    if wanted is not None and shape_of(value) != shape:
         yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
         return
     if not is_tensor_like(value):  # type: ignore[no-untyped-call]
         yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
-    # Torch warns where its `ShardedTensor` is asked for its `shape`.
-    found = value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", shape)
+    found = shape_of(value, shape)
     scalar_as_vector = (shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
     if found != shape and not scalar_as_vector:
         yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {shape}."

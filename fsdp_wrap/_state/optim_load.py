@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._core import watch_loads
 from fsdp_wrap._params import IntervalTensor, to_local
-from fsdp_wrap._state.full_values import FirstRank, copied, is_sharded, unsharded
+from fsdp_wrap._state.full_values import FirstRank, copied, is_sharded, shape_of, unsharded
 from fsdp_wrap._state.optim_initial import initial_state, initial_state_of, innermost
 from fsdp_wrap._state.optim_params import (
     given_groups,
@@ -168,7 +168,7 @@ def _pieces(
         for name, entry in states.items()
         if name in names.by_name and names.by_name[name].shape
         for key, value in entry.items()
-        if not getattr(value, "shape", ())
+        if not shape_of(value, ())
     } | _NEVER_ELEMENTWISE
     pieces: dict[str, State] = {}
     others: State = {}
