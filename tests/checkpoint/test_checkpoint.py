@@ -4,11 +4,13 @@ import copy
 import gc
 import json
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -272,6 +274,17 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
     checkpoint.load(tmp_path, model, step=3)
     assert model.weight.eq(0).all()
     assert names_in(tmp_path) == ["notes.txt", "step_00000001", "step_00000003"]
+
+
+def test_progress_in_a_file_is_about_ten_lines_however_long_it_takes(tmp_path, capfd):
+    """By a clock of its own, in which everything takes a second."""
+    model = nn.ParameterList(torch.ones(50) for _ in range(300))
+    checkpoint.save(tmp_path, model, step=1)
+    assert not capfd.readouterr().err
+    with mock.patch("tqdm.std.time", partial(next, count())):
+        checkpoint.save(tmp_path, model, step=2, progress=True)
+    lines = re.split(r"[\r\n]+", capfd.readouterr().err.strip())
+    assert 5 <= len(lines) <= 20 and "checkpoint: 100%" in lines[-1]
 
 
 @ranks(2)
