@@ -12,6 +12,7 @@ import threading
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -75,9 +76,10 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """Removes the traces of a loaded file from this process."""
+    """Removes the traces of a loaded file from this process, and shows no progress in the meantime."""
     paths = [*sys.path]
-    yield
+    with mock.patch.object(progress, "_PATIENCE", NEVER):  # how long a command takes changes nothing
+        yield
     sys.path[:] = paths
     sys.modules.pop("mine", None)
 
@@ -133,6 +135,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {file}:setup --attained 0.5 --machine measure", "--attained is a part of a preset's peak"),
         ("tune {file}:setup --attained 0.5 --machine it.json", "--attained is a part of a preset's peak"),
         ("plan {file}:setup --device-memory lots", "--device-memory must look like '80GB'"),
+        ("tune {file}:setup --machine h100 --device-memory 80", "write the unit, as in '80GB' or '80GiB'"),
         ("plan {file}:setup --ranks-per-host 4", "--ranks-per-host is for predictions of time"),
         ("plan {file}:setup --vary batch=1", "--vary is for --fit"),
         ("plan {file}:setup --device-memory 80", "80 bytes, less than any device has: write the unit"),
@@ -303,6 +306,26 @@ def test_two_ranks_meet_and_communicate_or_say_why_not(monkeypatch):
 # bars, and the program
 
 
+def test_where_there_is_no_terminal_an_hour_of_progress_is_a_few_lines(capsys):
+    """By a clock of its own; the search ends after an hour of it."""
+    now = 0.0
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            now += timeout or 0.0
+            return now > 3600
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with mock.patch.multiple(progress, _PATIENCE=2.0, time=clock):
+        bar = progress.ProgressBar(None)
+        bar.describe("planned 7 recipes")
+        bar.run(Over())
+    lines = capsys.readouterr().err.splitlines()
+    assert 5 <= len(lines) <= 20 and len({*lines}) == len(lines)
+    assert re.fullmatch(r"planned 7 recipes \[\d+ s\]", lines[0])
+
+
 def test_a_bar_appears_after_two_seconds_and_goes(capsys):
     for terminal in (True, False):
         with (
@@ -313,10 +336,10 @@ def test_a_bar_appears_after_two_seconds_and_goes(capsys):
             bar.describe("planning 8 ranks")
             bar.advance()
             told = ""
-            while terminal and "planning 8 ranks: 1 of 3" not in told:  # a thread writes it
+            while "planning 8 ranks: 1 of 3" not in told:  # a thread writes it
                 told += capsys.readouterr().err
         told += capsys.readouterr().err
-        assert bool(told) is terminal, repr(told)
+        assert ("\r" in told) is terminal and ("\n" in told) is not terminal, repr(told)
     with progress.progress_bar(3) as bar:
         bar.describe("something quick")
     assert capsys.readouterr().err == ""
