@@ -230,13 +230,14 @@ def average(model: nn.Module) -> None:
 @ranks(2)
 def test_plain_parameters_that_are_averaged_or_ignored_are_silent(rank, world_size, front):
     torch.manual_seed(0)
-    averaged, ignoring = Transformer(), Transformer()
+    averaged, partly = Transformer(), Transformer()
     for number, block in enumerate(averaged.blocks):
         averaged.blocks[number] = shard(front, block)
-    apart_by_rank = [*ignoring.head.parameters()]
-    ignored = {"ignored_params": {*apart_by_rank}} if front == "composable" else {}
-    ignored = ignored or {"ignored_states": apart_by_rank}
-    ignoring = shard(front, ignoring, **ignored)
+    apart_by_rank = [*partly.head.parameters()]
+    whom: dict[str, Any] = {"ignored_states": apart_by_rank}
+    if front == "composable":
+        whom = {"ignored_params": {*apart_by_rank}}
+    ignoring = shard(front, partly, **whom)
     for model, before in ((averaged, average), (ignoring, lambda _: None)):
         optimizer = sgd(model)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # without a gradient
@@ -407,7 +408,8 @@ EDITS: list[Callable[[Any, int], None]] = [
 @ranks(2, 4)
 def test_other_edits_of_gradients_are_silent(rank, world_size, front, half):
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
-    model = made(front, world_size, **({"mixed_precision": precision} if half else {}))
+    options: dict[str, Any] = {"mixed_precision": precision} if half else {}
+    model = made(front, world_size, **options)
     edits = [*EDITS, edit_in_full] if front == "orig" and not half else EDITS
     for edit in edits:
         optimizer = sgd(model)

@@ -117,7 +117,8 @@ class StepChecks:
         """Tells the other ranks of the gradients of plain parameters in an optimizer."""
         handle = next((unit.handle for unit in self._units if unit.handle is not None), None)
         both = () if handle is None else (handle.communicator, handle.replicas)
-        groups = [each.positions for each in both if each.size > 1 and each.positions is not None]
+        logs = [each.positions for each in both if each.positions is not None]
+        groups = [positions for positions in logs if positions.present > 1]  # else nobody could compare
         if groups and (params := plain_params(optimizer)):
             self._tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
 

@@ -66,6 +66,12 @@ class _CutUnit:
         assert self.unit.handle is not None
         return self.unit.handle
 
+    @property
+    def groups(self) -> list[GroupPositions]:
+        """The log of the ranks that share its parameters; none where nobody could compare."""
+        positions = self.handle.communicator.positions
+        return [] if positions is None or positions.present < 2 else [positions]
+
     def name_after(self, rank: int) -> str:
         """Returns the name of the parameter that is cut between a rank and the next one."""
         index = _cut_at(self.layout, self.layout.shard_numel * (rank + 1))
@@ -154,6 +160,8 @@ class ScaledParts:
         count = len(self._cuts)
         for number in range(turn, turn + count):
             cut = self._cuts[number % count]
+            if not cut.groups:
+                return
             for part in cut.parts:
                 watched = None if part is None else cut.layout.sources[part.index]
                 if watched is not None and (grad := watched.grad) is not None:
@@ -213,8 +221,7 @@ class Factors:
     @property
     def groups(self) -> list[GroupPositions]:
         """The ranks that share parameters."""
-        positions = self.cut.handle.communicator.positions
-        return [] if positions is None else [positions]
+        return self.cut.groups
 
     def judge(self, texts: Mapping[int, bytes], members: Sequence[int]) -> str | None:
         """Returns the error if two neighbours have scaled the parameter that they share differently."""
