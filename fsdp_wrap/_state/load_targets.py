@@ -28,7 +28,7 @@ from fsdp_wrap._core import (
     saved_tensors,
     walk,
 )
-from fsdp_wrap._core.torch_private import NormBase, ShardedTensor, pytree
+from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
 from fsdp_wrap._runtime import Unit, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles

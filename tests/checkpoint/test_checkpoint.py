@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import random
 import re
@@ -10,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -281,7 +281,7 @@ def test_progress_in_a_file_is_about_ten_lines_however_long_it_takes(tmp_path, c
     model = nn.ParameterList(torch.ones(50) for _ in range(300))
     checkpoint.save(tmp_path, model, step=1)
     assert not capfd.readouterr().err
-    with mock.patch("tqdm.std.time", partial(next, count())):
+    with mock.patch("tqdm.std.time", partial(next, itertools.count())):
         checkpoint.save(tmp_path, model, step=2, progress=True)
     lines = re.split(r"[\r\n]+", capfd.readouterr().err.strip())
     assert 5 <= len(lines) <= 20 and "checkpoint: 100%" in lines[-1]

@@ -167,7 +167,7 @@ def test_an_interrupt_keeps_the_best_recipe_so_far(capsys):
     begin, end = capsys.readouterr().err.splitlines()
     assert begin.startswith("searching for the fastest recipe that fits into 1.10 TB")
     assert end == "interrupted: this is the best recipe so far"
-    for last, progress in ((asked, False), (asked, True)):  # noqa: B007
+    for last, progress in ((asked, False), (asked, True)):
         asked = last if progress else 0  # nothing to keep, or nobody to tell
         with pytest.raises(KeyboardInterrupt):
             tuned(plan, 1 << 40, progress=progress)
