@@ -185,7 +185,7 @@ def raised(function: Any) -> list[type[BaseException]]:
     for node in left:  # which grows meanwhile
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             error: Any = eval(ast.unparse(node.exc.func), {**function.__globals__})
-            if inspect.isclass(error):
+            if isinstance(error, type) and issubclass(error, BaseException):
                 found.append(error)
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             left += ast.iter_child_nodes(node)
