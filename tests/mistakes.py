@@ -342,7 +342,7 @@ def mesh_for_the_wrapper(rank: int) -> None:
 
 @mistake("fully_shard(model, device_mesh=mesh)", TypeError, r"'device_mesh'.*mesh")
 def device_mesh_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), device_mesh=init_device_mesh("cpu", (2,)))  # type: ignore[call-arg]
+    fully_shard(Net(), device_mesh=init_device_mesh("cpu", (2,)))  # type: ignore[call-overload]
 
 
 @mistake("FSDP(model, mp_policy=...)", TypeError, r"'mp_policy'.*mixed_precision")
@@ -352,7 +352,7 @@ def mp_policy_for_the_wrapper(rank: int) -> None:
 
 @mistake("fully_shard(model, mixed_precision=...)", TypeError, r"'mixed_precision'.*mp_policy")
 def mixed_precision_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), mixed_precision=MixedPrecision())  # type: ignore[call-arg]
+    fully_shard(Net(), mixed_precision=MixedPrecision())  # type: ignore[call-overload]
 
 
 @mistake("FSDP(model, reshard_after_forward=False)", TypeError, r"'reshard_after_forward'.*sharding_strategy")
@@ -362,7 +362,7 @@ def reshard_for_the_wrapper(rank: int) -> None:
 
 @mistake("fully_shard(model, auto_wrap_policy=...)", TypeError, r"'auto_wrap_policy'.*apply fully_shard to")
 def auto_wrap_policy_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))  # type: ignore[call-arg]
+    fully_shard(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))  # type: ignore[call-overload]
 
 
 @mistake("FSDP(model, sharding_stratgy=...)", TypeError, r"did you mean.*sharding_strategy")
@@ -372,7 +372,7 @@ def misspelt_for_the_wrapper(rank: int) -> None:
 
 @mistake("fully_shard(model, reshard_after_foward=True)", TypeError, r"did you mean.*reshard_after_forward")
 def misspelt_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), reshard_after_foward=True)  # type: ignore[call-arg]
+    fully_shard(Net(), reshard_after_foward=True)  # type: ignore[call-overload]
 
 
 @mistake(
@@ -418,12 +418,12 @@ def offload_as_flag(rank: int) -> None:
     r"from fsdp_wrap",
 )
 def policy_of_torch(rank: int) -> None:
-    fully_shard(Net(), mp_policy=torch_fsdp.MixedPrecisionPolicy())  # type: ignore[arg-type]
+    fully_shard(Net(), mp_policy=torch_fsdp.MixedPrecisionPolicy())  # type: ignore[call-overload]
 
 
 @mistake("fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16))", TypeError, r"MixedPrecisionPolicy")
 def policy_of_the_wrapper(rank: int) -> None:
-    fully_shard(Net(), mp_policy=MixedPrecision(torch.bfloat16))  # type: ignore[arg-type]
+    fully_shard(Net(), mp_policy=MixedPrecision(torch.bfloat16))  # type: ignore[call-overload]
 
 
 @mistake(
@@ -795,7 +795,7 @@ def model_for_optimizer(rank: int) -> None:
 )
 def shard_size(rank: int) -> None:
     with somewhere() as folder:
-        checkpoint.export_safetensors(wrapped(), folder, max_shard_size="big")  # type: ignore[call-arg]
+        checkpoint.export_safetensors(wrapped(), folder, max_shard_size="big")
 
 
 # plans
