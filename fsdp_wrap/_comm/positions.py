@@ -740,6 +740,11 @@ class Tree:
         """Begins to count anew: a backward has issued its reductions."""
         self.tries, self.mark = 0, self.steps << 1
 
+    @property
+    def issued(self) -> int:
+        """Number of collectives that this rank has issued in the tree's groups."""
+        return sum([group.issued for group in self._numbers])
+
     def take_step(self) -> None:
         """Counts an optimizer step, which all ranks must take before the next collective."""
         self.steps = (self.steps + 1) % _STEPS

@@ -490,6 +490,24 @@ def test_closures_and_several_optimizers_are_silent(rank, world_size, front):
     backward(model, rank, 9)
 
 
+class Derived(torch.optim.SGD):
+    """Its step calls that of its base class, and both have torch's hooks."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@each_front
+@ranks(2)
+def test_a_step_inside_that_of_a_derived_optimizer_counts_once(rank, world_size, front):
+    model = made(front, world_size)
+    optimizer = (torch.optim.SGD, Derived)[rank](model.parameters(), lr=0.1)
+    for step in range(3):
+        backward(model, rank, step)
+        end(optimizer)
+    backward(model, rank, 3)
+
+
 @each_front
 @ranks(2)
 def test_steps_inside_a_backward_are_silent(rank, world_size, front):

@@ -124,9 +124,17 @@ class StepChecks:
 
     @property
     def runs(self) -> bool:
-        """Whether ranks must take the same steps: forwards have run, and nothing lets ranks part."""
+        """Whether ranks must take the same steps: nothing lets them part.
+
+        A rank that had no batch in `uneven` has run no forward, and steps as the others do.
+        """
         state = self._state()
-        return state is not None and state.iteration > 0 and state.joining is None
+        return state is not None and state.joining is None
+
+    @property
+    def issued(self) -> int:
+        """Number of collectives that this rank has issued in the tree's groups."""
+        return self._tree.issued
 
     def take_step(self) -> None:
         """Counts a step of an optimizer with its parameters."""
@@ -149,12 +157,14 @@ class _Record:
     Attributes:
         lists: Its lists of parameters, with their lengths, by id.
         trees: References to the checks of the trees whose parameters it has.
-        steps: How often it has stepped.
+        steps: How often it has stepped after collectives of its trees.
+        issued: How many of these there were before its last step.
     """
 
     lists: list[tuple[int, int]]
     trees: list[weakref.ref[StepChecks]]
     steps: int
+    issued: int = -1
 
 
 _records: WeakKeyDictionary[torch.optim.Optimizer, _Record] = WeakKeyDictionary()
@@ -176,21 +186,25 @@ def _record_of(optimizer: torch.optim.Optimizer) -> _Record:
 def _before_step(optimizer: torch.optim.Optimizer) -> None:
     """Counts a step, and tells the other ranks how this one has changed gradients."""
     record = _record_of(optimizer)
-    record.steps += 1
     if not record.trees or graph_task() != -1:
         return
+    trees = [checks for reference in record.trees if (checks := reference()) is not None and checks.runs]
+    issued = sum([checks.issued for checks in trees])
+    if issued == record.issued:  # the step of a base class, inside that of an optimizer
+        return
+    record.issued = issued
+    record.steps += 1
     is_due, takes = record.steps & (record.steps - 1) == 0, not _skips(optimizer)  # due at 1, 2, 4, 8...
     told = False
-    for checks in filter(None, [reference() for reference in record.trees]):
-        if checks.runs:
-            if checks.edited and not told:
-                checks.tell_factors()
-                told = True
-            if is_due:
-                checks.tell_plain(optimizer)
-                is_due = False
-            if takes:
-                checks.take_step()
+    for checks in trees:
+        if checks.edited and not told:
+            checks.tell_factors()
+            told = True
+        if is_due:
+            checks.tell_plain(optimizer)
+            is_due = False
+        if takes:
+            checks.take_step()
 
 
 def _skips(optimizer: Any) -> bool:
