@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -132,6 +133,10 @@ def sharded(**options: Any) -> Any:
 
 def batch() -> torch.Tensor:
     return torch.ones(2, WIDTH)
+
+
+def own_batch(rank: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -476,6 +481,55 @@ def optimizer_before_fully_shard(rank: int) -> None:
     net = Net()
     optimizer = sgd(net)
     step(fully_shard(net), optimizer)
+
+
+@mistake(
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # of FSDP",
+    RuntimeError,
+    r"ranks have scaled parts of one gradient differently.*model\.clip_grad_norm_\(max_norm\)",
+)
+def clipped_by_the_norm_of_each_part(rank: int) -> None:
+    model = FSDP(nn.Linear(WIDTH, 16), use_orig_params=True)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(own_batch(rank)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@mistake(
+    "for block in model.blocks: fully_shard(block)  # and not the model",
+    RuntimeError,
+    r"a gradient differs between ranks 0 and 1: that of 'stem\.weight'.*fully_shard\(model\)",
+)
+def root_forgotten(rank: int) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block)
+    optimizer = sgd(net)
+    for _ in range(2):
+        net(own_batch(rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@mistake(
+    "torch.amp.GradScaler  # with FSDP",
+    RuntimeError,
+    r"ranks have taken different numbers of optimizer steps.*ShardedGradScaler",
+)
+def scaler_of_one_rank(rank: int) -> None:
+    model = wrapped()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(2):
+        scaler.scale(model(batch()).square().sum()).backward()
+        if rank == 0:  # an infinite gradient in the part of this rank alone
+            next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
 
 @mistake("loss.backward() inside summon_full_params", RuntimeError, r"summon_full_params; leave its context")
