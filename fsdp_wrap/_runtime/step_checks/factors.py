@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -53,12 +54,20 @@ class _Part:
 
 @dataclass(frozen=True)
 class _CutUnit:
-    """A unit's parameters that are cut between this rank and the one before, and the one after."""
+    """A unit's parameters that are cut between this rank and the one before, and the one after.
+
+    It holds the unit alone: a unit lets go of its layouts with its module.
+    """
 
     number: int
     unit: Unit
-    layout: Layout
+    segment: int
     parts: tuple[_Part | None, _Part | None]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the parameters."""
+        return self.handle.layouts[self.segment]
 
     @property
     def handle(self) -> ParamHandle:
@@ -88,7 +97,7 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
     """Returns the units that tell of factors, those first in which most ranks share a parameter."""
     ranked: list[tuple[int, _CutUnit]] = []
     for unit in units:
-        for layout in unit.layouts:
+        for segment, layout in enumerate(unit.layouts):
             handle = unit.handle
             assert handle is not None
             kinds = any(isinstance(source, DTensor) for source in layout.sources)
@@ -107,7 +116,7 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
                     else _Part(index, intervals[index].offset, intervals[index].data.numel())
                     for index in ends
                 )
-                ranked.append((shared, _CutUnit(len(ranked), unit, layout, (first, last))))
+                ranked.append((shared, _CutUnit(len(ranked), unit, segment, (first, last))))
     ranked.reverse()
     return [cut for _, cut in sorted(ranked, key=lambda pair: -pair[0])]
 
@@ -124,14 +133,22 @@ class _Sample:
     """
 
     cut: _CutUnit
-    watched: nn.Parameter
+    watched: weakref.ref[nn.Parameter]
     place: tuple[int, int]
     elements: Sequence[Sequence[float] | torch.Tensor | None]
 
     @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient that tells of edits; None if there is none any more."""
+        param = self.watched()
+        return None if param is None else param.grad
+
+    @property
     def edited(self) -> bool:
-        """Whether the gradient was written to or replaced."""
-        grad = self.watched.grad
+        """Whether the gradient of a living model was written to or replaced."""
+        if self.cut.unit.handle is None:
+            return False
+        grad = self.grad
         return grad is None or (grad.data_ptr(), grad._version) != self.place
 
 
@@ -168,7 +185,8 @@ class ScaledParts:
                     elements = (
                         [self._elements_of(cut, each) for each in cut.parts] if turn < self._until else ()
                     )
-                    self._sample = _Sample(cut, watched, (grad.data_ptr(), grad._version), elements)
+                    place = grad.data_ptr(), grad._version
+                    self._sample = _Sample(cut, weakref.ref(watched), place, elements)
                     return
 
     def _elements_of(self, cut: _CutUnit, part: _Part | None) -> Sequence[float] | torch.Tensor | None:
@@ -183,7 +201,7 @@ class ScaledParts:
     def accept(self) -> None:
         """Accepts edits of which it is known that all ranks have scaled by the same factor."""
         sample = self._sample
-        if sample is not None and (grad := sample.watched.grad) is not None:
+        if sample is not None and (grad := sample.grad) is not None:
             sample.place = grad.data_ptr(), grad._version
 
     def tell(self) -> Factors | None:
