@@ -107,7 +107,7 @@ def test_tune_and_the_command_say_it(tmp_path: Path, capsys: Any) -> None:
 
     words = r"kB of it are temporaries: AdamW\(fused=True\) makes none. It fits on 8 ranks: take those, pass"
     with pytest.raises(ValueError, match=words):
-        tune(its_own, RANKS, device="cuda", memory=limit, machine=preset("h100", attained=0.5))
+        tune(its_own, RANKS, device="cuda", memory=f"{limit}B", machine=preset("h100", attained=0.5))
     (tmp_path / "mine.py").write_text(FILE)
     command = ["plan", f"{tmp_path}/mine.py:setup", "--device", "cuda", "--ranks", "4", "--device-memory"]
     for machine, page in (([], ""), (["--machine", "h100"], ", does NOT fit in ")):

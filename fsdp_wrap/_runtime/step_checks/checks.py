@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from fsdp_wrap._comm import GroupPositions, Tree
 from fsdp_wrap._core import before_steps
@@ -119,7 +120,7 @@ class StepChecks:
         both = () if handle is None else (handle.communicator, handle.replicas)
         logs = [each.positions for each in both if each.positions is not None]
         groups = [positions for positions in logs if positions.present > 1]  # else nobody could compare
-        if groups and (params := plain_params(optimizer)):
+        if groups and (params := plain_params(_beside_sharded(optimizer))):
             self._tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
 
     @property
@@ -142,12 +143,28 @@ class StepChecks:
 
     def first_in(self, places: Mapping[int, int]) -> int | None:
         """Returns the first of the places, by id of a parameter, that its sharded parameters have."""
+        return min((places[param] for param in self.sharded if param in places), default=None)
+
+    @property
+    def sharded(self) -> Iterator[int]:
+        """The ids of its sharded parameters."""
         layouts = (layout for unit in self._units for layout in unit.layouts)
-        ids = (id(param) for layout in layouts for param in layout.sharded_params)
-        return min((places[param] for param in ids if param in places), default=None)
+        return (id(param) for layout in layouts for param in layout.sharded_params)
 
 
 _all: weakref.WeakSet[StepChecks] = weakref.WeakSet()
+
+
+def _id_of(param: nn.Parameter) -> int:
+    """Returns the id of the sharded parameter that an optimizer steps on, perhaps by a piece of it."""
+    return id(param.flat if isinstance(param, FlatPiece) else param)
+
+
+def _beside_sharded(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Returns an optimizer's parameters that are sharded parameters of no tree."""
+    sharded = set(chain.from_iterable(checks.sharded for checks in [*_all]))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [param for param in params if _id_of(param) not in sharded]
 
 
 @dataclass
@@ -175,7 +192,7 @@ def _record_of(optimizer: torch.optim.Optimizer) -> _Record:
     record = _records.get(optimizer)
     if record is None or record.lists != lists:
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        places = {id(each.flat if isinstance(each, FlatPiece) else each): n for n, each in enumerate(params)}
+        places = {_id_of(param): place for place, param in enumerate(params)}
         firsts = ((each.first_in(places), each) for each in [*_all])
         ordered = sorted(((n, each) for n, each in firsts if n is not None), key=lambda pair: pair[0])
         trees = [weakref.ref(each) for _, each in ordered]  # in the same order on all ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -30,15 +30,10 @@ _CURE = (
 )
 
 
-def plain_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Returns some parameters of an optimizer with gradients that no unit averages: the first and last."""
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and param.numel() and _is_plain(param)
-    ]
-    return params if len(params) <= _MOST else params[: _MOST // 2] + params[-_MOST // 2 :]
+def plain_params(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns some of an optimizer's parameters with gradients that no unit averages: the first and last."""
+    plain = [param for param in params if param.requires_grad and param.numel() and _is_plain(param)]
+    return plain if len(plain) <= _MOST else plain[: _MOST // 2] + plain[-_MOST // 2 :]
 
 
 def _is_plain(param: nn.Parameter) -> bool:
