@@ -25,8 +25,8 @@ COPIES, COLLECTIVES, POSITIONS = "shards and gradients", "buffers and collective
 TORCH = "torch's functions"
 _OF_FILES = {
     "": HOOKS,  # the front-ends
-    "_fsdp_module.py:__getattr__": TORCH,  # it is called in place of torch.nn.Module's
-    "_fsdp_module.py:_finding": TORCH,
+    "_attributes.py:__getattr__": TORCH,  # it is called in place of torch.nn.Module's
+    "_attributes.py:telling": TORCH,
     "_runtime/": DECIDING,
     "_runtime/forward.py": HOOKS,
     "_runtime/arrivals.py": HOOKS,

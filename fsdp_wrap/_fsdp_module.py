@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from fsdp_wrap._attributes import telling
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
 from fsdp_wrap._runtime import (
@@ -33,22 +34,6 @@ from fsdp_wrap.forward_methods import register_forward_method
 
 _Self = TypeVar("_Self", bound="FSDPModule")
 _Destination = TypeVar("_Destination", bound=dict[str, Any])
-
-_OF_THE_WRAPPER = {
-    "no_sync": "call set_requires_gradient_sync(False) before the first backwards, and True before the last",
-    "clip_grad_norm_": "call fsdp_wrap.clip_grad_norm_(model, max_norm)",
-    "grad_norms": "call fsdp_wrap.grad_norms(model)",
-    "summon_full_params": "call FullyShardedDataParallel.summon_full_params(model), also for this model",
-    "iter_full_params": "call fsdp_wrap.iter_full_params(model)",
-    "register_comm_hook": "call fsdp_wrap.comm_hooks.register_comm_hook(model, state, hook)",
-    "state_dict_type": "get_model_state_dict(model, options=...) chooses the kind",
-    "set_state_dict_type": "get_model_state_dict(model, options=...) chooses the kind",
-    "optim_state_dict": "call get_optimizer_state_dict(model, optimizer)",
-    "module": "the model itself is the module, which fully_shard changes in place",
-}
-"""What replaces methods of the wrapper, which fully_shard's modules do not have."""
-_PLACES = ("_parameters", "_modules", "_buffers")
-"""Where a module holds attributes that `__getattr__` finds."""
 
 
 class FSDPModule(nn.Module):
@@ -652,31 +637,7 @@ def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:
 @functools.cache
 def _class_of(cls: type[nn.Module], kind: type[FSDPModule]) -> type[FSDPModule]:
     name = f"{kind.__name__.removesuffix('Module')}{cls.__name__}"
-    return type(name, (kind, cls), {"__module__": cls.__module__, "__getattr__": _finding(cls.__getattr__)})
-
-
-def _finding(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Returns a class's look-up of attributes, which also tells what replaces a method of the wrapper.
-
-    It takes as many calls as that of `torch.nn.Module`: forwards look parameters up by it.
-    """
-    places = _PLACES if find is nn.Module.__getattr__ else ()
-
-    def __getattr__(self: nn.Module, name: str) -> Any:
-        own = self.__dict__
-        for place in places:
-            if place in own and name in own[place]:
-                return own[place][name]
-        try:
-            return find(self, name)
-        except AttributeError as error:
-            if name not in _OF_THE_WRAPPER:
-                raise
-            raise AttributeError(
-                f"{error}, which is FullyShardedDataParallel's: {_OF_THE_WRAPPER[name]}", name=name, obj=self
-            ) from None
-
-    return __getattr__
+    return type(name, (kind, cls), {"__module__": cls.__module__, "__getattr__": telling(cls.__getattr__)})
 
 
 def _unit_of(module: Any) -> Unit:

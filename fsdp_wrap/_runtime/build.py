@@ -6,7 +6,9 @@ The registry tells which modules and parameters units own, and refuses a second 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import pkgutil
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -276,9 +278,14 @@ def _stand_ins(contents: UnitContents) -> dict[torch.Tensor, nn.Parameter]:
 def _skip_runtime_frames() -> None:
     """Makes dynamo skip the frames of this package, but not the functions that they call.
 
-    Dynamo would break the graph at every unit otherwise.
+    Dynamo would break the graph at every unit otherwise. It follows the look-up of attributes, by which a
+    compiled forward finds its parameters.
     """
-    trace_rules().add(__name__.partition(".")[0])
+    package = importlib.import_module(__name__.partition(".")[0])
+    rules = trace_rules()
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if found.name != f"{package.__name__}._attributes":
+            rules.add(found.name)
 
 
 _Kind = tuple[torch.dtype, bool, bool, bool, SegmentPolicy]

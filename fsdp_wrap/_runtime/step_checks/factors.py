@@ -78,9 +78,7 @@ class _CutUnit:
     @property
     def groups(self) -> list[GroupPositions]:
         """The log of the ranks that share its parameters; none where nobody could compare."""
-        if self.unit.handle is None:  # its module has gone since
-            return []
-        positions = self.unit.handle.communicator.positions
+        positions = self.handle.communicator.positions
         return [] if positions is None or positions.present < 2 else [positions]
 
     def name_after(self, rank: int) -> str:
@@ -179,8 +177,10 @@ class ScaledParts:
         count = len(self._cuts)
         for number in range(turn, turn + count):
             cut = self._cuts[number % count]
-            if not cut.groups:
+            if cut.unit.handle is None:  # its module has gone since
                 continue
+            if not cut.groups:
+                return
             for part in cut.parts:
                 watched = None if part is None else cut.layout.sources[part.index]
                 if watched is not None and (grad := watched.grad) is not None:
