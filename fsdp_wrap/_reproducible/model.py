@@ -160,7 +160,9 @@ def _refuse(
                 f"gradients of {unit.name} that no_sync left wait for a backward: run it before "
                 "reproducible()"
             )
-    refuse_unowned(model, (param for _, one in handles for each in one.layouts for param in each.sources))
+    segments = [segment for _, handle in handles for segment in handle.segments]
+    # A unit that `unshard()` has gathered shows its leaves.
+    refuse_unowned(model, (param for each in segments for param in (*each.layout.sources, *each.leaves)))
     refuse_training(norms_over_batches(model))
 
 

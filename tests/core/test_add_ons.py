@@ -68,7 +68,7 @@ ADD_ONS = {
         ["optim/"],
         [
             *("optim/", "seams/", "clients/test_low_bit_optimizers.py", "tools/test_timelines.py"),
-            *("whole/test_benchmarks.py", "whole/test_examples.py"),
+            *("state/test_step_mistakes.py", "whole/test_benchmarks.py", "whole/test_examples.py"),
         ],
         "import fsdp_wrap.optim",
         "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",
@@ -78,7 +78,7 @@ ADD_ONS = {
         ["checkpoint/", "_writer_process/"],
         [
             *("checkpoint/", "seams/", "comm/test_lost_ranks.py", "tools/test_command.py"),
-            *("whole/test_examples.py", "gpu/test_cuda_checkpoint.py"),
+            *("whole/test_examples.py", "whole/test_mistakes.py", "gpu/test_cuda_checkpoint.py"),
             *(f"clients/test_{name}.py" for name in ("exports", "low_bit_optimizers", "torchao")),
             *("optim/test_muon.py", "optim/test_step_in_backward.py", "weights/test_weight_transfer.py"),
             *("parallel/test_checkpoints_across_meshes.py", "parallel/test_distributed_parameters.py"),
