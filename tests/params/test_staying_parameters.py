@@ -279,7 +279,7 @@ def test_no_more_stays_than_the_budget(rank, world_size, front):
         model.set_keep_unsharded_bytes(budget)
         with torch.no_grad():
             model(x)
-            held = live_bytes()
+            held = live_bytes(lambda tensor: tensor.numel() > 1)  # scalars of earlier collectives go late
             with record_events() as events:
                 model(x)
         return Counter(event.kind for event in events), held
