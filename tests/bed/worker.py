@@ -155,9 +155,17 @@ def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
             os.environ.update(environment)
         _collect()
         _reset_cuda()
+        _require_torchs_names()
         return Outcome(kind="passed", pid=os.getpid())
     except BaseException as failure:
         return _failed(failure)
+
+
+def _require_torchs_names() -> None:
+    """Fails a job that leaves torch's FSDP rebound to ours: modules that later jobs import would hold ours."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is not None and not wrapper.__module__.startswith("torch."):
+        raise RuntimeError("this job left the names of torch's FSDP rebound: call fsdp_wrap.compat.uninstall()")
 
 
 def _forget_meshes() -> None:

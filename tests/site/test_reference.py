@@ -10,6 +10,7 @@ import os
 import pkgutil
 import re
 import socket
+import sys
 import textwrap
 from collections.abc import Iterator
 from enum import Enum
@@ -21,6 +22,7 @@ import pytest
 
 import fsdp_wrap
 from bed import run_ranks
+from fsdp_wrap import compat
 from site_pages import DOCS, blocks
 
 
@@ -203,7 +205,7 @@ ALONE = {"tools.md"}
 
 def run_examples(rank: int, world_size: int, page: str, folder: str, port: int) -> set[str]:
     """Runs the examples of a page as a program of torchrun; returns the classes of its variables."""
-    here = os.getcwd()
+    here, words, places = os.getcwd(), sys.argv, [*sys.path]
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in launched.items()})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
@@ -219,6 +221,8 @@ def run_examples(rank: int, world_size: int, page: str, folder: str, port: int) 
             exec(compile(lines + block.source, page, "exec"), names)
     finally:
         os.chdir(here)
+        compat.uninstall()  # as the end of a program would
+        sys.argv, sys.path[:] = words, places
     return {kind.__name__ for value in names.values() for kind in type(value).__mro__}
 
 
