@@ -162,10 +162,12 @@ def _clean_up(environment: dict[str, str], ending: _EndingGroups) -> Outcome:
 
 
 def _require_torchs_names() -> None:
-    """Fails a job that leaves torch's FSDP rebound to ours: modules that later jobs import would hold ours."""
+    """Fails a job that leaves torch's FSDP rebound to ours: what later jobs import would hold ours."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if wrapper is not None and not wrapper.__module__.startswith("torch."):
-        raise RuntimeError("this job left the names of torch's FSDP rebound: call fsdp_wrap.compat.uninstall()")
+        raise RuntimeError(
+            "this job left the names of torch's FSDP rebound: call fsdp_wrap.compat.uninstall()"
+        )
 
 
 def _forget_meshes() -> None:
