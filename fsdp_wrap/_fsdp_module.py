@@ -18,6 +18,7 @@ from fsdp_wrap._runtime import (
     allocate_by_group,
     allocate_symmetric,
     converted,
+    handles_of,
     hook_reductions,
     refuse_replaced,
     refuse_sharing,
@@ -369,7 +370,7 @@ class FSDPModule(nn.Module):
     def __use_comms(self, **comms: Any) -> None:
         self.__schedule.require_idle("setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
-            if unit.handle is not None:
+            if unit.layouts:
                 use_comms(unit.handle, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -417,9 +418,8 @@ class FSDPModule(nn.Module):
         """
         self.__schedule.require_idle("choosing the process group of reductions")
         for unit in self.__units(recurse):
-            if unit.handle is not None:
-                unit.handle.communicator.reduce_apart(enable)
-                unit.set(reduces_apart=enable)
+            unit.handle.communicator.reduce_apart(enable)
+            unit.set(reduces_apart=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Sets how many units' reductions may be in flight at once, by default one.
@@ -520,7 +520,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
             handle = unit.handle
-            if handle is not None and handle.state is HandleState.SHARDED and not handle.without_values:
+            if handle.state is HandleState.SHARDED and not handle.without_values:
                 handle.follow_replaced()
                 for segment in handle.segments:
                     refuse_replaced(unit, segment.layout)
@@ -569,7 +569,7 @@ class FSDPModule(nn.Module):
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
     def __handles(self, recurse: bool) -> list[ParamHandle]:
-        return [unit.handle for unit in self.__units(recurse) if unit.handle is not None]
+        return handles_of(self.__units(recurse))
 
     def __set(self, recurse: bool, **options: Any) -> None:
         for unit in self.__units(recurse):

@@ -22,8 +22,8 @@ from fsdp_wrap._comm import calling, deaths_told
 from fsdp_wrap._core import clean_fqn, joined
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state import handles_of, refuse_shared
+from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._state import refuse_shared
 from fsdp_wrap.distributed_state_dict import (
     is_wrapped,
     load_model_state,

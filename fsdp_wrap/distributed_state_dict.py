@@ -231,7 +231,7 @@ def _selected(state: Mapping[str, Any], options: Any) -> dict[str, Any]:
 
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Broadcasts the first rank's tensors; each rank keeps only its pieces. Collective."""
-    owned = {name: each for name, each in Originals(model).by_name.items() if each.handle is not None}
+    owned = {name: each for name, each in Originals(model).by_name.items() if each.owned}
     first = FirstRank(model)
     result: dict[str, Any] = {}
     for name, announced in first.announced(dict(state_dict or {})).items():

@@ -292,7 +292,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     def extra_repr(self) -> str:
         """Returns one line: the strategy, this rank's elements of each dtype, batches and kept bytes."""
         handle = self._unit.handle
-        if handle is None:
+        if not handle.layouts:
             return f"{self.sharding_strategy.name}, no parameters of its own"
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
         copies += " (state over replicas)" if handle.staged else ""
@@ -534,7 +534,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             _check_conversion(unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit in units:
-            if unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+            if unit.handle.state is HandleState.SHARDED:
                 unit.handle.follow_replaced()
         return self
 

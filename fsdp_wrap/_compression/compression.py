@@ -16,8 +16,8 @@ from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import refuse_unsharded, require_idle, units_in
-from fsdp_wrap._state import compression, handles_of
+from fsdp_wrap._runtime import handles_of, refuse_unsharded, require_idle, units_in
+from fsdp_wrap._state import compression
 
 _FEWEST = 1024
 """The fewest elements of a shard for which the saved bytes pay for the kernels."""
@@ -51,7 +51,7 @@ def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
         refuse_unsharded(module, "compress()")
     require_idle(units, "compress()")
     for unit in units if reductions is not None else ():
-        if unit.handle is not None and unit.handle.has_own_reduction:
+        if unit.handle.has_own_reduction:
             raise RuntimeError(
                 f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
                 "gathers only"

@@ -27,7 +27,7 @@ from fsdp_wrap._params.flat import (
     SliceLayout,
     held_params,
 )
-from fsdp_wrap._params.handle import HandleState, ParamHandle
+from fsdp_wrap._params.handle import EmptyHandle, HandleState, ParamHandle
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,

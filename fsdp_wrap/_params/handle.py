@@ -137,6 +137,11 @@ class ParamHandle:
         self.transport, self._transport_of = transport_of(self), transport_of
 
     @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The ranks that share a copy of the parameters, and those with other copies."""
+        return self.communicator, self.replicas
+
+    @property
     def staged(self) -> bool:
         """Whether gathers and reductions take two stages, of which the second is among fewer ranks."""
         return self.transport.positions is not self.communicator.positions
@@ -582,3 +587,25 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
+
+
+class EmptyHandle(ParamHandle):
+    """The handle of a unit without parameters: nothing is gathered, freed or reduced, and all is there."""
+
+    communicators = ()
+
+    def __init__(self) -> None:
+        alone = Communicator(0, 1, torch.device("cpu"))
+        super().__init__((), alone, alone, (), HeldBy((), "cpu"))
+        self.state = HandleState.UNSHARDED
+
+    def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
+        """Returns another empty handle."""
+        return EmptyHandle()
+
+    def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
+        """Does nothing: nothing travels."""
+
+    def reshard(self, within: Communicator | None = None, keep: Collection[Segment] = ()) -> bool:
+        """Returns False: there is nothing to free."""
+        return False

@@ -132,7 +132,7 @@ def reproducible(
         refuse_unsharded(model, "reproducible()")
     require_root(units[0], "reproducible()")
     schedules = [*dict.fromkeys(map(schedule_of, units))]
-    handles = [(unit, unit.handle) for unit in units if unit.handle is not None]
+    handles = [(unit, unit.handle) for unit in units if unit.layouts]
     _refuse(model, schedules, handles)
     ranks, rank = _place(handles)
     _check_count(micro_batches, ranks)

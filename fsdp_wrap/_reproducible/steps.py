@@ -52,7 +52,7 @@ class CountedSteps:
         self._divisors: dict[Unit, float] = {}
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
         for unit in schedule.units:
-            if unit.handle is not None:
+            if unit.layouts:
                 self._take_over(unit, unit.handle, micro_batches, average)
         self._each = max((each.each for each in self._sums.values()), default=1)
         schedule.joining = self
@@ -90,11 +90,10 @@ class CountedSteps:
         for param in self.params:
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
-            if unit.handle is not None:
-                unit.handle.sum_by(None)
-                unit.handle.divide_gradients_by(divisor)
-                for layout in unit.handle.layouts:
-                    layout.average_hook = None
+            unit.handle.sum_by(None)
+            unit.handle.divide_gradients_by(divisor)
+            for layout in unit.layouts:
+                layout.average_hook = None
 
     # a `Joining`
 
@@ -104,8 +103,7 @@ class CountedSteps:
             self._drop()
         refuse_training(self._norms)
         for unit in self._sums:
-            if unit.handle is not None:
-                refuse_others_sums(unit, unit.handle)
+            refuse_others_sums(unit, unit.handle)
 
     def begin_backward(self, schedule: Schedule) -> None:
         """Begins one of this rank's micro-batches."""
@@ -129,8 +127,7 @@ class CountedSteps:
         last = schedule.gradients_came and done == self._each
         schedule.close_backward(last or schedule.ending.automatic)
         for unit, sums in self._sums.items() if last else ():
-            if unit.handle is not None:
-                sums.finish_without(unit.handle.segments)
+            sums.finish_without(unit.segments)
         self._close()
         self.done = done
         self.backwards += schedule.gradients_came
@@ -159,8 +156,7 @@ class CountedSteps:
 
 def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     """Returns the parameters of units, as optimizers see them."""
-    handles = [unit.handle for unit in units if unit.handle is not None]
-    return [*dict.fromkeys(param for each in handles for layout in each.layouts for param in layout.sources)]
+    return [*dict.fromkeys(param for unit in units for layout in unit.layouts for param in layout.sources)]
 
 
 _living = weakref.WeakSet[CountedSteps]()

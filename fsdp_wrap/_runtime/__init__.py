@@ -33,7 +33,7 @@ from fsdp_wrap._runtime.refusals import (
     require_root,
     warn_of_container,
 )
-from fsdp_wrap._runtime.same_model import communicators_of, ranks_of
+from fsdp_wrap._runtime.same_model import ranks_of
 from fsdp_wrap._runtime.schedule import (
     Schedule,
     joins,
@@ -45,7 +45,14 @@ from fsdp_wrap._runtime.schedule import (
     schedule_of,
     set_kept_bytes,
 )
-from fsdp_wrap._runtime.unit import FULL_PRECISION_IN_EVAL, Unit, UnitOptions, units_in
+from fsdp_wrap._runtime.unit import (
+    FULL_PRECISION_IN_EVAL,
+    Unit,
+    UnitOptions,
+    communicators_of,
+    handles_of,
+    units_in,
+)
 from fsdp_wrap._runtime.wrap_plan import (
     Kwargs,
     Targets,

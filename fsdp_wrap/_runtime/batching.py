@@ -26,7 +26,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.unit import Unit, UnitOptions, handle_of
+from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _BUFFER_DTYPE = attrgetter("gradients.buffer_dtype")
@@ -66,7 +66,7 @@ class _Member(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> _Member:
-        return cls(unit, unit.options, handle_of(unit).generation)
+        return cls(unit, unit.options, unit.handle.generation)
 
 
 class _GatherPlan(NamedTuple):
@@ -90,7 +90,7 @@ def _can_gather(members: Iterable[_Member]) -> bool:
     """Whether all members are sharded, with all to gather, and unchanged since the plan."""
     for unit, options, generation in members:
         handle = unit.handle
-        if handle is None or handle.state is not HandleState.SHARDED:
+        if handle.state is not HandleState.SHARDED:
             return False
         if unit.options is not options or handle.generation != generation or handle.without_values:
             return False
@@ -123,7 +123,7 @@ class _ReductionPlan(NamedTuple):
         """Whether all members are unchanged since the plan, and no reduction of theirs is in flight."""
         for unit, options, generation in self.members:
             handle = unit.handle
-            if handle is None or handle.reduction is not None or unit.options is not options:
+            if handle.reduction is not None or unit.options is not options:
                 return False
             if handle.transport is not handle.communicator or handle.has_own_reduction:
                 return False
@@ -151,7 +151,7 @@ class BatchedReduction:
 
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
-        handle, gradients = handle_of(unit), self._plan.gradients
+        handle, gradients = unit.handle, self._plan.gradients
         found, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
         same = [*map(handle.segments.index, found)] == expected
@@ -171,7 +171,7 @@ class BatchedReduction:
         taken, plan = self.taken, self._plan
         if not taken:
             return
-        first, handle = taken[0], handle_of(taken[0])
+        first, handle = taken[0], taken[0].handle
         assert first.schedule is not None
         note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
         note.issue(phase, first.schedule.iteration)
@@ -215,8 +215,7 @@ class BatchedReduction:
     def _end(self) -> Reduction | None:
         taken, self.taken, self.missing, self._segments = self.taken, [], [], []
         for unit in taken:
-            if unit.handle is not None:  # None if its module has gone since
-                unit.handle.leave_reduction(self.partial)
+            unit.handle.leave_reduction(self.partial)
         reduction, self._reduction = self._reduction, None
         return reduction
 
@@ -273,14 +272,14 @@ class CollectiveBatcher:
         assert unit.schedule is not None
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
-        segments = [handle_of(each).segments for each in units]
+        segments = [each.handle.segments for each in units]
         with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
             shares = plan.batch.issue(segments)
         lasting = not unit.schedule.syncs or bool(unit.schedule.kept.chosen)
         for each, share in zip(units, shares):
-            handle_of(each).gather(each.lasts or lasting, share)
+            each.handle.gather(each.lasts or lasting, share)
             if step_watchers or observers:
-                each.tell(EventKind.UNSHARD, phase, handle_of(each).unsharded_nbytes, plan.names)
+                each.tell(EventKind.UNSHARD, phase, each.handle.unsharded_nbytes, plan.names)
         return units[1:]
 
     def companions_of(self, unit: Unit) -> list[str]:
@@ -297,7 +296,7 @@ class CollectiveBatcher:
             run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
             return None
-        handles = [*map(handle_of, run)]
+        handles = [unit.handle for unit in run]
         batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
         first, *others = [each.positions.gather for each in run]
         members, note = [*map(_Member.of, run)], first.with_others(others)
@@ -308,7 +307,7 @@ class CollectiveBatcher:
 
     def _can_join(self, unit: Unit) -> bool:
         handle = unit.handle
-        if handle is None or handle.communicator.size == 1 or not _can_gather([_Member.of(unit)]):
+        if handle.communicator.size == 1 or not _can_gather([_Member.of(unit)]):
             return False
         return self._is_small(unit, handle, handle.batch_nbytes) and unit.positions.gather.is_known
 
@@ -325,12 +324,12 @@ class CollectiveBatcher:
         size: Callable[[ParamHandle], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
-        kin, left = _same_ways(unit), self.most - size(handle_of(unit))
+        kin, left = _same_ways(unit), self.most - size(unit.handle)
         found: list[Unit] = []
         for each in coming:
             if each is unit or each in found or not may(each) or _same_ways(each) != kin:
                 continue
-            left -= size(handle_of(each))
+            left -= size(each.handle)
             if left < 0:
                 break
             found.append(each)
@@ -373,20 +372,20 @@ class CollectiveBatcher:
         first: dict[Unit, int] = {}
         taking: list[Segment] = []
         for each in units:
-            handle, first[each] = handle_of(each), len(taking)
+            handle, first[each] = each.handle, len(taking)
             found = handle.reduced_segments()
             numbers[each] = [*map(handle.segments.index, found)]
             taking += found
-        gradients = BatchedGradients(handle_of(unit).communicator, taking)
+        gradients = BatchedGradients(unit.handle.communicator, taking)
         members, note = [*map(_Member.of, units)], _noted_reduction(units)
-        nbytes = {each: handle_of(each).reduced_nbytes for each in units}
+        nbytes = {each: each.handle.reduced_nbytes for each in units}
         plan = _ReductionPlan(coming, members, numbers, first, gradients, note, nbytes)
         self._reductions[unit, defers] = plan
         return plan
 
     def _may_wait(self, unit: Unit) -> bool:
         handle = unit.handle
-        if handle is None or handle.reduction is not None or not handle.trainable or not unit.options.syncs:
+        if handle.reduction is not None or not handle.trainable or not unit.options.syncs:
             return False
         if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
@@ -408,7 +407,7 @@ class CollectiveBatcher:
 
 def _same_ways(unit: Unit) -> tuple[object, ...]:
     """Returns a key of groups, communicators and memory, equal for units that may share a collective."""
-    handle = handle_of(unit)
+    handle = unit.handle
     communicator, replicas = handle.communicator, handle.replicas
     ways = communicator, type(communicator), replicas, type(replicas)
     return *ways, communicator.memory, unit.options.reduces_apart
@@ -430,5 +429,5 @@ def _noted_reduction(units: Iterable[Unit]) -> UnitCollective:
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns (buffer dtype, reduce dtype) of a unit's gradients."""
-    segments = handle_of(unit).reduced_segments()
+    segments = unit.handle.reduced_segments()
     return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

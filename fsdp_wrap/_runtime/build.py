@@ -37,7 +37,15 @@ from fsdp_wrap._core import (
     watch_steps,
 )
 from fsdp_wrap._core.torch_private import trace_rules
-from fsdp_wrap._params import HeldBy, Layout, ParamHandle, check_beside, is_extension, to_local
+from fsdp_wrap._params import (
+    EmptyHandle,
+    HeldBy,
+    Layout,
+    ParamHandle,
+    check_beside,
+    is_extension,
+    to_local,
+)
 from fsdp_wrap._runtime.materialize import Values, broadcast, materialize, refuse_together
 from fsdp_wrap._runtime.refusals import (
     check_materializable,
@@ -90,7 +98,7 @@ class Registry:
 
     def units(self) -> set[Unit]:
         """Returns all units with parameters."""
-        return {unit for units in self._users.values() for unit in units if unit.handle is not None}
+        return {unit for units in self._users.values() for unit in units if unit.layouts}
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
         """Returns the unit that owns an original parameter, its layout, and its index there."""
@@ -101,7 +109,7 @@ class Registry:
             )
         reference, number, index = self._owners[param]
         unit: Unit | None = reference()
-        if unit is None or unit.handle is None:
+        if unit is None or not unit.layouts:
             raise ValueError(
                 f"parameter '{fqn}' was sharded in a wrapped module that no longer exists, and its values "
                 "are gone with it: build the module anew, or keep the wrapped one"
@@ -111,8 +119,8 @@ class Registry:
     def borrow(self, contents: UnitContents) -> list[Unit]:
         """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
         users = (self._users.get(module, ()) for _, module in contents.modules)
-        # A unit whose module is gone has no handle, and lends nothing.
-        lenders = {unit: None for unit in chain.from_iterable(users) if unit.handle is not None}
+        # A unit whose module is gone has no parameters, and lends nothing.
+        lenders = {unit: None for unit in chain.from_iterable(users) if unit.layouts}
         for fqn, place, param in contents.borrowed:
             layouts = (layout for unit in self._users.get(place[0], ()) for layout in unit.layouts)
             shown = (places for layout in layouts for places in layout.places)
@@ -226,7 +234,7 @@ def assemble_unit(
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     _skip_runtime_frames()
-    if unit.handle is not None or any(each._buffers for each in modules):  # else it may be wrapped again
+    if unit.layouts or any(each._buffers for each in modules):  # else it may be wrapped again
         REGISTRY.take(modules)
     for each in modules:
         mark_managed(each)
@@ -251,8 +259,8 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         for number, segment in enumerate(segments)
     ]
     policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
-    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else None
-    if handle is not None and spec.mesh.copies is not None:
+    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else EmptyHandle()
+    if spec.mesh.copies is not None:
         staged = over_replicas.needed("state_over_replicas=True").transport
         handle.set_transport(staged(*spec.communicators(spec.mesh.copies)))
     return {

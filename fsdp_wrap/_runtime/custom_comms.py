@@ -54,7 +54,7 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
 def allocate_by_group(unit: Unit, enable: bool) -> None:
     """Allocates a unit's communication buffers by its process group's allocator, if it has one, or not."""
     handle, method = unit.handle, "set_allocate_memory_from_process_group_for_comm()"
-    if handle is None:
+    if not unit.layouts:
         return
     _refuse_other_memory(unit, handle, method)
     communicator = handle.communicator
@@ -73,7 +73,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     handle, method = unit.handle, "set_symm_mem_for_comm()"
     if backend != "NCCL":
         raise ValueError(f"{method} knows no backend but 'NCCL', not {backend!r}")
-    if handle is None:
+    if not unit.layouts:
         return
     _refuse_other_memory(unit, handle, method)
     communicator = handle.communicator
@@ -112,7 +112,7 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, 
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
     handle = unit.handle
-    if handle is None:
+    if not unit.layouts:
         return
     if stream is not None and handle.replicas.size > 1:
         raise ValueError(

@@ -89,7 +89,7 @@ class BackwardEnd:
             )
         for unit in units:
             handle = unit.handle
-            if handle is None or not unit.defers:
+            if not unit.defers:
                 continue
             if handle.keeps_partial or (handle.holds_gradients and unit.options.syncs):
                 raise RuntimeError(
@@ -206,7 +206,7 @@ class Updates:
 
     def _update(self, unit: Unit, updater: Updater) -> None:
         handle = unit.handle
-        if handle is None or updater.waits or not self._last or unit.forwards > 1:
+        if updater.waits or not self._last or unit.forwards > 1:
             return
         if unit.arrivals.progress is not Progress.FINISHED or self._awaits_outputs(unit):
             return
@@ -225,7 +225,7 @@ class Updates:
         """Ends a backward with complete gradients: updates the remaining units."""
         reduced, self.reduced = [*self.reduced], {}
         updaters, self._updaters = self._updaters, {}
-        complete = [unit for unit in reduced if unit.handle is not None and not unit.handle.keeps_gradients]
+        complete = [unit for unit in reduced if unit.layouts and not unit.handle.keeps_gradients]
         for unit in complete:
             self._note(unit)
         for updater in updaters:

@@ -32,7 +32,7 @@ from fsdp_wrap._core.torch_private import current_transform, graph_task, outside
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_alone
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
-from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit
+from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit, handles_of
 
 
 def run_forward(
@@ -84,7 +84,7 @@ def run_forward(
             output = cast_floating(output, returned)
         for schedule, call, nodes in calls:
             handle = call.unit.handle
-            if handle is not None:
+            if handle.layouts:
                 output, tensors = _without_parameters(handle, output)
                 schedule.post_forward(call, tensors, nodes)
         if own.lasting and own.depth == len(calls):
@@ -123,7 +123,7 @@ def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _shown_in_full(unit: Unit) -> bool:
     """Returns whether the user sees all full parameters of the unit and its companions."""
-    handles = [each.handle for each in (*unit.companions, unit) if each.handle is not None]
+    handles = handles_of((*unit.companions, unit))
     return bool(handles) and all(handle.shows_full for handle in handles)
 
 
@@ -149,8 +149,7 @@ def _without_lasting(schedule: Schedule, output: Any) -> Any:
     if graph_task() != -1:
         return output
     for unit in schedule.lasting:
-        if unit.handle is not None:
-            output, _ = _without_parameters(unit.handle, output)
+        output, _ = _without_parameters(unit.handle, output)
     schedule.end_lasting([*iter_tensors(output)])
     return output
 
@@ -167,13 +166,12 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Cal
             for unit in units:
                 schedule = schedule_of(unit)
                 undo.callback(_exit_transformed, schedule, schedule.pre_forward(unit, part))
-                if unit.handle is not None:
-                    copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.handle.segments]
-                    shown.append((unit, unit.handle, copies))
-                    undo.callback(unit.show_copies, unit.show_copies(copies))
+                copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.segments]
+                shown.append((unit, copies))
+                undo.callback(unit.show_copies, unit.show_copies(copies))
         output = compute()
-        for unit, handle, copies in shown:
-            _refuse_written(unit, handle, copies)
+        for unit, copies in shown:
+            _refuse_written(unit, copies)
         return output
     finally:
         own.transformed.pop()
@@ -190,8 +188,8 @@ def _exit_transformed(schedule: Schedule, call: ForwardCall) -> None:
         schedule.reshard(call.unit)
 
 
-def _refuse_written(unit: Unit, handle: ParamHandle, copies: Copies) -> None:
-    for segment, of_segment in zip(handle.segments, copies):
+def _refuse_written(unit: Unit, copies: Copies) -> None:
+    for segment, of_segment in zip(unit.segments, copies):
         for fqn, copy in zip(segment.layout.fqns, of_segment):
             if copy._version:
                 raise RuntimeError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
 from fsdp_wrap._core import SpanKind, span
-from fsdp_wrap._params import HandleState, Layout, ParamHandle
+from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
 
@@ -15,7 +15,7 @@ class Offloading:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._ahead: ParamHandle | None = None
+        self._ahead: ParamHandle = EmptyHandle()
         self._arriving: list[Unit] = []
 
     # parameters
@@ -24,7 +24,7 @@ class Offloading:
         """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
-            for each in () if unit.handle is None else unit.handle.from_host:
+            for each in unit.handle.from_host:
                 each.outdate()
 
     def send_ahead(self, unit: Unit | None) -> None:
@@ -33,9 +33,9 @@ class Offloading:
         Skips groups of one rank: the shard is the whole unit there, and sending it ahead would be a prefetch,
         which takes as much memory and is the user's choice.
         """
-        handle = None if unit is None else unit.handle
-        if unit is None or handle is None or handle is self._ahead or handle.communicator.size == 1:
+        if unit is None or unit.handle is self._ahead or unit.handle.communicator.size == 1:
             return
+        handle = unit.handle
         if (
             handle.state is not HandleState.SHARDED
             or handle.post_forward_shards is not None
@@ -51,15 +51,14 @@ class Offloading:
                 each.send_ahead(handle.communicator.empty)
 
     def _recall(self) -> None:
-        handle, self._ahead = self._ahead, None
-        for each in () if handle is None else handle.from_host:
-            each.recall()
+        ahead, self._ahead = self._ahead, EmptyHandle()
+        for copier in ahead.from_host:
+            copier.recall()
 
     def end_forward(self, units: Sequence[Unit]) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         self._recall()
-        handles = [unit.handle for unit in units if unit.handle is not None]
-        if any(each.lends for handle in handles for each in handle.from_host):
+        if any(each.lends for unit in units for each in unit.handle.from_host):
             self._await_copies(units)
 
     def _await_copies(self, units: Sequence[Unit]) -> None:

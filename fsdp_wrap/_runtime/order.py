@@ -7,7 +7,7 @@ import torch.distributed as dist
 from fsdp_wrap._comm import Note
 from fsdp_wrap._core import Phase, warn_caller
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime.unit import Unit, handle_of
+from fsdp_wrap._runtime.unit import Unit
 
 _FAR = 128
 """Number of coming units that are looked at for a batch of collectives."""
@@ -121,7 +121,7 @@ class OrderCheck:
     def enter(self, unit: Unit) -> None:
         """Compares a unit with parameters whose forward begins; collective in the first iteration."""
         if self._first is None:
-            _compare_across_ranks(unit.name, handle_of(unit), self._iteration)
+            _compare_across_ranks(unit.name, unit.handle, self._iteration)
         else:
             self._compare_with_first(unit.name)
         self._order.append(unit.name)

@@ -45,7 +45,7 @@ from fsdp_wrap._params import (
     to_local,
 )
 from fsdp_wrap._runtime.materialize import Values, direct_tensors, reset_method
-from fsdp_wrap._runtime.unit import ForwardCall, Unit, handle_of
+from fsdp_wrap._runtime.unit import ForwardCall, Unit
 
 _VERSION = attrgetter("_version")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -202,7 +202,7 @@ def refuse_outdated(call: ForwardCall) -> None:
     """Raises the error of a backward whose parameters have changed since its forward."""
     name, handle = call.unit.name, call.unit.handle
     changed = _forget_changed(call.unit)
-    if handle is not None and call.generation != handle.generation:
+    if call.generation != handle.generation:
         what = f"parameters of {name} were converted to another dtype"
         why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
     else:
@@ -218,7 +218,7 @@ def refuse_outdated(call: ForwardCall) -> None:
 
 def _forget_changed(unit: Unit) -> str | None:
     """Returns the name of a parameter that was changed while shown in full, and clears the record."""
-    shown = handle_of(unit).shown
+    shown = unit.handle.shown
     changed, shown.changed = shown.changed, []
     return unit.name_of(changed[0]) if changed else None
 
@@ -246,7 +246,7 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     names = [
         unit.name_of(fqn)
         for unit in units
-        for layout in (unit.handle.layouts if unit.handle is not None and unit.handle.shows_shards else ())
+        for layout in (unit.layouts if unit.handle.shows_shards else ())
         for fqn, numel in _shown_pieces(layout)
         if mixed or (numel is not None and (vague or numel in sizes))
     ]
@@ -267,7 +267,7 @@ def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
 
 def refuse_edits(unit: Unit, segment: Segment) -> None:
     """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    for index in segment.edited() if handle_of(unit).state is HandleState.UNSHARDED else ():
+    for index in segment.edited() if unit.handle.state is HandleState.UNSHARDED else ():
         name = unit.name_of(segment.layout.fqns[index])
         raise RuntimeError(
             f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
@@ -377,7 +377,7 @@ class ParametrizationGuard:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         unit = self._unit()
-        if unit is not None and unit.handle is not None and unit.handle.shows_shards:
+        if unit is not None and unit.handle.shows_shards:
             raise RuntimeError(
                 f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
                 "read it inside summon_full_params"
@@ -416,8 +416,6 @@ def refuse_pieces(unit: Unit) -> None:
     `DTensor`s are allowed, since their operators communicate. So are unsharded parameters.
     """
     handle = unit.handle
-    if handle is None:
-        return
     cut = handle.communicator.size > 1 or bool(handle.distributed)
     found: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
     for layout in handle.layouts:

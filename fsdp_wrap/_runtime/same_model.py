@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Communicator, Note, Tree, UnitPositions, accelerator_of
+from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Note, Tree, UnitPositions, accelerator_of
 from fsdp_wrap._core import Phase, warn_caller
-from fsdp_wrap._runtime.unit import Unit
+from fsdp_wrap._runtime.unit import Unit, communicators_of
 
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
@@ -74,9 +74,9 @@ class SameModel:
 
     def positions_of(self, unit: Unit) -> UnitPositions:
         """Returns the positions of a unit's collectives, which compare the unit before the first one."""
-        communicators = communicators_of(unit)
+        communicators = unit.handle.communicators
         within = unit.options.reshards_within
-        gathering = None if unit.handle is None else unit.handle.transport.positions
+        gathering = unit.handle.transport.positions
         return UnitPositions(
             unit.name,
             self._tree,
@@ -90,11 +90,11 @@ class SameModel:
 
     def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
         """Checks that the ranks of a group have the same unit; warns once if its initial values differ."""
-        contents, (within, across) = _contents_of(unit), communicators_of(unit)
+        contents, (within, across) = _contents_of(unit), unit.handle.communicators
         if across.positions is not None and across.positions.agreement is agreement:
             contents.append(f"place {within.rank + 1} of {within.size} in its group to shard over")
         agreement.require(f"what {name} consists of", contents, _SAME_MODEL)
-        settings = [setting for one in communicators_of(unit) for setting in one.settings]
+        settings = [setting for one in unit.handle.communicators for setting in one.settings]
         if unit.schedule is not None:
             wanted = unit.schedule.root.options.travel_together_bytes
             settings.append(f"travel_together_bytes={wanted}")
@@ -117,11 +117,6 @@ class SameModel:
             )
 
 
-def communicators_of(unit: Unit) -> list[Communicator]:
-    """Returns a unit's communicators: within its copy, and over the replicas."""
-    return [] if unit.handle is None else [unit.handle.communicator, unit.handle.replicas]
-
-
 def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
     """Returns the global ranks of a model, also those that this one meets by way of others; collective.
 
@@ -130,7 +125,7 @@ def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
         note: Names what is agreed on in messages.
         iteration: The iteration, for messages.
     """
-    communicators = dict.fromkeys(each for unit in units for each in communicators_of(unit))
+    communicators = communicators_of(units)
     members = {dist.get_rank()}.union(*(each.members for each in communicators))
     for layout in (layout for unit in units for layout in unit.layouts):
         parts = (part for part in layout.distributed or () if part is not None)

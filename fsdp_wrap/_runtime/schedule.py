@@ -62,14 +62,14 @@ from fsdp_wrap._runtime.refusals import (
     refuse_unseen,
     refuse_without_backward,
 )
-from fsdp_wrap._runtime.same_model import SameModel, communicators_of
+from fsdp_wrap._runtime.same_model import SameModel
 from fsdp_wrap._runtime.step_checks import StepChecks, scaling_alike
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
     StepState,
     Unit,
-    handle_of,
+    communicators_of,
     hooked_for,
     refuse_shown,
     units_in,
@@ -132,7 +132,7 @@ class Schedule(StepState):
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
-        every = dict.fromkeys(each for unit in self._units for each in communicators_of(unit))
+        every = communicators_of(self._units)
         self._communicators = [each for each in every if isinstance(each, GroupCommunicator)]
         _alive.add(self)
         self.device = next((each.device for each in every), torch.device("cpu"))
@@ -185,10 +185,10 @@ class Schedule(StepState):
         recompute = graph_task() != -1  # a forward inside a backward
         handle, options = unit.handle, unit.options
         if self.depth == 0 and not recompute:
-            if handle is not None and handle.state in SHOWN_TO_USERS:
+            if handle.state in SHOWN_TO_USERS:
                 refuse_shown(unit)  # before any state changes: other ranks may go on
             self._begin_iteration()
-        if handle is not None:
+        if handle.layouts:
             if self._order_check.counts and not recompute:
                 self._order_check.enter(unit)
             if recompute:
@@ -218,8 +218,7 @@ class Schedule(StepState):
         unit.running += 1
         if unit.buffers.casts:
             (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
-        if handle is not None:
-            handle.shown.show_leaves()
+        handle.shown.show_leaves()
         if step_watchers:
             unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
         if value_watchers:
@@ -238,7 +237,7 @@ class Schedule(StepState):
         Returns:
             The inputs to compute with.
         """
-        if call.unit.handle is None or call.unit.tied_to is not None or not torch.is_grad_enabled():
+        if not call.unit.handle.layouts or call.unit.tied_to is not None or not torch.is_grad_enabled():
             return inputs
         seen: dict[int, torch.Tensor] = {}
 
@@ -270,7 +269,6 @@ class Schedule(StepState):
                 `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
         """
         unit, handle = call.unit, call.unit.handle
-        assert handle is not None
         for segment in handle.segments:
             if [*map(_VERSION, segment.counted)] != segment.versions:
                 refuse_edits(unit, segment)
@@ -326,18 +324,18 @@ class Schedule(StepState):
         They stay until that backward or until their values change: outer forwards may have used them too.
         """
         unit.reshard(Phase.FORWARD, keep=unit.segments)
-        for segment in handle_of(unit).kept_segments:
+        for segment in unit.handle.kept_segments:
             segment.let_use()
 
     def _drop_aside(self, unit: Unit) -> None:
         """Frees segments that were set aside: a new forward gathers anew, since writes may go unseen."""
-        if unit in self._awaited and unit.handle is not None and unit.handle.state is HandleState.SHARDED:
+        if unit in self._awaited and unit.handle.state is HandleState.SHARDED:
             unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
 
     def _show_again(self, unit: Unit) -> None:
         """Shows segments that were set aside: recomputed outer forwards read them."""
         handle = unit.handle
-        if handle is not None and handle.state is HandleState.SHARDED:
+        if handle.state is HandleState.SHARDED:
             unit.drop_outdated(Phase.BACKWARD)
             if len(handle.kept_segments) == len(handle.segments):  # else gathered on demand
                 unit.unshard(Phase.BACKWARD)
@@ -363,7 +361,7 @@ class Schedule(StepState):
             alone = unit.partly_ran and unit.running  # a single part: others may follow
             unit.restart()
             if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
-                unit.handle.shown.show_kept()  # type: ignore[union-attr]
+                unit.handle.shown.show_kept()
             elif unit in self._awaited:
                 self._set_aside(unit)
             else:
@@ -380,7 +378,7 @@ class Schedule(StepState):
         if recompute:
             return
         over = unit.running == 0 and unit not in self.lasting
-        if over and handle is not None and handle.shown.state is Showing.LEAVES:
+        if over and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
             for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
@@ -405,7 +403,7 @@ class Schedule(StepState):
         expected, options = self._order.next_in_forward(), unit.options
         next_one = (expected,) if options.forward_prefetch and expected is not None else ()
         for target in options.forward_targets or next_one:
-            if target.handle is not None and target.handle.state is HandleState.SHARDED:
+            if target.handle.state is HandleState.SHARDED:
                 self._drop_aside(target)
                 coming = self._order.coming_in_forward(target)
                 self._prefetched += [target, *self.batches.gather(target, coming, Phase.FORWARD)]
@@ -439,8 +437,6 @@ class Schedule(StepState):
             self.kept.choose([(each, budget) for unit, budget in budgets for each in unit.segments])
         for unit in self._units:
             handle = unit.handle
-            if handle is None:
-                continue
             if handle.state is not HandleState.SHARDED or handle.post_forward_shards is not None:
                 awaited = handle.shown.state is Showing.KEPT
                 if awaited:
@@ -493,7 +489,7 @@ class Schedule(StepState):
     def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
         """Hooks leaves that may get gradients outside of their unit's forward."""
         unit = reference()
-        if unit is not None and unit.handle is not None and unit.schedule is not None:
+        if unit is not None and unit.schedule is not None:
             if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
                 schedule_of(unit)._hook_leaves(unit)
 
@@ -514,7 +510,6 @@ class Schedule(StepState):
         if self._end() is None:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
-        assert handle is not None
         if self._reducing or self._prefetching_later:
             # With gradients in place, memory counts more than overlap with the first of them.
             if handle.bulky or (options.gradients_in_place and handle.sizeable):
@@ -551,7 +546,6 @@ class Schedule(StepState):
     def _unshard_again(self, call: ForwardCall) -> None:
         """Shows modules the leaves of a call's forward; raises if their values have changed."""
         unit, handle = call.unit, call.unit.handle
-        assert handle is not None  # only calls of units with parameters are hooked
         if self._updates.updated:
             self._updates.refuse_updated(unit)
         unshards = unit.options.unshards_in_backward
@@ -579,7 +573,7 @@ class Schedule(StepState):
         if self._end() is None:
             self._open_backward()
         call.unit.arrivals.enter_derivative()
-        for each in (tied for tied in call.unit.tied if tied.handle):  # their inputs are not watched
+        for each in call.unit.tied:  # their inputs are not watched
             each.unshard(Phase.BACKWARD)
         self._unshard_again(call)
         return self._watched(call, grad) if torch.is_grad_enabled() else None
@@ -602,7 +596,6 @@ class Schedule(StepState):
             arrivals.expect_all_but(leaf)
         self.gradients_came = True
         if options.gradients_in_place and self._takes_in_place(unit):
-            assert unit.handle is not None
             unit.handle.take_in_place(leaf)
         all_came = arrivals.go_on(every=torch.is_grad_enabled() or options.gradients_in_place)
         if unit.tied or unit.tied_to is not None:  # other ranks need not have these gradients
@@ -686,11 +679,10 @@ class Schedule(StepState):
             self._order_check.end_forward()
         for unit in self._units:
             handle = unit.handle
-            if handle is not None:
-                if handle.follow_requires_grad():  # other leaves than in the last forward
-                    self._hook_leaves(unit)
-                if handle.keeps_gradients:
-                    handle.forget_zeroed()
+            if handle.follow_requires_grad():  # other leaves than in the last forward
+                self._hook_leaves(unit)
+            if handle.keeps_gradients:
+                handle.forget_zeroed()
             unit.arrivals.begin()
         for unit in self._awaited:
             self._show_again(unit)
@@ -704,7 +696,7 @@ class Schedule(StepState):
             handle = unit.handle
             over = unit.arrivals.progress is Progress.FINISHED
             # Where it is over, a unit may have been prefetched by mistake.
-            if handle is not None and not (over and handle.state is HandleState.SHARDED):
+            if not (over and handle.state is HandleState.SHARDED):
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
@@ -718,7 +710,7 @@ class Schedule(StepState):
     def close_backward(self, waits: bool) -> None:
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions, and to update."""
         for unit in self._units:
-            if unit.handle is not None and not (self.syncs and unit.options.syncs):
+            if not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
                     self._offloading.settle(unit)
                 unit.handle.keep_accumulated()
@@ -773,10 +765,9 @@ class Schedule(StepState):
             self._offloading.abandon()
         for unit in self._units:
             unit.arrivals.forget()
-            if unit.handle is not None:
-                unit.handle.abandon_backward()
-                unit.handle.free_kept_segments()  # ranks may have reached different units
-                unit.reshard(Phase.IDLE)
+            unit.handle.abandon_backward()
+            unit.handle.free_kept_segments()  # ranks may have reached different units
+            unit.reshard(Phase.IDLE)
 
     # for other ranks
 
@@ -795,7 +786,7 @@ class Schedule(StepState):
         self._follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
-            if unit.handle is not None and unit.handle.become_sharded() and unit.options.full_in_eval:
+            if unit.handle.become_sharded() and unit.options.full_in_eval:
                 unit.follow_mode()
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
@@ -813,8 +804,6 @@ class Schedule(StepState):
     def unshard(self, unit: Unit) -> None:
         """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
         handle = unit.handle
-        if handle is None:
-            return
         if not handle.is_current and graph_task() == -1 and not self.depth:
             unit.reshard(Phase.IDLE, keep=handle.kept_segments)
             if handle.state is HandleState.SHARDED:
@@ -828,13 +817,12 @@ class Schedule(StepState):
 
     def show_unsharded(self, unit: Unit) -> None:
         """Shows the modules of a unit its full parameters, until it is resharded or its forward ends."""
-        if unit.handle is not None:
-            if self._offloading is not None:
-                self._offloading.outdate([unit])
-            unit.unshard(Phase.IDLE)
-            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
-                self._hook_leaves(unit)
-            unit.handle.shown.show_leaves()
+        if self._offloading is not None:
+            self._offloading.outdate([unit])
+        unit.unshard(Phase.IDLE)
+        if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
+            self._hook_leaves(unit)
+        unit.handle.shown.show_leaves()
 
     @contextmanager
     def showing(self, unit: Unit) -> Iterator[None]:
@@ -853,7 +841,7 @@ class Schedule(StepState):
             raise NotIdleError(f"{unit.name} is in another thread's backward: reshard it when that has ended")
         self.end_failed_backward()
         unit.reshard(Phase.IDLE)
-        if unit.handle is not None and not unit.running:
+        if not unit.running:
             unit.handle.reshard()  # frees shards within a smaller group as well
 
     @torch.no_grad()
@@ -861,7 +849,7 @@ class Schedule(StepState):
         """Ends by hand all backwards since the last end, except for `await_reduction`."""
         if not self.iteration:
             return
-        if any(unit.handle is not None and unit.handle.replicas.size > 1 for unit in self._units):
+        if any(unit.handle.replicas.size > 1 for unit in self._units):
             self._make_room()  # starts sums over replicas
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
@@ -870,10 +858,9 @@ class Schedule(StepState):
     @torch.no_grad()
     def end_backwards_of(self, unit: Unit) -> None:
         """Ends by hand the backwards of one unit, except for `await_reduction`."""
-        if unit.handle is not None:
-            unit.handle.forget_zeroed()
-            unit.end_unsharded(Phase.IDLE)
-            self._take_gradients(unit, Phase.IDLE)
+        unit.handle.forget_zeroed()
+        unit.end_unsharded(Phase.IDLE)
+        self._take_gradients(unit, Phase.IDLE)
 
     def await_reduction(self) -> None:
         """Waits for the last reduction."""
@@ -901,7 +888,7 @@ class Schedule(StepState):
         """Whether gradients may take the place of the unit's parameters now."""
         options, handle = unit.options, unit.handle
         freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
-        freed = freed and handle is not None and handle.state is HandleState.UNSHARDED
+        freed = freed and handle.state is HandleState.UNSHARDED
         return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
 
     def _prefetch(self, unit: Unit) -> None:
@@ -914,7 +901,7 @@ class Schedule(StepState):
         if expected is not None and expected.companions and not unit.options.backward_targets:
             targets = (*expected.tied, *expected.over_all_meshes[::-1])  # in the order of their backwards
         for target in targets:
-            if target is None or target.handle is None or not target.options.unshards_in_backward:
+            if target is None or not target.options.unshards_in_backward:
                 continue
             if target.handle.batch_nbytes > self.batches.most:
                 target.gather(Phase.BACKWARD)
@@ -931,9 +918,7 @@ class Schedule(StepState):
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
         handle, owes = unit.handle, unit.arrivals.owes
-        if handle is None or not (
-            owes or handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))
-        ):
+        if not (owes or handle.holds_gradients or (handle.keeps_gradients and self._completes(unit, handle))):
             return
         self.gradients_came = self.gradients_came or unit.arrivals.some_came()
         if not (self.gradients_came or owes) and phase is not Phase.IDLE:  # autograd.grad() may bring none
@@ -1091,8 +1076,7 @@ def set_kept_bytes(units: Iterable[Unit], nbytes: int) -> None:
     require_idle(units, "set_keep_unsharded_bytes()")
     for unit in units:
         unit.set(keep_unsharded_bytes=nbytes or 0)
-        if unit.handle is not None:
-            unit.handle.free_kept_segments()
+        unit.handle.free_kept_segments()
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -37,14 +36,11 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
+from fsdp_wrap._params import EmptyHandle, HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
-
-handle_of: Callable[[Unit], ParamHandle] = attrgetter("handle")
-"""Returns the handle of a unit that is known to have parameters."""
 
 SHOWN_TO_USERS = (HandleState.SUMMONED, HandleState.REPLACED)
 """States in which no forward or backward may run."""
@@ -179,7 +175,7 @@ class Unit:
 
     Args:
         module: The wrapped module.
-        handle: Owner of its parameters; None where it owns none.
+        handle: Owner of its parameters; an `EmptyHandle` where it owns none.
         options: Settings.
         left: Tied parameters of the module that a unit above owns.
         lenders: Units that own parameters of the module too, such as its units over other meshes; they run
@@ -220,7 +216,7 @@ class Unit:
     def __init__(
         self,
         module: nn.Module,
-        handle: ParamHandle | None,
+        handle: ParamHandle,
         options: UnitOptions,
         *,
         left: frozenset[nn.Parameter] = frozenset(),
@@ -253,7 +249,7 @@ class Unit:
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
         self.told_of_own_gradients, self.hooked = False, -1
-        self.all_train = handle is None
+        self.all_train = not handle.layouts
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
         self.loading: Callable[[bool], None] | None = None
@@ -268,12 +264,12 @@ class Unit:
     @property
     def segments(self) -> Sequence[Segment]:
         """The segments of its parameters; none without parameters."""
-        return () if self.handle is None else self.handle.segments
+        return self.handle.segments
 
     @property
     def layouts(self) -> Sequence[Layout]:
         """The layouts of its parameters; none without parameters."""
-        return () if self.handle is None else self.handle.layouts
+        return self.handle.layouts
 
     @property
     def gone(self) -> bool:
@@ -296,7 +292,7 @@ class Unit:
 
     def _dissolve(self, _: object) -> None:
         """Drops all references when the module has gone: the units of a tree reference each other."""
-        self.handle = self.initial = None
+        self.handle, self.initial = EmptyHandle(), None
         self._hooked.clear()
         self._own_gradients = []
 
@@ -369,7 +365,7 @@ class Unit:
     def unshard(self, phase: Phase) -> None:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
         handle = self.handle
-        assert handle is not None and self.schedule is not None
+        assert self.schedule is not None
         if handle.state in SHOWN_TO_USERS:
             refuse_shown(self)
         self.positions.enter(self.schedule.iteration, phase.index)
@@ -384,7 +380,7 @@ class Unit:
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
         handle = self.handle
-        if handle is None or handle.state is not HandleState.SHARDED:
+        if handle.state is not HandleState.SHARDED:
             return False
         if handle.without_values:
             raise NoValuesError(
@@ -417,7 +413,7 @@ class Unit:
 
     def drop_outdated(self, phase: Phase) -> None:
         """Frees kept segments whose shards may have changed since."""
-        freed = handle_of(self).drop_outdated()
+        freed = self.handle.drop_outdated()
         if freed:
             self.tell(EventKind.RESHARD, phase, freed)
 
@@ -433,7 +429,7 @@ class Unit:
         """
         handle = self.handle
         # A backward inside a forward must leave it the leaves.
-        if handle is None or self.running > (phase is Phase.FORWARD):
+        if self.running > (phase is Phase.FORWARD):
             return
         if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
             with self.span(SpanKind.AWAIT_GATHER, phase):
@@ -453,12 +449,12 @@ class Unit:
         handle, schedule = self.handle, self.schedule
         if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
             return False
-        return handle is not None and handle.replicas.size > 1
+        return handle.replicas.size > 1
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
         handle = self.handle
-        assert handle is not None and self.schedule is not None
+        assert self.schedule is not None
         # Asks the property only where it may hold: one frame less in a usual step.
         defers = not (self.options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
         note = self.positions.reduction_in_copy if defers else self.positions.reduction
@@ -472,7 +468,7 @@ class Unit:
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and takes its result."""
         handle = self.handle
-        if handle is None or handle.reduction is None:
+        if handle.reduction is None:
             return
         with self.span(SpanKind.AWAIT_REDUCTION, None) if step_watchers else NO_SPAN:
             handle.finish_reduction()
@@ -493,8 +489,8 @@ class Unit:
             for watcher in step_watchers:
                 watcher.hold(self, self.fqn, grown)
         if observers:
-            travels = self.handle is not None and kind in (EventKind.UNSHARD, EventKind.REDUCE)
-            way = self.handle.communicator.way if travels else ""  # type: ignore[union-attr]
+            travels = kind in (EventKind.UNSHARD, EventKind.REDUCE)
+            way = self.handle.communicator.way if travels else ""
             event = Event(kind, self.fqn, phase, nbytes, way, together)
             for observer in tuple(observers):
                 observer(event)
@@ -519,7 +515,7 @@ class Unit:
     def survives(self) -> bool:
         """Whether the next iteration reuses all of its full parameters."""
         handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
-        if not wanted or handle is None or not handle.is_current:
+        if not wanted or not handle.is_current:
             return False
         return handle.in_full == self.leaves_mixed_precision
 
@@ -529,14 +525,14 @@ class Unit:
         options = self.options
         if not options.full_in_eval or (self.module._modules.get(WRAPPED_ATTR) or self.module).training:
             return False
-        if self.handle is None:
+        if not self.layouts:
             return not options.casts.restores_outputs  # casts that restore outputs cast to full precision
         return self.handle.mixes
 
     def follow_mode(self) -> None:
         """Switches a sharded unit to its module mode's precision; raises while gradients accumulate."""
         in_full, handle = self.leaves_mixed_precision, self.handle
-        if handle is None or handle.in_full == in_full:
+        if handle.in_full == in_full:
             return
         if handle.accumulates:
             raise RuntimeError(
@@ -551,7 +547,7 @@ class Unit:
         if not torch.is_grad_enabled():
             return False
         if not has_grad_outputs:  # gradients may enter where no hook sees them
-            return call.watched > 0 or (self.handle is not None and self.handle.trainable)
+            return call.watched > 0 or self.handle.trainable
         if as_root and self.options.keeps_as_root:
             return self.trains
         return not self.options.reshard_after_forward
@@ -587,7 +583,7 @@ class Unit:
         """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""
         leaves = [leaf for segment in self.segments for leaf in segment.leaves]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
-        self.hooked = handle_of(self).hookings
+        self.hooked = self.handle.hookings
         self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
@@ -614,9 +610,9 @@ class Unit:
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
         missing = self.arrivals.missing
-        if self.handle is None or not missing:
+        if not missing:
             return False
-        leaves = (leaf for segment in self.handle.segments for leaf in segment.leaves)
+        leaves = (leaf for segment in self.segments for leaf in segment.leaves)
         return any(will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
 
     def tell_backward_over(self, phase: Phase) -> None:
@@ -634,7 +630,7 @@ class Unit:
         if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
             kept = KeptSegmentsPlan() if schedule is None else schedule.kept
             self.reshard(phase, keep=kept.chosen if accumulates or not options.syncs else kept.frozen)
-        elif self.handle is not None:
+        else:
             self.hold()
             if not self.running:
                 self.handle.shown.show_sharded()
@@ -658,11 +654,11 @@ class ForwardCall:
         """Graph task of its running backward; -1 for none."""
         self._awaited = 0
         handle = unit.handle
-        self.values = 0 if handle is None else handle.values
+        self.values = handle.values
         """The handle's `values` in the forward: the version of the leaves it computes with."""
-        self.written = [] if handle is None else handle.written
+        self.written = handle.written
         """The handle's `written` in the forward."""
-        self.generation = 0 if handle is None else handle.generation
+        self.generation = handle.generation
         """The handle's `generation` in the forward: leaves of another one have replaced these."""
 
     def open(self, task: int, inputs: list[Node]) -> None:
@@ -712,7 +708,7 @@ def _on_own_gradient(
 
 def refuse_shown(unit: Unit) -> NoReturn:
     """Refuses to compute with a unit whose handle's state is in `SHOWN_TO_USERS`."""
-    if unit.handle is not None and unit.handle.state is HandleState.REPLACED:
+    if unit.handle.state is HandleState.REPLACED:
         raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"
@@ -742,6 +738,16 @@ def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
         return view
     # Another thread, which has numbers of its own, may have made the inputs of a recomputation.
     return view if graph_task() != -1 and will_run([node]) else base
+
+
+def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
+    """Returns the handles of the units that have parameters."""
+    return [unit.handle for unit in units if unit.layouts]
+
+
+def communicators_of(units: Iterable[Unit]) -> list[Communicator]:
+    """Returns the communicators of units, each once: within their copies, and over the replicas."""
+    return [*dict.fromkeys(each for unit in units for each in unit.handle.communicators)]
 
 
 def will_run(nodes: Iterable[Node]) -> int:

@@ -48,7 +48,7 @@ from fsdp_wrap._state.optim_state_dict import (
     rekey_optim_state_dict,
     sharded_optim_state_dict,
 )
-from fsdp_wrap._state.originals import Original, Originals, handles_of, owned_places, uncompiled_fqn, uncut
+from fsdp_wrap._state.originals import Original, Originals, owned_places, uncompiled_fqn, uncut
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,

@@ -34,8 +34,7 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
     for each in units:
         require_idle([each], "copy.deepcopy()")
         refuse_summoned([each], "copying the wrapped module")
-        if each.handle is not None:
-            each.handle.shown.show_sharded()
+        each.handle.shown.show_sharded()
     layouts: dict[Unit, list[Layout]] = {}
     for each in units:
         memo[id(each)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
@@ -76,7 +75,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
     Unit.__init__(
         new,
         module,
-        None if old.handle is None else old.handle.with_layouts(layouts),
+        old.handle.with_layouts(layouts),
         old.options.copied(memo),
         left=frozenset(copy.deepcopy(param, memo) for param in old.left if not is_owned(param)),
         lenders=[memo[id(lender)] for lender in old.lenders],

@@ -13,15 +13,23 @@ from torch import nn
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import HandleState, ParamHandle, Summoning
-from fsdp_wrap._runtime import Unit, note_change, refuse_replaced, require_idle, units_in
-from fsdp_wrap._state.originals import handles_of, used_by
+from fsdp_wrap._runtime import (
+    Unit,
+    communicators_of,
+    handles_of,
+    note_change,
+    refuse_replaced,
+    require_idle,
+    units_in,
+)
+from fsdp_wrap._state.originals import used_by
 
 _EVERYWHERE = Summoning()
 
 
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle is not None and unit.handle.state is HandleState.SUMMONED
+    return unit.handle.state is HandleState.SUMMONED
 
 
 @contextmanager
@@ -66,7 +74,7 @@ def summon_full_params(
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
     refuse_summoned(units, "another summon_full_params()")
     for unit in units:
-        if with_grads and unit.handle is not None and unit.handle.accumulates:
+        if with_grads and unit.handle.accumulates:
             raise RuntimeError(
                 f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
                 "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"
@@ -96,11 +104,7 @@ def full_units(
             if writeback:
                 _take_edits(summoned)
                 # Without replicas and gathers nothing else tells a rank that does this alone.
-                note_change(
-                    (unit for unit in summoned if unit.handle is not None and unit.handle.edited),
-                    "edit",
-                    summoned,
-                )
+                note_change((unit for unit in summoned if unit.handle.edited), "edit", summoned)
 
 
 @contextmanager
@@ -131,8 +135,7 @@ def _all_or_none(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _agree(units: Sequence[Unit], fine: bool) -> bool:
-    groups = (each for handle in handles_of(units) for each in (handle.communicator, handle.replicas))
-    for communicator in dict.fromkeys(groups):
+    for communicator in communicators_of(units):
         flag = torch.tensor([fine], dtype=torch.int32, device=communicator.device)
         communicator.all_reduce([flag], dist.ReduceOp.MIN).wait()
         fine = bool(flag.item())
@@ -166,7 +169,7 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
 
 def refuse_hidden(unit: Unit) -> None:
     """Raises if full parameters are summoned on the first rank only (`rank0_only`), and this is another."""
-    if is_summoned(unit) and unit.handle is not None and not unit.handle.shows_full:
+    if is_summoned(unit) and not unit.handle.shows_full:
         raise RuntimeError(
             f"the full parameters of {unit.name} are on the first rank only: this call must come after "
             f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
@@ -182,8 +185,7 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
 
 def _take_edits(units: Iterable[Unit]) -> None:
     for unit in units:
-        if unit.handle is not None:
-            unit.handle.take_edits(unit.name_of(""))
+        unit.handle.take_edits(unit.name_of(""))
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
@@ -201,9 +203,9 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     used = used_by(units)
     require_idle(used, doing)
     refuse_summoned(used, doing)
-    ready = {None, *sharded_handles(used)}
+    ready = {*sharded_handles(used)}
     for unit in used:
-        if unit.handle not in ready:
+        if unit.layouts and unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
@@ -211,7 +213,7 @@ def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     """Reshards units and their lenders; returns their handles, save those that show something on purpose."""
     handles = []
     for unit in used_by(units):
-        if unit.handle is not None and unit.handle.become_sharded():
+        if unit.handle.become_sharded():
             for segment in unit.handle.segments:
                 refuse_replaced(unit, segment.layout)
             handles.append(unit.handle)

@@ -21,9 +21,9 @@ from fsdp_wrap._comm import Communicator, Pending, calling, deaths_told, make_co
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
 from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
-from fsdp_wrap._runtime import Unit, units_in
+from fsdp_wrap._runtime import Unit, handles_of, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
-from fsdp_wrap._state.originals import Originals, handles_of, owned_places, uncompiled_fqn
+from fsdp_wrap._state.originals import Originals, owned_places, uncompiled_fqn
 
 Named = tuple[str, torch.Tensor]
 T = TypeVar("T")

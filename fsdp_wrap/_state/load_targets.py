@@ -30,11 +30,11 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
 from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
-from fsdp_wrap._runtime import Unit, note_change, units_in
+from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import shape_of
 from fsdp_wrap._state.misfits import quoted, shown, tell_prefix
-from fsdp_wrap._state.originals import Original, handles_of, owned_places, used_by
+from fsdp_wrap._state.originals import Original, owned_places, used_by
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
@@ -161,7 +161,7 @@ class Targets:
             _takes(target.interval, target.taken_apart(state_dict[key]), pieces) for target, key in pairs
         ):
             return False
-        if any(target.handle is not None for target, _ in pairs):
+        if any(target.owned for target, _ in pairs):
             note_change(self._units, "load", pairs)
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:

@@ -120,7 +120,7 @@ def _known(params: Mapping[Any, list[Original]], given: Collection[str]) -> dict
     return {
         key: originals
         for key, originals in params.items()
-        if any(each.handle is not None or each.fqn in given for each in originals)
+        if any(each.owned or each.fqn in given for each in originals)
     }
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator, calling
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import units_in
+from fsdp_wrap._runtime import handles_of, units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank, same_values
-from fsdp_wrap._state.originals import Original, Originals, handles_of
+from fsdp_wrap._state.originals import Original, Originals
 from fsdp_wrap._state.small_states import SCALE, block_of, bounds_in
 
 State = dict[str, Any]
@@ -118,7 +118,7 @@ def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | No
     Collective. A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on
     all.
     """
-    cut = [each for each in names.by_name.values() if each.handle is not None and not each.uncut]
+    cut = [each for each in names.by_name.values() if each.owned and not each.uncut]
     found = dict(pieces)
     for original, communicator, entries in _exchanged(cut, pieces, error):
         found[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))

@@ -25,12 +25,7 @@ from fsdp_wrap._params import (
     by_rows,
     to_local,
 )
-from fsdp_wrap._runtime import Unit, units_in
-
-
-def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Returns the handles of the units that have one."""
-    return [unit.handle for unit in units if unit.handle is not None]
+from fsdp_wrap._runtime import Unit, handles_of, units_in
 
 
 def used_by(units: Iterable[Unit]) -> list[Unit]:
@@ -57,6 +52,11 @@ class Original:
     layout: Layout | None = None
     index: int = 0
     order: int = 0
+
+    @property
+    def owned(self) -> bool:
+        """Whether a unit owns it."""
+        return self.layout is not None
 
     @property
     def key(self) -> object:
@@ -141,8 +141,8 @@ class Original:
 
     def rows_of(self, full: torch.Tensor) -> DTensor:
         """Cuts this rank's rows out of something full, over the ranks that hold the parameter."""
-        assert self.handle is not None
-        held_by = self.handle.held_by
+        assert self._spread is not None
+        held_by = self._spread.held_by
         return by_rows(full, held_by.mesh, replicated=held_by.replicated)
 
     def piece_of(self, full: torch.Tensor) -> IntervalTensor:

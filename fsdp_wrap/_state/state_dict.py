@@ -34,7 +34,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, to_local
-from fsdp_wrap._runtime import Unit, note_change, units_in
+from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
     is_summoned,
@@ -46,7 +46,7 @@ from fsdp_wrap._state.full_params import (
 )
 from fsdp_wrap._state.full_values import FirstRank, Receiver, full_values, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
-from fsdp_wrap._state.originals import Original, handles_of, originals_in, owned_names, owned_places, used_by
+from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places, used_by
 
 
 def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSettings:

@@ -169,12 +169,12 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
     for schedule in found:
         schedule.require_idle(doing)
         for unit in schedule.units:
-            if unit.handle is not None and unit.handle.sums is not None:
+            if unit.handle.sums is not None:
                 raise RuntimeError(
                     f"{unit.name} is reproducible, and {doing} lets ranks have different numbers of "
                     "micro-batches: call Reproducible.remove() first"
                 )
-            if unit.handle is not None and unit.handle.accumulates:
+            if unit.handle.accumulates:
                 raise RuntimeError(
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
                     f"backward: run it before {doing}, or accumulate inside"

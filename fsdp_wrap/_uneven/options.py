@@ -20,7 +20,7 @@ class RoundOptions:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
         self._sums = [(schedule.syncs, schedule.sums_over_replicas) for schedule in schedules]
-        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.handle is not None}
+        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.layouts}
 
     def gather_wholes(self) -> None:
         """Lets units keep no part of their full parameters, which not all ranks would have."""
@@ -45,7 +45,7 @@ class RoundOptions:
     def average_over(self, part: float) -> None:
         """Averages the gradients of the next backwards over a part of the ranks."""
         for unit, contributors in self._divided.items():
-            if unit.handle is not None and unit.handle.contributors != contributors * part:
+            if unit.handle.contributors != contributors * part:
                 unit.handle.divide_gradients_by(contributors * part)
 
     def restore(self) -> None:

@@ -95,7 +95,7 @@ class Pool:
         schedule.syncs = schedule.sums_over_replicas = True
         for unit in schedule.units:
             handle = unit.handle
-            if handle is not None and handle.reduced_segments():
+            if handle.reduced_segments():
                 handle.forget_zeroed()
                 schedule.reduce(unit, Phase.IDLE)
                 schedule.finish_reduction_of(unit)
@@ -103,7 +103,7 @@ class Pool:
 
     def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
-        units = [unit for unit in schedule.units if unit.handle is not None and unit.updater is None]
+        units = [unit for unit in schedule.units if unit.layouts and unit.updater is None]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)
         part = data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:
@@ -114,11 +114,10 @@ class Pool:
 
 
 def _data_ranks(unit: Unit) -> int:
-    return 1 if unit.handle is None else unit.handle.communicator.size * unit.handle.replicas.size
+    return unit.handle.communicator.size * unit.handle.replicas.size
 
 
 def _divisor(unit: Unit) -> float:
     """Returns by what the sums of a unit's gradients over all ranks are divided."""
-    assert unit.handle is not None
     # Communication hooks average by themselves, over the replicas of NO_SHARD too.
     return _data_ranks(unit) if unit.handle.has_own_reduction else unit.handle.contributors

@@ -92,7 +92,7 @@ class Rounds:
     def enter(self) -> None:
         """Agrees with all ranks that the context begins; collective."""
         units = (unit for schedule in self._schedules for unit in schedule.units)
-        every = [each.positions for unit in units for each in communicators_of(unit)]
+        every = [communicator.positions for communicator in communicators_of(units)]
         self._agree(Turn.FORWARD, beside=[each for each in every if each is not None])
 
     def join(self) -> None:

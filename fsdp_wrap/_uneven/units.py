@@ -11,9 +11,5 @@ from fsdp_wrap._runtime import Unit
 
 def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     """Returns the sharded parameters of units, each once."""
-    handles = [unit.handle for unit in units if unit.handle is not None]
-    return [
-        *dict.fromkeys(
-            param for each in handles for layout in each.layouts for param in layout.sharded_params
-        )
-    ]
+    layouts = (layout for unit in units for layout in unit.layouts)
+    return [*dict.fromkeys(param for layout in layouts for param in layout.sharded_params)]

@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, listed, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._runtime import units_in
+from fsdp_wrap._runtime import handles_of, units_in
 from fsdp_wrap._state import (
     Originals,
     as_saved,
-    handles_of,
     innermost,
     load_optim_state_dict,
     refuse_shared,

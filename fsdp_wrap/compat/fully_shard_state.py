@@ -98,7 +98,7 @@ class UnitState(_Proxy):
 
     @property
     def _fsdp_param_groups(self) -> list[UnitGroup]:
-        return [UnitGroup(unit) for unit in self.unit.over_all_meshes if unit.handle is not None]
+        return [UnitGroup(unit) for unit in self.unit.over_all_meshes if unit.layouts]
 
     _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
     _modules = property(lambda self: _modules_of(self.unit))
@@ -250,7 +250,7 @@ class UnitParam(_Proxy):
             RuntimeError: If its memory is freed.
         """
         handle = self.unit.handle
-        if handle is None or handle.state is not HandleState.UNSHARDED:
+        if handle.state is not HandleState.UNSHARDED:
             raise RuntimeError(f"the full parameter '{self._param_fqn}' is not in memory; unshard its module")
         return self.segment.leaves[self.index]
 

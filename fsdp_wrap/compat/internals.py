@@ -260,7 +260,7 @@ def _in_backward(unit: Unit) -> bool:
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    unsharded = unit.handle is not None and unit.handle.state is HandleState.UNSHARDED
+    unsharded = bool(unit.layouts) and unit.handle.state is HandleState.UNSHARDED
     return unsharded and (unit.running > 0 or _in_backward(unit))
 
 
@@ -331,7 +331,7 @@ class _Wrapper(FullyShardedDataParallel):
         lambda self: [handle.flat_param for handle in self._flat_handles],
         doc="The unit's `FlatParameter`s; while it computes, copies of what it computes with.",
     )
-    _has_params = property(lambda self: self._unit.handle is not None)
+    _has_params = property(lambda self: bool(self._unit.layouts))
 
     @property
     def _handle(self) -> FlatHandle | None:

@@ -71,7 +71,7 @@ def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
     graph, no gradient of an output tells the units.
     """
     units = [*dict.fromkeys(units_in(module).values())]
-    segments = chain.from_iterable(unit.handle.segments for unit in units if unit.handle is not None)
+    segments = chain.from_iterable(unit.segments for unit in units)
     leaves = dict(chain.from_iterable(zip(each.layout.sources, each.leaves) for each in segments))
     given = [leaves.get(param, param) for param in module.parameters()]
     vars(module)["parameters"] = lambda: iter(given)

@@ -30,7 +30,7 @@ from fsdp_wrap._core import (
     warn_of_lost_decay,
 )
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, handles_of, require_idle, units_in
 from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
 from fsdp_wrap.optim._on_shards import AnyOptimizer, put_in_order
 from fsdp_wrap.optim._unit_params import ScaledUnit, UnitParams
@@ -81,7 +81,7 @@ def step_in_backward(
             differentiable, or needs a closure.
         RuntimeError: Inside a forward or backward.
     """
-    units = [unit for unit in dict.fromkeys(units_in(model).values()) if unit.handle is not None]
+    units = [unit for unit in dict.fromkeys(units_in(model).values()) if unit.layouts]
     _check(model, units, max_norm, clip_value)
     params = _trained(model, units)
     optimizer = make_optimizer(params)
@@ -148,7 +148,7 @@ class BackwardSteps:
             if params:
                 self._parts[unit] = UnitParams(optimizer, params)
                 unit.updater = self
-        handles = [unit.handle for unit in self._parts if unit.handle is not None]
+        handles = handles_of(self._parts)
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
 
     @property
@@ -194,7 +194,6 @@ class BackwardSteps:
             arrive: Adds the gradients that the reduction has brought.
         """
         part, handle, norm = self._parts[unit], unit.handle, self.total_norm
-        assert handle is not None
         self._began = True
         if not self.communicates:
             self._issue(partial(self._apply, unit, part, norm, handle, arrive))
@@ -294,7 +293,6 @@ class BackwardSteps:
         if not left:
             return
         for unit in left:
-            assert unit.handle is not None
             if self.communicates:
                 self._unscale(unit)
             self._norm.add(unit.handle)
@@ -415,7 +413,7 @@ def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> 
 def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
     """Returns the lane for updates beside the backward, or None."""
     layouts = [layout for unit in units for layout in unit.layouts]
-    device = next(unit.handle.communicator.device for unit in units if unit.handle is not None)
+    device = next(handle.communicator.device for handle in handles_of(units))
     accelerator = accelerator_of(device)
     shards = [layout.flat_param.data for layout in layouts]
     on_host = all(accelerator is None or accelerator.is_on_host(shard) for shard in shards)

@@ -106,7 +106,7 @@ def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
 
     A `FlatParameter` is held by pieces: one for each original parameter.
     """
-    flat = [unit for unit in units_in(model).values() if unit.handle is not None and not _of_dtensors(unit)]
+    flat = [unit for unit in units_in(model).values() if unit.layouts and not _of_dtensors(unit)]
     owned = owned_places(flat)
     found: dict[object, tuple[list[str], list[Place], Any]] = {}
     for fqn, place, param in named(model, params, all_names=True):

@@ -24,7 +24,7 @@ from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
 from fsdp_wrap._runtime.step_checks.factors import ScaledParts
 from fsdp_wrap._runtime.step_checks.plain import plain_params, tell_gradients
-from fsdp_wrap._runtime.unit import StepState, Unit
+from fsdp_wrap._runtime.unit import StepState, Unit, handles_of
 
 _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
@@ -116,8 +116,7 @@ class StepChecks:
 
     def tell_plain(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells the other ranks of the gradients of plain parameters in an optimizer."""
-        handle = next((unit.handle for unit in self._units if unit.handle is not None), None)
-        both = () if handle is None else (handle.communicator, handle.replicas)
+        both = next((handle.communicators for handle in handles_of(self._units)), ())
         logs = [each.positions for each in both if each.positions is not None]
         groups = [positions for positions in logs if positions.present > 1]  # else nobody could compare
         if groups and (params := plain_params(_beside_sharded(optimizer))):

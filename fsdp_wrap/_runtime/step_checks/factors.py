@@ -72,7 +72,6 @@ class _CutUnit:
     @property
     def handle(self) -> ParamHandle:
         """The handle of the unit."""
-        assert self.unit.handle is not None
         return self.unit.handle
 
     @property
@@ -99,7 +98,6 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
     for unit in units:
         for segment, layout in enumerate(unit.layouts):
             handle = unit.handle
-            assert handle is not None
             kinds = any(isinstance(source, DTensor) for source in layout.sources)
             if handle.communicator.size < 2 or not layout.sharded or layout.extended or kinds:
                 continue
@@ -146,7 +144,7 @@ class _Sample:
     @property
     def edited(self) -> bool:
         """Whether the gradient of a living model was written to or replaced."""
-        if self.cut.unit.handle is None:
+        if not self.cut.unit.layouts:
             return False
         grad = self.grad
         return grad is None or (grad.data_ptr(), grad._version) != self.place
@@ -177,7 +175,7 @@ class ScaledParts:
         count = len(self._cuts)
         for number in range(turn, turn + count):
             cut = self._cuts[number % count]
-            if cut.unit.handle is None:  # its module has gone since
+            if not cut.unit.layouts:  # its module has gone since
                 continue
             if not cut.groups:
                 return

@@ -18,8 +18,8 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
 from fsdp_wrap._params import Layout, ParamHandle, to_local
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap._state.originals import Original, Originals, handles_of
+from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._state.originals import Original, Originals
 
 _TRAINS, _BASE = operator.attrgetter("requires_grad"), operator.attrgetter("_base")
 _GRAD, _GRAD_LOCAL = operator.attrgetter("grad"), operator.attrgetter("grad._local_tensor")
@@ -158,7 +158,7 @@ class HeldGradients:
         for original in Originals(self._module()).by_name.values():
             if original.layout in gradients:
                 yield original, gradients[original.layout][original.index]
-            elif original.handle is None and not is_owned(original.source):
+            elif not original.owned and not is_owned(original.source):
                 yield original, _strided(original.source)
 
     def named(self) -> dict[Over, Named]:
