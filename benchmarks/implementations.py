@@ -96,12 +96,6 @@ def _sharded_by(
     return module
 
 
-def _staying(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-    model: Any = make(module)
-    model.set_keep_unsharded_bytes(1 << 40)
-    return model  # type: ignore[no-any-return]
-
-
 _OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp_wrap": _fsdp_wrap,
     "fsdp_wrap_flat": partial(_fsdp_wrap, use_orig_params=False),
@@ -112,7 +106,6 @@ _OURS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 # By the name of the same over gloo.
 SHARED = {name: f"{name}_shared" for name in ("fsdp_wrap", "fully_shard")}
-STAYING = {name: f"{name}_stays_shared" for name in SHARED}  # with a budget for all of the model
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "fsdp1": _fsdp1,
@@ -122,7 +115,6 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2_keep": partial(_sharded_by, torch_fsdp.fully_shard, reshard_after_forward=False),
     **{name: partial(over, False, make) for name, make in _OURS.items()},
     **{shared: partial(over, True, _OURS[name]) for name, shared in SHARED.items()},
-    **{staying: partial(over, True, partial(_staying, _OURS[name])) for name, staying in STAYING.items()},
 }
 PLAIN = "plain"  # the model as it is, without communication
 DEEPSPEED = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()

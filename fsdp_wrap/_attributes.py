@@ -23,6 +23,12 @@ _OF_THE_WRAPPER = {
     "module": "the model itself is the module, which fully_shard changes in place",
 }
 """What replaces methods of the wrapper, which fully_shard's modules do not have."""
+_STAYING = (
+    "it is gone since 0.2. Full parameters stay until backward with SHARD_GRAD_OP, or fully_shard's "
+    "reshard_after_forward=False; with its set_reshard_after_backward(False) too, frozen units stay for good"
+)
+GONE = {"keep_unsharded_bytes": _STAYING, "set_keep_unsharded_bytes": _STAYING}
+"""What replaces arguments and methods of the last release."""
 _PLACES = ("_parameters", "_modules", "_buffers")
 """Where a module holds attributes that `__getattr__` finds."""
 
@@ -42,6 +48,8 @@ def telling(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         try:
             return find(self, name)
         except AttributeError as error:
+            if name in GONE:
+                raise AttributeError(f"{error}: {GONE[name]}", name=name, obj=self) from None
             if name not in _OF_THE_WRAPPER:
                 raise
             raise AttributeError(

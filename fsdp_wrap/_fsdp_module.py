@@ -26,7 +26,6 @@ from fsdp_wrap._runtime import (
     require_root,
     run_forward,
     schedule_of,
-    set_kept_bytes,
     units_in,
     use_comms,
 )
@@ -137,29 +136,6 @@ class FSDPModule(nn.Module):
         """
         for handle in self.__handles(recurse):
             handle.keep_storage(keep)
-
-    def set_keep_unsharded_bytes(self, nbytes: int, *, recurse: bool = True) -> None:
-        """Sets, from the next forward on, how many bytes of full parameters each rank may keep after use.
-
-        The budget does not count parameters in use. A unit's parameters are kept only if the kept parameters
-        of the whole tree then fit in the unit's budget. All ranks choose the same parameters: frozen ones
-        before others, small ones before large ones. Kept parameters are gathered again when they may have
-        changed: after a step of any optimizer in the process (not frozen ones), a load, a write to the
-        parameters, a change of precision, `requires_grad_`, a state dict, `reshard`, or a failed backward.
-        Ranks must do all of these alike: if one rank alone steps an optimizer of another model, the gathers
-        no longer match, and ranks wait forever. Writes through `.data` are not detected, except on the CPU:
-        there a sample is compared, and an error names the unit.
-
-        Args:
-            nbytes: The budget, the same on all ranks; 0 frees all kept parameters.
-            recurse: Also set the budget of the units below.
-
-        Raises:
-            NotIdleError: Inside a forward or backward.
-            TypeError: If `nbytes` is no int.
-            ValueError: If `nbytes` is negative.
-        """
-        set_kept_bytes(self.__units(recurse), nbytes)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
@@ -491,13 +467,11 @@ class FSDPModule(nn.Module):
         return deepcopy_wrapper(self, _unit_of(self), memo)
 
     def extra_repr(self) -> str:
-        """Returns the text of the module's class, with where state and shards lie, and the kept bytes."""
+        """Returns the text of the module's class, and where state and shards lie."""
         handles = self.__handles(False)
-        staying = sum(handle.kept_nbytes for handle in handles)
-        stays = f"{staying} bytes stay unsharded" if staying else ""
         layouts = [segment.layout for handle in handles for segment in handle.segments]
         staged = "state over replicas" if any(handle.staged for handle in handles) else ""
-        return ", ".join(filter(None, [super().extra_repr(), staged, _format_alignment(layouts), stays]))
+        return ", ".join(filter(None, [super().extra_repr(), staged, _format_alignment(layouts)]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise not_picklable(f"a sharded or replicated module ({_unit_of(self).name})")

@@ -103,7 +103,6 @@ class Settings:
     use_orig_params: bool = False
     shared_memory: bool = True
     travel_together_bytes: int | None = None
-    keep_unsharded_bytes: int = 0
     shard_alignment: int | str | None = None
     state_over_replicas: bool = False
 
@@ -121,8 +120,7 @@ class Settings:
         check_kind("cpu_offload", self.cpu_offload, CPUOffload)
         check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
-        own = self.shared_memory, self.travel_together_bytes, self.keep_unsharded_bytes
-        check_own(*own, self.state_over_replicas)
+        check_own(self.shared_memory, self.travel_together_bytes, self.state_over_replicas)
         ShardAlignment.of(self.shard_alignment)
         self.policy.check()
         mesh = resolve_mesh(self.process_group, self.device_mesh, self.strategy)
@@ -163,7 +161,6 @@ class Settings:
             casts=InputCasts.of(self.policy, module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
             travel_together_bytes=self.travel_together_bytes,
-            keep_unsharded_bytes=self.keep_unsharded_bytes or 0,
         )
 
 

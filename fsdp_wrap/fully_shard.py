@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fsdp_wrap._attributes import GONE
 from fsdp_wrap._comm import Communicator, default_mesh, device_of, make_communicator, neighbours
 from fsdp_wrap._composable import (
     ON_DEVICE,
@@ -66,8 +67,9 @@ _INSTEAD = {
     "backward_prefetch": "call set_modules_to_backward_prefetch afterwards",
     "forward_prefetch": "call set_modules_to_forward_prefetch afterwards",
     "limit_all_gathers": "leave it out, at most two gathers are in flight",
+    **GONE,
 }
-"""What stands for arguments of the wrapper."""
+"""What stands for arguments of the wrapper, and of the last release."""
 
 
 @overload
@@ -83,7 +85,6 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     shared_memory: bool = ...,
     travel_together_bytes: int | None = ...,
-    keep_unsharded_bytes: int = ...,
     shard_alignment: int | str | None = ...,
     state_over_replicas: bool = ...,
 ) -> FSDPModule: ...
@@ -102,7 +103,6 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     shared_memory: bool = ...,
     travel_together_bytes: int | None = ...,
-    keep_unsharded_bytes: int = ...,
     shard_alignment: int | str | None = ...,
     state_over_replicas: bool = ...,
 ) -> list[FSDPModule]: ...
@@ -121,7 +121,6 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_memory: bool = True,
     travel_together_bytes: int | None = None,
-    keep_unsharded_bytes: int = 0,
     shard_alignment: int | str | None = None,
     state_over_replicas: bool = False,
 ) -> Any:
@@ -159,9 +158,6 @@ def fully_shard(
             units, from the second iteration on. 0 switches batches off; None is the default of the device.
             The root's value holds for the model, and `set_travel_together_bytes` changes it. Not one of
             torch's arguments.
-        keep_unsharded_bytes: Bytes of full parameters that each rank may keep in memory after use. This
-            unit's parameters are kept only if all kept parameters of the tree then fit in its budget.
-            `FSDPModule.set_keep_unsharded_bytes` sets it for all units. Not one of torch's arguments.
         shard_alignment: Alignment of the boundaries between shards within a parameter: a number of elements,
             or "rows" for indices of the first dimension. Shards along the first dimension are always aligned
             to rows. None for no alignment. The boundaries of a `DTensor` cannot be moved, so a parameter
@@ -187,7 +183,7 @@ def fully_shard(
     """
     parts = outermost(module, "fully_shard")
     offload = checked_offload(mp_policy, offload_policy)
-    check_own(shared_memory, travel_together_bytes, keep_unsharded_bytes, state_over_replicas)
+    check_own(shared_memory, travel_together_bytes, state_over_replicas)
     alignment = ShardAlignment.of(shard_alignment)
     mesh = default_mesh("fully_shard") if mesh is None else mesh
     check_mesh(mesh, dp_mesh_dims)
@@ -214,7 +210,6 @@ def fully_shard(
             reshard_after_forward=reshard_after_forward is not False,
             keeps_as_root=not reshard_after_forward,
             travel_together_bytes=travel_together_bytes,
-            keep_unsharded_bytes=keep_unsharded_bytes or 0,
         ),
         kept_within=None if few is None else partial(_kept_within, few, data=data, shared_memory=shares),
         shared_memory=shares,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._attributes import GONE
 from fsdp_wrap._comm import ShardMesh, resolve_device
 from fsdp_wrap._core import (
     UNIT_ATTR,
@@ -58,7 +59,6 @@ from fsdp_wrap._runtime import (
     require_root,
     run_forward,
     schedule_of,
-    set_kept_bytes,
     units_in,
     warn_of_container,
 )
@@ -124,8 +124,9 @@ _INSTEAD = {
     "dp_mesh_dims": "pass device_mesh=mesh[...] with the dimensions to shard over",
     "device_ids": "pass device_id, the one device of this rank",
     "find_unused_parameters": "leave it out, parameters may be unused",
+    **GONE,
 }
-"""What stands for arguments of `fully_shard` and DistributedDataParallel."""
+"""What stands for arguments of `fully_shard`, DistributedDataParallel and the last release."""
 _OF_FULLY_SHARD = {
     "set_requires_gradient_sync": "accumulate gradients inside of `with model.no_sync():`",
     "set_requires_all_reduce": "use `with model.no_sync(reduce_within_copy=True):`",
@@ -186,10 +187,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             units, from the second iteration on. 0 switches batches off; None is the default of the device.
             The root's value holds for the model, and `set_travel_together_bytes` changes it. Not one of
             torch's arguments.
-        keep_unsharded_bytes: Bytes of full parameters that each rank may keep in memory after use, in all
-            units of the model together. Kept parameters are not gathered again until their values change.
-            Frozen ones are kept between steps, others between forward and backward, and in evaluation. See
-            `set_keep_unsharded_bytes`. Not one of torch's arguments.
         shard_alignment: Alignment of the boundaries between shards within a parameter: a number of elements,
             or "rows" for indices of the first dimension. The cost is padding, which `repr` shows. None for no
             alignment. Frozen tensor subclasses, which are sharded as bytes, are not aligned. Not one of
@@ -231,7 +228,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         *,
         shared_memory: bool = True,
         travel_together_bytes: int | None = None,
-        keep_unsharded_bytes: int = 0,
         shard_alignment: int | str | None = None,
         state_over_replicas: bool = False,
     ) -> None:
@@ -278,6 +274,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         try:
             return getattr(self._fsdp_wrapped_module, name)
         except AttributeError as error:
+            if name in GONE:
+                raise AttributeError(f"{error}: {GONE[name]}", name=name, obj=self) from None
             if name not in _OF_FULLY_SHARD:
                 raise
             raise AttributeError(
@@ -290,7 +288,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def extra_repr(self) -> str:
-        """Returns one line: the strategy, this rank's elements of each dtype, batches and kept bytes."""
+        """Returns one line: the strategy, this rank's elements of each dtype, and batches."""
         handle = self._unit.handle
         if not handle.layouts:
             return f"{self.sharding_strategy.name}, no parameters of its own"
@@ -302,10 +300,9 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         if others:
             way += f", gathered with {listed(map(repr, others), 3)}"
         held = ", ".join(segment.describe() for segment in handle.segments)
-        stays = f", {handle.kept_nbytes} bytes stay unsharded" if handle.kept_segments else ""
         return (
             f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
-            f"{handle.communicator.size}{copies}, holds {held}{way}{stays}"
+            f"{handle.communicator.size}{copies}, holds {held}{way}"
         )
 
     def check_is_root(self) -> bool:
@@ -408,28 +405,6 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
                 them.
         """
         self._unit.set_reshard_after_forward(reshard_after_forward)
-
-    def set_keep_unsharded_bytes(self, nbytes: int) -> None:
-        """Sets, from the next forward on, how many bytes of full parameters each rank may keep after use.
-
-        The budget is for this unit and the units below it, and does not count parameters in use. All ranks
-        choose the same parameters: frozen ones before others, small ones before large ones. Kept parameters
-        are gathered again when they may have changed: after a step of any optimizer in the process (not
-        frozen ones), a load, a write to the parameters, a change of precision, `requires_grad_`,
-        `summon_full_params`, a state dict, or a failed backward. Ranks must do all of these alike: if one
-        rank alone steps an optimizer of another model, the gathers no longer match, and ranks wait forever.
-        Writes through `.data` are not detected, except on the CPU: there a sample is compared, and an error
-        names the unit.
-
-        Args:
-            nbytes: The budget, the same on all ranks; 0 frees all kept parameters.
-
-        Raises:
-            NotIdleError: Inside a forward or backward.
-            TypeError: If `nbytes` is no int.
-            ValueError: If `nbytes` is negative.
-        """
-        set_kept_bytes(units_in(self).values(), nbytes)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scales all gradients so that their total norm over all ranks is at most `max_norm`.

@@ -596,6 +596,29 @@ def other_values(rank: int) -> None:
     step(FSDP(Net()))
 
 
+# names of the last release
+
+
+@mistake("FSDP(model, keep_unsharded_bytes=2**30)", TypeError, r"is gone since 0.2.*SHARD_GRAD_OP")
+def kept_segments_of_the_wrapper(rank: int) -> None:
+    FSDP(Net(), keep_unsharded_bytes=2**30)  # type: ignore[call-arg]
+
+
+@mistake("fully_shard(model, keep_unsharded_bytes=2**30)", TypeError, r"gone.*set_reshard_after_backward")
+def kept_segments_of_fully_shard(rank: int) -> None:
+    fully_shard(Net(), keep_unsharded_bytes=2**30)  # type: ignore[call-overload]
+
+
+@mistake("model.set_keep_unsharded_bytes(0)  # of FSDP", AttributeError, r"is gone since 0.2.*SHARD_GRAD_OP")
+def set_kept_segments_of_the_wrapper(rank: int) -> None:
+    wrapped().set_keep_unsharded_bytes(0)
+
+
+@mistake("model.set_keep_unsharded_bytes(0)  # of fully_shard", AttributeError, r"set_reshard_after_backward")
+def set_kept_segments_of_fully_shard(rank: int) -> None:
+    sharded().set_keep_unsharded_bytes(0)
+
+
 # methods of the other front-end
 
 

@@ -53,7 +53,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "forwards": [1, 2],
     "evaluates": [False, True],
     "input_grad": [False, True],
-    "stays": [0, 3000, 10**9],
 }
 COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
     "front": ["fully_shard"],
@@ -67,15 +66,15 @@ COMPOSABLE_SPACE: dict[str, Sequence[Any]] = {
         name: SPACE[name]
         for name in (
             *("frozen", "unfreeze", "tied", "checkpointing", "accumulation", "zeroing", "fault"),
-            *("forwards", "evaluates", "input_grad", "stays"),
+            *("forwards", "evaluates", "input_grad"),
         )
     },
 }
 """Options of `fully_shard`; those of the wrapper that it has as well, and its own."""
 
-REPLICATE_SPACE = {
-    name: values for name, values in COMPOSABLE_SPACE.items() if name not in ("columns", "stays")
-} | {"front": ["replicate", "mixed"]}
+REPLICATE_SPACE = {name: values for name, values in COMPOSABLE_SPACE.items() if name != "columns"} | {
+    "front": ["replicate", "mixed"]
+}
 """Options of `replicate`, for all units or for every second one beside `fully_shard`."""
 
 WITHIN_COPIES = {"accumulation": [*SPACE["accumulation"], "CF", "CCF", "TCF", "CTF", "FCF"]}
@@ -207,8 +206,7 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
                 unit.set_reshard_after_forward(reshard, recurse=False)
             continue
         options["reshard_after_forward"] = True if hybrid and reshard == 2 else reshard
-        stays = scenario.get("stays", 0)
-        fully_shard(part, shard_placement_fn=placement, keep_unsharded_bytes=stays, **options)
+        fully_shard(part, shard_placement_fn=placement, **options)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if scenario["prefetch"] == "explicit":
         for index, unit in enumerate(units):
@@ -241,7 +239,6 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         "cpu_offload": CPUOffload(offload_params=scenario["offload"]),
         "limit_all_gathers": scenario["limit_all_gathers"],
         "use_orig_params": scenario["use_orig_params"],
-        "keep_unsharded_bytes": scenario["stays"],
     }
     if "HYBRID" in scenario["strategy"]:
         kwargs["device_mesh"] = init_device_mesh(

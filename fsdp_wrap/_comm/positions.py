@@ -41,7 +41,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from multiprocessing.util import Finalize, is_exiting
 from pathlib import Path
@@ -868,7 +868,6 @@ class UnitPositions:
         enter: Logs, given the iteration and the phase's index, that this rank enters the unit.
         gather: The gather of parameters.
         gather_kept: The gather from the ranks in `keeping`.
-        gather_part: Returns the gather of a part of the parameters: some segments, by number.
         reduction: The reduction of gradients.
         reduction_in_copy: The reduction of gradients within one copy.
         gathers: Gathers to compare once they were waited for.
@@ -894,14 +893,6 @@ class UnitPositions:
         self.gather_kept = UnitCollective([f"gathers {name} from neighbours"], tree, keeping, gathers, agree)
         self.reduction = UnitCollective([f"reduces {name}"], tree, reducing, reductions, agree)
         self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
-
-        @cache
-        def gather_part(numbers: tuple[int, ...]) -> UnitCollective:
-            # It comes after a full gather, which compares units.
-            told = ", ".join(map(str, numbers))
-            return UnitCollective([f"gathers segments {told} of {name}"], tree, gathering, gathers)
-
-        self.gather_part = gather_part
         self.gathered = partial(_check_alike, gathers, waits)
         self.reduced = partial(_check_alike, reductions, waits)
         world = next((group.world for group in reducing), None)

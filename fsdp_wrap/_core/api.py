@@ -109,7 +109,7 @@ def check_nbytes(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, but is {value}; 0 switches it off")
 
 
-_OWN = "shared_memory", "travel_together_bytes", "keep_unsharded_bytes", "state_over_replicas"
+_OWN = "shared_memory", "travel_together_bytes", "state_over_replicas"
 
 
 def check_own(*values: object) -> None:

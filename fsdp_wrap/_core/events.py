@@ -19,16 +19,12 @@ class EventKind(Enum):
     Attributes:
         UNSHARD: The all-gather of a unit was issued.
         RESHARD: A unit's full parameters were freed.
-        STAY: A unit was resharded, but some of its full parameters stay in memory (`keep_unsharded_bytes`).
-        REUSE: Full parameters that stayed in memory are used again without a gather.
         REDUCE: The reduce-scatter of a unit's gradients was issued.
         POST_BACKWARD: A unit's backward is over.
     """
 
     UNSHARD = "unshard"
     RESHARD = "reshard"
-    STAY = "stay"
-    REUSE = "reuse"
     REDUCE = "reduce"
     POST_BACKWARD = "post_backward"
 

@@ -27,7 +27,7 @@ from fsdp_wrap._params.flat import (
     SliceLayout,
     held_params,
 )
-from fsdp_wrap._params.handle import EmptyHandle, HandleState, ParamHandle
+from fsdp_wrap._params.handle import EmptyHandle, HandleState, ParamHandle, trains
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -36,7 +36,6 @@ from fsdp_wrap._params.interval_tensor import (
     boxes_of,
     by_rows,
 )
-from fsdp_wrap._params.kept import KeptSegment, KeptSegmentsPlan
 from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
 from fsdp_wrap._params.parallel import (
     DataMesh,

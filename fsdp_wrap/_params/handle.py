@@ -5,7 +5,7 @@ SHARDED --gather--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Reshard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import attrgetter, methodcaller
 
@@ -26,7 +26,6 @@ from fsdp_wrap._params.collectives import (
     Transport,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
-from fsdp_wrap._params.kept import KeptSegment, trains
 from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
@@ -37,6 +36,11 @@ _NOTHING = Finished()
 _GATHERED, _REQUIRES_GRAD, _NBYTES = attrgetter("gathered"), attrgetter("requires_grad"), attrgetter("nbytes")
 _WRITTEN, _WRITE = methodcaller("written"), methodcaller("write_shard")
 _COMMUNICATOR = attrgetter("communicator")
+
+
+def trains(layout: Layout) -> bool:
+    """Whether any of a layout's parameters needs a gradient now."""
+    return any(map(_REQUIRES_GRAD, layout.sources))
 
 
 class HandleState(Enum):
@@ -67,7 +71,7 @@ class ParamHandle:
         transport: Gathers parameters and reduces gradients in training.
         sums: Reduces gradients in place of the transport; None for ordinary sums.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
-        kept_segments: Segments of a sharded unit whose full parameters are kept, and are not gathered.
+        aside: Whether the unit counts as sharded, but its full parameters are still there; see `set_aside`.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
@@ -88,7 +92,7 @@ class ParamHandle:
         self._transport_of: Callable[[ParamHandle], Transport] = _COMMUNICATOR
         self._policies, self.keeps_storage = policies, False
         self.layouts = layouts
-        self._trained = [any(map(_REQUIRES_GRAD, layout.sources)) for layout in layouts]
+        self._trained = [*map(trains, layouts)]
         self.in_full = False
         self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes(self.in_full))]
@@ -100,8 +104,8 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
-        self.kept_segments: dict[Segment, KeptSegment] = {}
-        self.written = self._gathered = [*map(_WRITTEN, layouts)]  # the latter at the last gather
+        self.aside = False
+        self.written = [*map(_WRITTEN, layouts)]
         self._changed = False  # whether the values are others than at the last `wait`
         self._lasting_since = -1  # the count of steps at a gather for several iterations
         self.reduction: InReduction | None = None
@@ -133,7 +137,7 @@ class ParamHandle:
                 f"state_over_replicas=True decides how '{self.layouts[0].fqns[0]}', and what is beside it in "
                 "its unit, is gathered and reduced: shard without it"
             )
-        self.free_kept_segments()  # another transport may round them otherwise
+        self.drop_aside()  # another transport may round otherwise
         self.transport, self._transport_of = transport_of(self), transport_of
 
     @property
@@ -235,7 +239,7 @@ class ParamHandle:
     # parameters
 
     def gather(self, lasting: bool = False, batch: GatherShare | None = None) -> None:
-        """Issues the all-gather of a sharded unit, save for kept segments; see `drop_outdated`.
+        """Issues the all-gather of a sharded unit that has nothing set aside.
 
         Args:
             lasting: Whether `is_current` will ask if the shards have changed since.
@@ -245,26 +249,22 @@ class ParamHandle:
         written = [*map(_WRITTEN, self.layouts)]  # `look` without its frame
         if written != self.written:
             self._change_values(written)
-        self._gathered = written
         segments = self.segments
-        if self.kept_segments:
-            segments = [segment for segment in segments if segment not in self.kept_segments]
-            self.kept_segments = {}
         self._in_place = batch is not None or self.post_forward_shards is not None
         if batch is not None:
             self._gathering = batch
         elif self.post_forward_shards is not None:
             self._gathering = self.post_forward_shards.gather(segments)
-        elif segments:
+        else:
             if self._extended:
-                self._prepare(segments)
+                self._prepare()
             fill = segments[0].write_shard if len(segments) == 1 else lambda: [*map(_WRITE, segments)]
             self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
         self.state = HandleState.UNSHARDING
 
-    def _prepare(self, segments: Collection[Segment]) -> None:
+    def _prepare(self) -> None:
         """Asks tensor subclasses for the tensors to gather."""
-        anew = [each.prepare() for each in self._extended if each in segments]
+        anew = [segment.prepare() for segment in self._extended]
         if True in anew:
             self.generation += 1
             self.hookings += 1
@@ -298,6 +298,14 @@ class ParamHandle:
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
         if not unsharded or self._lasting_since < 0 or not self.shown.untouched:
             return False
+        return self.has_values_of_shards
+
+    @property
+    def has_values_of_shards(self) -> bool:
+        """Whether the last gather's values are those of the shards, as far as all ranks can tell alike.
+
+        Not all optimizers move version counters, so a step counts as a change of what trains.
+        """
         if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
             return False
         return self.written == [*map(_WRITTEN, self.layouts)]
@@ -311,72 +319,58 @@ class ParamHandle:
         self._changed, self.post_forward_shards = False, None
         self.state = HandleState.UNSHARDED
 
-    def reshard(self, within: Communicator | None = None, keep: Collection[Segment] = ()) -> bool:
-        """Frees the full parameters; returns False if the unit was sharded already.
+    def reshard(self, within: Communicator | None = None) -> bool:
+        """Frees the full parameters; returns False if there were none.
 
         Args:
             within: Ranks that keep the full parameters between them, for the next gather.
-            keep: Segments whose full parameters this rank keeps, unless they have changed.
         """
         if self.state is HandleState.UNSHARDING:
             self.wait()  # a gather in flight still writes
         self.post_forward_shards = None
-        if self.kept_segments:
-            self.free_kept_segments(but=keep)
+        if self.aside:
+            self.drop_aside()
+            return True
         if self.state is not HandleState.UNSHARDED:
             return False
         self.shown.show_sharded()
-        if keep:
-            self._keep(keep)
-        kept = self.kept_segments
-        leaving = [each for each in self.segments if each not in kept] if keep else self.segments
         parts_can_be_kept = not self.keeps_storage and not self._extended  # a gather may exchange buffers
-        if within is not None and leaving and parts_can_be_kept:
-            self.post_forward_shards = PostForwardShards(leaving, within)
-        for segment in leaving:
+        if within is not None and parts_can_be_kept:
+            self.post_forward_shards = PostForwardShards(self.segments, within)
+        for segment in self.segments:
             segment.free()
         self.state = HandleState.SHARDED
         return True
 
-    # kept segments
+    # full parameters that wait for a backward while other forwards run
 
-    def _keep(self, wanted: Collection[Segment]) -> None:
-        changed = self.shown.changed or self.written != self._gathered
-        for segment, written in zip(self.segments, self._gathered):
-            if segment in wanted and not changed and segment.keep():
-                self.kept_segments[segment] = KeptSegment(segment.layout, written)
+    def set_aside(self) -> None:
+        """Lets an unsharded unit count as sharded while autograd may use its full parameters.
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of the kept unsharded buffers of a sharded unit."""
-        return sum(segment.full.nbytes for segment in self.kept_segments)
+        They stay until `take_back` or `drop_aside`; none stay if they hold edits or gradients.
+        """
+        assert self.state is HandleState.UNSHARDED
+        self.shown.show_sharded()
+        self.state, self.aside = HandleState.SHARDED, True
+        if self.shown.changed or any(segment.holds_changes for segment in self.segments):
+            self.drop_aside()
 
-    @property
-    def left(self) -> tuple[int, ...]:
-        """Numbers of the segments that are not kept."""
-        return tuple(n for n, segment in enumerate(self.segments) if segment not in self.kept_segments)
+    def take_back(self) -> None:
+        """Makes a unit that was set aside unsharded again."""
+        self.state, self.aside = HandleState.UNSHARDED, False
 
-    def drop_outdated(self) -> int:
-        """Frees kept segments whose values the shards may not have any more; returns how many bytes."""
-        before, stepped = self.kept_nbytes, self._lasting_since != steps_taken()
-        kept = self.kept_segments.items()
-        self.free_kept_segments(
-            [each for each, was in kept if not was.is_outdated(each.layout.written(), stepped)]
-        )
-        return before - self.kept_nbytes
-
-    def free_kept_segments(self, but: Collection[Segment] = ()) -> None:
-        """Frees the kept segments, but for some."""
-        for segment in [each for each in self.kept_segments if each not in but]:
-            del self.kept_segments[segment]
-            segment.free()
-            self.post_forward_shards = None  # it has the other segments alone
+    def drop_aside(self) -> None:
+        """Frees the full parameters that were set aside, if any."""
+        if self.aside:
+            self.aside = False
+            for segment in self.segments:
+                segment.free()
 
     # changes
 
     def keep_storage(self, keep: bool) -> None:
         """Decides whether the unsharded buffers keep their memory while the unit is sharded."""
-        self.free_kept_segments()
+        self.drop_aside()
         self.keeps_storage = keep
         for segment in self.segments:
             segment.keep_memory(keep)
@@ -416,7 +410,7 @@ class ParamHandle:
 
     def _make_segments(self, anew: bool = False) -> None:
         """Makes the segments whose dtypes have changed anew, or all of them."""
-        self.free_kept_segments()
+        self.drop_aside()
         self.values += 1
         self._changed = True
         self.hookings += 1
@@ -606,6 +600,6 @@ class EmptyHandle(ParamHandle):
     def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
         """Does nothing: nothing travels."""
 
-    def reshard(self, within: Communicator | None = None, keep: Collection[Segment] = ()) -> bool:
+    def reshard(self, within: Communicator | None = None) -> bool:
         """Returns False: there is nothing to free."""
         return False

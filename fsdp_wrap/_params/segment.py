@@ -51,7 +51,7 @@ class Segment:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
-        self._admitted = self._kept = False
+        self._admitted = False
         self._addresses: list[int] = []  # of the leaves, and below their reference counts, at `cover`
         self._references: list[int] = []
         self._held: dict[int, int] = {}  # leaves that users hold, with the references that others have
@@ -144,7 +144,7 @@ class Segment:
         """
         if self.from_host is not None:
             self.from_host.settle()
-        if self.gathered is not self.full and not in_place and not self._kept:
+        if self.gathered is not self.full and not in_place:
             self.full.allocate()
             foreach_copy_(*self._copies)
             self.gathered.free()
@@ -155,9 +155,9 @@ class Segment:
         if changed:
             self.versions = [version + 1 for version in self.versions]
         set_version_counters(self.counted, tuple(self.versions))
-        self._admitted, self._kept = True, False
+        self._admitted = True
 
-    def free(self, keep: bool = False) -> None:
+    def free(self) -> None:
         """Frees the unsharded buffer; memory that a NumPy array shares is left to the array.
 
         Autograd refuses the leaves until they are filled again, as if they had changed since it saved them.
@@ -168,8 +168,8 @@ class Segment:
             if self._held and self.full.temporary:
                 self._part_from_held()
             set_version_counters(self.counted, self._freed)
-        self._admitted, self._kept = False, keep
-        if keep or self._keeps_memory or self.gradients.buffer is self.full:
+        self._admitted = False
+        if self._keeps_memory or self.gradients.buffer is self.full:
             return
         if self.full.free():
             return
@@ -178,22 +178,11 @@ class Segment:
         self.full.free()
         self.gathered.free()
 
-    def keep(self) -> bool:
-        """Keeps the unsharded buffer until `admit` or `free`; autograd refuses the leaves meanwhile.
-
-        Returns:
-            Whether that is possible: not where the buffer holds edits or gradients.
-        """
+    @property
+    def holds_changes(self) -> bool:
+        """Whether the unsharded buffer holds edits, or gradients in place of the parameters."""
         edited = self.full.temporary and [*map(_VERSION, self.counted)] != self.versions
-        if edited or self.gradients.buffer is self.full:
-            return False
-        self.free(keep=True)
-        return True
-
-    def let_use(self) -> None:
-        """Lets autograd use the leaves of a kept buffer."""
-        set_version_counters(self.counted, tuple(self.versions))
-        self._admitted = True
+        return edited or self.gradients.buffer is self.full
 
     def refuse_conversion(self) -> None:
         """Refuses another dtype of the sharded parameters while gradients wait in the old one."""

@@ -43,7 +43,6 @@ from fsdp_wrap._runtime.schedule import (
     scaling_gradients,
     schedule_kinds,
     schedule_of,
-    set_kept_bytes,
 )
 from fsdp_wrap._runtime.unit import (
     FULL_PRECISION_IN_EVAL,

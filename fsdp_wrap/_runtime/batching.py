@@ -94,7 +94,7 @@ def _can_gather(members: Iterable[_Member]) -> bool:
             return False
         if unit.options is not options or handle.generation != generation or handle.without_values:
             return False
-        if handle.kept_segments or handle.post_forward_shards is not None:  # little is left to gather
+        if handle.aside or handle.post_forward_shards is not None:  # nothing or little is left to gather
             return False
         if handle.transport is not handle.communicator or handle.keeps_storage:
             return False
@@ -275,7 +275,7 @@ class CollectiveBatcher:
         segments = [each.handle.segments for each in units]
         with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
             shares = plan.batch.issue(segments)
-        lasting = not unit.schedule.syncs or bool(unit.schedule.kept.chosen)
+        lasting = not unit.schedule.syncs
         for each, share in zip(units, shares):
             each.handle.gather(each.lasts or lasting, share)
             if step_watchers or observers:

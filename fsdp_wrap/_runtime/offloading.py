@@ -40,7 +40,7 @@ class Offloading:
             handle.state is not HandleState.SHARDED
             or handle.post_forward_shards is not None
             or handle.without_values
-            or handle.kept_segments  # little or nothing is left to send
+            or handle.aside  # nothing is left to send
         ):
             return
         self._recall()

@@ -314,23 +314,6 @@ def refuse_added(units: Iterable[Unit]) -> None:
                 added_names.pop(module, None)
 
 
-def refuse_unseen(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses writes to shards without a version counter while full parameters were kept.
-
-    A sample of each shard is compared with its values at the gather. Ranks may see different writes, so
-    gathering again is no cure: only some ranks would do so.
-    """
-    for segment, kept in handle.kept_segments.items():
-        if kept.was_written_unseen:
-            handle.free_kept_segments()
-            raise ChangedBetweenError(
-                f"parameters of {unit.name} (of which the first is '{unit.name_of(segment.layout.fqns[0])}') "
-                "were written to through `.data`, `torch._foreach_*_` on DTensors, or another alias without "
-                f"a version counter, on rank {dist.get_rank()} while their full values stayed in memory "
-                "(keep_unsharded_bytes or the like): write to parameters one by one, under torch.no_grad()"
-            )
-
-
 def refuse_alone(unit: Unit) -> None:
     """Refuses a forward of a tied unit outside of the unit that unshards it."""
     if graph_task() == -1 and not unit.running:

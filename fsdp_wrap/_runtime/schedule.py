@@ -32,7 +32,6 @@ from fsdp_wrap._core import (
     Seam,
     ValueSeam,
     added_names,
-    check_nbytes,
     follow_profiler,
     load_watchers,
     map_tensors,
@@ -59,7 +58,6 @@ from fsdp_wrap._runtime.refusals import (
     refuse_graph,
     refuse_outdated,
     refuse_steps_between_sums,
-    refuse_unseen,
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel
@@ -198,8 +196,9 @@ class Schedule(StepState):
             else:
                 unit.forwards += self._trains
                 if self._awaited:
+                    # It gathers anew: a write to what was set aside may go unseen.
                     for each in (unit, *self._order.coming_in_forward(unit)):
-                        self._drop_aside(each)
+                        each.drop_aside(Phase.FORWARD)
                 if self._prefetched:
                     self._take_prefetched(unit, handle)
                 if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self.batches.most:
@@ -298,9 +297,9 @@ class Schedule(StepState):
         elif over and unit.options.reshard_after_forward:
             self.lasting.pop(unit, None)
             if unit in self._awaited:
-                self._set_aside(unit)
+                unit.set_aside(Phase.FORWARD)
             else:
-                unit.reshard(Phase.FORWARD, within, self.kept.chosen)
+                unit.reshard(Phase.FORWARD, within)
         else:
             self.lasting[unit] = call, inputs
 
@@ -317,29 +316,6 @@ class Schedule(StepState):
         hooked = [output if output._base is None else hooked_for(output, inputs) for output in outputs]
         for tensor, hook in self._updates.hooks_of(unit, hooked):
             hook_gradient(tensor, hook)
-
-    def _set_aside(self, unit: Unit) -> None:
-        """Reshards a unit that an earlier forward keeps full for a backward to come, and keeps its segments.
-
-        They stay until that backward or until their values change: outer forwards may have used them too.
-        """
-        unit.reshard(Phase.FORWARD, keep=unit.segments)
-        for segment in unit.handle.kept_segments:
-            segment.let_use()
-
-    def _drop_aside(self, unit: Unit) -> None:
-        """Frees segments that were set aside: a new forward gathers anew, since writes may go unseen."""
-        if unit in self._awaited and unit.handle.state is HandleState.SHARDED:
-            unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
-
-    def _show_again(self, unit: Unit) -> None:
-        """Shows segments that were set aside: recomputed outer forwards read them."""
-        handle = unit.handle
-        if handle.state is HandleState.SHARDED:
-            unit.drop_outdated(Phase.BACKWARD)
-            if len(handle.kept_segments) == len(handle.segments):  # else gathered on demand
-                unit.unshard(Phase.BACKWARD)
-                handle.shown.show_kept()
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends, with the outermost forward, the forwards of units that have stayed full.
@@ -363,9 +339,9 @@ class Schedule(StepState):
             if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
                 unit.handle.shown.show_kept()
             elif unit in self._awaited:
-                self._set_aside(unit)
+                unit.set_aside(Phase.FORWARD)
             else:
-                unit.reshard(Phase.FORWARD, within, self.kept.chosen)
+                unit.reshard(Phase.FORWARD, within)
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -383,7 +359,7 @@ class Schedule(StepState):
         if self.depth == 0:
             for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
                 unit.restart()
-                unit.reshard(Phase.FORWARD, keep=self.kept.chosen)
+                unit.reshard(Phase.FORWARD)
             self._prefetched, self.lasting = [], {}
             if self._offloading is not None:
                 self._offloading.end_forward(self._units)
@@ -396,7 +372,7 @@ class Schedule(StepState):
                 unit.reshard(Phase.FORWARD)
         elif unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._prefetched:  # the order has changed
-                wrong.reshard(Phase.FORWARD, keep=self.kept.chosen)
+                wrong.reshard(Phase.FORWARD)
             self._prefetched = []
 
     def _prefetch_forward(self, unit: Unit) -> None:
@@ -404,7 +380,7 @@ class Schedule(StepState):
         next_one = (expected,) if options.forward_prefetch and expected is not None else ()
         for target in options.forward_targets or next_one:
             if target.handle.state is HandleState.SHARDED:
-                self._drop_aside(target)
+                target.drop_aside(Phase.FORWARD)
                 coming = self._order.coming_in_forward(target)
                 self._prefetched += [target, *self.batches.gather(target, coming, Phase.FORWARD)]
 
@@ -432,9 +408,6 @@ class Schedule(StepState):
         if self._backward_open:
             self._abandon_backward()
         self._follow_user(self._units)
-        if self.kept.chosen or any([unit.options.keep_unsharded_bytes for unit in self._units]):
-            budgets = [(unit, unit.options.keep_unsharded_bytes) for unit in self._units]
-            self.kept.choose([(each, budget) for unit, budget in budgets for each in unit.segments])
         for unit in self._units:
             handle = unit.handle
             if handle.state is not HandleState.SHARDED or handle.post_forward_shards is not None:
@@ -444,14 +417,12 @@ class Schedule(StepState):
                 if unit.survives:
                     continue
                 if awaited:
-                    self._set_aside(unit)
+                    unit.set_aside(Phase.FORWARD)
                 else:
-                    unit.reshard(Phase.FORWARD, keep=handle.kept_segments)
+                    unit.reshard(Phase.FORWARD)
             if handle.state is HandleState.SHARDED:
-                if handle.kept_segments:
-                    unit.drop_outdated(Phase.FORWARD)
-                    if unit not in self._awaited:
-                        refuse_unseen(unit, handle)
+                if handle.aside and not handle.has_values_of_shards:
+                    unit.drop_aside(Phase.FORWARD)
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
                     unit.follow_mode()
@@ -648,7 +619,7 @@ class Schedule(StepState):
         if unit.arrivals.end() and (step_watchers or observers):
             unit.tell_backward_over(Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
-            unit.reshard(Phase.BACKWARD, keep=self.kept.frozen if unit.options.syncs else self.kept.chosen)
+            unit.reshard(Phase.BACKWARD)
         else:
             unit.end_unsharded(Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
@@ -684,8 +655,10 @@ class Schedule(StepState):
             if handle.keeps_gradients:
                 handle.forget_zeroed()
             unit.arrivals.begin()
-        for unit in self._awaited:
-            self._show_again(unit)
+        for unit in self._awaited:  # whose parameters recomputed outer forwards read
+            handle = unit.handle
+            if handle.aside and unit.take_back(Phase.BACKWARD):
+                handle.shown.show_kept()
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -766,7 +739,6 @@ class Schedule(StepState):
         for unit in self._units:
             unit.arrivals.forget()
             unit.handle.abandon_backward()
-            unit.handle.free_kept_segments()  # ranks may have reached different units
             unit.reshard(Phase.IDLE)
 
     # for other ranks
@@ -805,10 +777,8 @@ class Schedule(StepState):
         """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
         handle = unit.handle
         if not handle.is_current and graph_task() == -1 and not self.depth:
-            unit.reshard(Phase.IDLE, keep=handle.kept_segments)
+            unit.reshard(Phase.IDLE)
             if handle.state is HandleState.SHARDED:
-                unit.drop_outdated(Phase.IDLE)
-                refuse_unseen(unit, handle)
                 handle.follow_replaced()
                 unit.follow_mode()
         self._follow_user([unit])
@@ -1067,16 +1037,6 @@ def _note_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
 
 
 load_watchers.append(_note_optimizer_load)
-
-
-def set_kept_bytes(units: Iterable[Unit], nbytes: int) -> None:
-    """Sets the units' budget of kept segments, and frees the kept ones; raises `NotIdleError` in a step."""
-    units = list(dict.fromkeys(units))
-    check_nbytes("keep_unsharded_bytes", nbytes)
-    require_idle(units, "set_keep_unsharded_bytes()")
-    for unit in units:
-        unit.set(keep_unsharded_bytes=nbytes or 0)
-        unit.handle.free_kept_segments()
 
 
 def guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -36,7 +36,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import EmptyHandle, HandleState, KeptSegmentsPlan, Layout, ParamHandle, Segment
+from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle, Segment
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
@@ -70,7 +70,6 @@ class UnitOptions:
         full_in_eval: Whether mixed precision is off while the module is in eval mode.
         travel_together_bytes: Memory for collectives that small units share; None for the device's default.
             The root's value counts.
-        keep_unsharded_bytes: Bound of the kept segments of the whole tree, for this unit's to be kept.
     """
 
     reshard_after_forward: bool = True
@@ -91,7 +90,6 @@ class UnitOptions:
     gradients_in_place: bool = False
     full_in_eval: bool = False
     travel_together_bytes: int | None = None
-    keep_unsharded_bytes: int = 0
 
     def copied(self, memo: dict[int, Any]) -> UnitOptions:
         """Returns the options of a unit's deep copy; targets outside of the copy stay the same units."""
@@ -159,7 +157,6 @@ class StepState:
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether reduced gradients are summed over the replicas, unless a unit defers it.
         joining: Keeps ranks with different numbers of batches together; None outside of such a context.
-        kept: The segments whose full parameters are kept, within the budget, when units reshard.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -167,7 +164,6 @@ class StepState:
         self.iteration = 0
         self.joining: Joining | None = None
         self.syncs = self.sums_over_replicas = True
-        self.kept = KeptSegmentsPlan()
 
 
 class Unit:
@@ -392,40 +388,50 @@ class Unit:
             self.finish_reduction()
         schedule = self.schedule
         assert schedule is not None
-        lasting = self.lasts or not schedule.syncs or bool(schedule.kept.chosen) or phase is Phase.IDLE
+        if handle.aside and self.take_back(phase):
+            return False
+        lasting = self.lasts or not schedule.syncs or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes
-        if handle.kept_segments:
-            self.drop_outdated(phase)
-            if kept := handle.kept_nbytes:
-                nbytes -= kept
-                self.tell(EventKind.REUSE, phase, kept)
-        travels = not handle.kept_segments or bool(handle.left)
-        if travels:
-            note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
-            if handle.post_forward_shards is None and handle.kept_segments:
-                note = self.positions.gather_part(handle.left)
-            note.issue(phase, schedule.iteration)
+        note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
+        note.issue(phase, schedule.iteration)
         with self.span(SpanKind.GATHER, phase, nbytes) if step_watchers else NO_SPAN:
             handle.gather(lasting)
-        if travels and (step_watchers or observers):
+        if step_watchers or observers:
             self.tell(EventKind.UNSHARD, phase, nbytes)
         return True
 
-    def drop_outdated(self, phase: Phase) -> None:
-        """Frees kept segments whose shards may have changed since."""
-        freed = self.handle.drop_outdated()
-        if freed:
-            self.tell(EventKind.RESHARD, phase, freed)
+    def set_aside(self, phase: Phase) -> None:
+        """Reshards the unit, but leaves its full parameters to the backward for which they wait."""
+        handle = self.handle
+        if self.running > (phase is Phase.FORWARD):
+            return
+        handle.set_aside()
+        self._held = False
+        if not handle.aside:
+            self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
 
-    def reshard(
-        self, phase: Phase, within: Communicator | None = None, keep: Collection[Segment] = ()
-    ) -> None:
+    def take_back(self, phase: Phase) -> bool:
+        """Uses what was set aside; if the shards have changed since, frees it and returns False."""
+        handle = self.handle
+        if not handle.has_values_of_shards:
+            self.drop_aside(phase)
+            return False
+        handle.take_back()
+        return True
+
+    def drop_aside(self, phase: Phase) -> None:
+        """Frees what was set aside, if anything was."""
+        handle = self.handle
+        if handle.aside:
+            handle.drop_aside()
+            self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
+
+    def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
         """Frees the full parameters, unless a running forward needs them.
 
         Args:
             phase: Phase of the iteration.
             within: Ranks that share the full parameters until they are needed again.
-            keep: Segments, of any units, whose full parameters this rank keeps.
         """
         handle = self.handle
         # A backward inside a forward must leave it the leaves.
@@ -434,14 +440,10 @@ class Unit:
         if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
             with self.span(SpanKind.AWAIT_GATHER, phase):
                 handle.wait()
-        before = handle.kept_nbytes if handle.kept_segments else 0
-        if handle.reshard(within, keep):
-            self._held, before = False, handle.unsharded_nbytes
-            if handle.kept_segments:
-                self.tell(EventKind.STAY, phase, handle.kept_nbytes)
-        after = handle.kept_nbytes if handle.kept_segments else 0
-        if before > after and (step_watchers or observers):
-            self.tell(EventKind.RESHARD, phase, before - after)
+        if handle.reshard(within):
+            self._held = False
+            if step_watchers or observers:
+                self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
 
     @property
     def defers(self) -> bool:
@@ -628,8 +630,7 @@ class Unit:
         options, schedule = self.options, self.schedule
         accumulates = schedule is not None and not schedule.syncs
         if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
-            kept = KeptSegmentsPlan() if schedule is None else schedule.kept
-            self.reshard(phase, keep=kept.chosen if accumulates or not options.syncs else kept.frozen)
+            self.reshard(phase)
         else:
             self.hold()
             if not self.running:

@@ -7,7 +7,34 @@ import torch.distributed as dist
 
 from fsdp_wrap._core import ChangedBetweenError, steps_taken
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import KeptSegment, Segment, Written
+from fsdp_wrap._params import Layout, Segment, Written, trains
+
+
+class _ShardState:
+    """The state of a segment's shard when it was gathered over the replicas."""
+
+    def __init__(self, layout: Layout, written: Written) -> None:
+        self._layout, self._written = layout, written
+        self._trains = trains(layout)
+        # Elsewhere a look would make the host wait for the device; in a plan there are no numbers.
+        on_host = layout.flat_param.untyped_storage().device.type == "cpu"
+        self._sampled = layout.sample() if on_host else None
+        self._sample = None if self._sampled is None else self._sampled.clone()
+
+    def is_outdated(self, written: Written, stepped: bool) -> bool:
+        """Whether the shard may have other values now, as far as all ranks can tell alike.
+
+        Args:
+            written: The layout's present `written()`.
+            stepped: Whether any optimizer has stepped since. Not all that do move version counters.
+        """
+        return written != self._written or trains(self._layout) != self._trains or (stepped and self._trains)
+
+    @property
+    def was_written_unseen(self) -> bool:
+        """Whether the shard was written to through an alias without a version counter, as `.data` is."""
+        now, before = self._sampled, self._sample
+        return now is not None and before is not None and not torch.equal(now, before)
 
 
 class CopyPart:
@@ -22,7 +49,7 @@ class CopyPart:
 
     def __init__(self, segment: Segment, copies: int, ranks: int, place: int) -> None:
         self._segment, self._copies, self._ranks, self._place = segment, copies, ranks, place
-        self._made_of: KeptSegment | None = None  # the shard at the last gather over the replicas
+        self._made_of: _ShardState | None = None  # the shard at the last gather over the replicas
         self._steps = -1  # taken by optimizers then; none where a thread may be stepping
         self._reads = 0  # of the shard until then
         self.data = torch.empty(0)
@@ -63,7 +90,7 @@ class CopyPart:
     def begin(self) -> None:
         """Notes that a gather over the replicas begins; until `end` the part is outdated."""
         self._made_of, self._reads = None, self._segment.layout.reads
-        self._coming = KeptSegment(self._segment.layout, self._written)
+        self._coming = _ShardState(self._segment.layout, self._written)
         self._steps = steps_taken() if graph_task() == -1 else -1
 
     def end(self) -> None:

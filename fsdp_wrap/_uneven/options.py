@@ -26,9 +26,9 @@ class RoundOptions:
         """Lets units keep no part of their full parameters, which not all ranks would have."""
         for schedule in self._schedules:
             for unit in schedule.units:
-                if unit.options.reshards_within is not None or unit.options.keep_unsharded_bytes:
+                if unit.options.reshards_within is not None:
                     schedule.reshard(unit)
-                    self._change(unit, reshards_within=None, keep_unsharded_bytes=0)
+                    self._change(unit, reshards_within=None)
 
     def share_nothing(self) -> None:
         """Gives each unit collectives of its own, from the next forward on."""

@@ -100,7 +100,7 @@ class _UnitMemory(NamedTuple):
     @classmethod
     def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
         unsharded = handle.state in (HandleState.UNSHARDING, HandleState.UNSHARDED, HandleState.SUMMONED)
-        full = handle.unsharded_nbytes if unsharded else handle.kept_nbytes
+        full = handle.unsharded_nbytes if unsharded or handle.aside else 0
         gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
         return cls(name, handle.state, full, gradients, sum(each.shard.nbytes for each in handle.segments))
 

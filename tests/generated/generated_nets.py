@@ -309,8 +309,6 @@ def lacks(name: str) -> frozenset[str]:
 def shard_net(net: Net, front: str, strategy: str, flags: Sequence[str]) -> None:
     """Shards a net in place. Modules become units from the inside out, the roots last."""
     given = chosen(front, strategy, dist.get_world_size())
-    if "keeps" in flags:
-        given["keep_unsharded_bytes"] = 10**9
     if "offload" in flags:
         given["cpu_offload"] = CPUOffload(offload_params=True)
     if "ahead" in flags:

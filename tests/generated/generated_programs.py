@@ -2,7 +2,7 @@
 
 A program is a line of text, such as
 
-    2 orig FULL_SHARD tied momentum keeps : audit step:TF,twice uneven:n1202,weights join
+    2 orig FULL_SHARD tied momentum alone : audit step:TF,twice uneven:n1202,weights join
 
 with the number of ranks, the front-end, the strategy, the net (`generated_nets.py`), the optimizer, flags,
 and the events. An event is a name of `EVENTS`, with options after a colon. To add one, write how each side
@@ -45,15 +45,14 @@ OPTIMIZERS = ("sgd", "momentum", "adamw", "host", "in_backward", "in_thread")
 IN_BACKWARD = {"in_backward", "in_thread"}
 WRAPPERS = ("flat", "orig")
 FLAGS = {
-    "keeps": (*WRAPPERS, "composable"),
     "alone": FRONTS,
     "offload": (*WRAPPERS, "composable"),
     "ahead": WRAPPERS,
     "overwrites": WRAPPERS,
     "seldom": FRONTS,
 }
-"""Which front-ends have a flag. Units keep full parameters, have collectives of their own, lie on the host,
-gather ahead in forward, put gradients in the place of parameters; values are compared at the end alone."""
+"""Which front-ends have a flag. Units have collectives of their own, lie on the host, gather ahead in
+forward, put gradients in the place of parameters; values are compared at the end alone."""
 
 
 class Item(NamedTuple):

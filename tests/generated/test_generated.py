@@ -92,7 +92,7 @@ def test_a_seed_draws_one_program_and_its_text_is_the_program():
 
 
 def test_what_a_failure_does_not_need_is_left_out():
-    text = "4 orig NO_SHARD tied adamw keeps : audit step:TF,twice toggle uneven:n2013,weights,left edit step"
+    text = "4 orig NO_SHARD tied adamw alone : audit step:TF,twice toggle uneven:n2013,weights,left edit step"
     program = Program.of(text)
 
     def fails(candidate: Program) -> bool:

@@ -1,7 +1,6 @@
 """Parameters of one unit on several meshes: a mixture of experts, as a plain model in float64."""
 
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "reshard": [None, True, False, 2],
     "offload": [False, True],
     "together": [0, None],
-    "stays": [0, 1 << 20],
     "reducing": [1, 3],
     "in_place": [False, True],
     "shared_memory": [False, True],
@@ -85,7 +83,6 @@ def check(scenario: Scenario) -> None:
         offload_policy=CPUOffloadPolicy() if scenario["offload"] else OffloadPolicy(),
         shard_placement_fn=place,
         travel_together_bytes=scenario["together"],
-        keep_unsharded_bytes=scenario["stays"],
         shared_memory=scenario["shared_memory"],
     )
     model.set_reduce_scatter_max_input_buffers(scenario["reducing"])
@@ -244,11 +241,6 @@ def test_methods_reach_all_meshes(rank, world_size):
         model.set_requires_gradient_sync(synced)
         run(model, rank)
         assert all(full(param.grad).any() == synced for param in model.parameters())
-    model.set_keep_unsharded_bytes(1 << 20)
-    with torch.no_grad():
-        model(torch.ones((), dtype=torch.float64))
-    found = re.search(r"(\d+) bytes stay unsharded", repr(model))
-    assert found is not None and int(found[1]) == 3 * 12 * 8, "the copied one is there always"
     model.float()
     assert all(param.dtype == torch.float32 for param in model.parameters())
     seen: list[int] = []

@@ -214,7 +214,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "data": [(2,), (2, 1)],
     "reshard": [None, True, False],
     "together": [0, None],
-    "stays": [0, 1 << 20],
     "precision": [None, torch.float32],
     "frozen": ["-", "first", "norm"],
     "checkpoints": [False, True],
@@ -232,7 +231,6 @@ def check(scenario: Scenario) -> None:
             reshard_after_forward=scenario["reshard"],
             mp_policy=MixedPrecisionPolicy(scenario["precision"], output_dtype=torch.float64),
             travel_together_bytes=scenario["together"],
-            keep_unsharded_bytes=scenario["stays"],
         )
         pipeline.train(
             pipeline.schedule(scale_grads=scenario["scales"]),

@@ -61,7 +61,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "clip": [None, 1.0, 2.0, math.inf],
     "sync": [False, True],
     "together": [0, None],
-    "stays": [0, 1 << 20],
     "reducing": [1, 3],
     "in_place": [False, True],
     "shared_memory": [False, True],
@@ -96,7 +95,6 @@ def by_function(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) 
         model.set_reshard_after_forward(scenario["reshard"] is not False)
         assert all(param.placements[0] == Replicate() for param in model.parameters())
     else:
-        told["keep_unsharded_bytes"] = scenario["stays"]
         told["reshard_after_forward"] = scenario["reshard"]
         place = place_over(data.shape[-1]) if scenario["columns"] else None
         shard_blocks(model, fully_shard, shard_placement_fn=place, **told)
@@ -117,7 +115,6 @@ def by_wrapper(model: tp_nets.Net, data: Any, scenario: Scenario, **told: Any) -
         sync_module_states=scenario["sync"],
         cpu_offload=CPUOffload(offload_params=scenario["offload"]),
         mixed_precision=MixedPrecision(**dtypes, cast_root_forward_inputs=False) if dtypes else None,
-        keep_unsharded_bytes=scenario["stays"],
         **told,
     )
 

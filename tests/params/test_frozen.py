@@ -1,6 +1,7 @@
 """Frozen parameters: resharded as soon as their backward is over, and never paid for in communication."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from fronts import FULL, KEPT, accumulating, each_front, full_grads, twins
-from fsdp_wrap import EventKind, Phase, ShardingStrategy, record_events
+from fsdp_wrap import EventKind, Phase, ShardingStrategy, record_events, set_travel_together_bytes
 from fsdp_wrap._runtime.unit import units_in
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import named_state
@@ -64,6 +65,33 @@ def test_every_second_linear_frozen(rank, world_size, front, strategy):
         _assert_same_gradients(model, ddp)
         plain.zero_grad()
         model.zero_grad()
+
+
+@ranks(2)
+def test_a_frozen_unit_that_never_reshards_is_gathered_once(rank, world_size):
+    plain, model = twins("composable", _six_linears, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    set_travel_together_bytes(model, 0)
+    for unit in model[2], model[3]:  # the latter trains
+        unit.set_reshard_after_forward(False)
+        unit.set_reshard_after_backward(False)
+    ddp = DDP(plain)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, ddp)]
+    for step in range(3):
+        with record_events() as events:
+            for net, optimizer in zip((model, ddp), optimizers):
+                optimizer.zero_grad()
+                net(_batch(rank, step)).square().sum().backward()
+                optimizer.step()
+        gathers = Counter(event.unit for event in events if event.kind is EventKind.UNSHARD)
+        assert (gathers["2"], gathers["3"]) == (int(step == 0), 1)
+        assert gathers["1"] == gathers["4"] == 2
+    with torch.no_grad():
+        for net in (model, plain):
+            net[2].weight.mul_(2)
+    with record_events() as events:
+        result = model(_batch(rank))
+    assert [event.kind for event in events if event.unit == "2"] == [EventKind.RESHARD, EventKind.UNSHARD]
+    torch.testing.assert_close(result, plain(_batch(rank)))
 
 
 class _Switched(nn.Module):

@@ -124,7 +124,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "precision": ["none", "float32"],
     "shared_memory": [True, False],
     "together": [0, None],
-    "stays": [0, 1 << 20],
     "unused": [False, True],
 }
 
@@ -142,7 +141,6 @@ def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenari
         mp_policy=MixedPrecisionPolicy(torch.float32 if low else None, cast_forward_inputs=True),
         shared_memory=scenario["shared_memory"],
         travel_together_bytes=scenario["together"],
-        keep_unsharded_bytes=scenario["stays"],
     )
     optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (reference, model)]
     batches = torch.Generator().manual_seed(1)

@@ -158,10 +158,10 @@ def test_order_of_events(rank, world_size):
         None: ["u root", "u 0", "r 0", "u 1", "r 1", "u 2", "r 2"],
         False: ["u root", "u 0", "u 1", "u 2"],
     }
-    again = {  # what waits for the first backward stays until the next forward comes to it
+    again = {  # what waits for the first backward goes when the next forward comes to it
         True: once[True],
-        None: ["s root", "r root", *once[None]],
-        False: [f"{what} {unit}" for what in "sru" for unit in ("root", 0, 1, 2)],
+        None: ["r root", *once[None]],
+        False: [f"{what} {unit}" for what in "ru" for unit in ("root", 0, 1, 2)],
     }
     backward = {
         True: ["u root", "u 2", "u 1", "p 2", "r 2", "u 0", "p 1", "r 1", "p 0", "r 0", "p root", "r root"],
@@ -279,7 +279,7 @@ def test_expert_setters(rank, world_size):
 
     model.set_post_optim_event(Event())
     forward = ["u root", "u embed", "r embed"]
-    for expected in (forward, ["s root", "r root", *forward]):
+    for expected in (forward, ["r root", *forward]):
         with record_events() as events:
             loss = loss_of(model, tokens(rank, 0))
         assert trace(events) == expected and len(waited) == 1, "an event counts once"

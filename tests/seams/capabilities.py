@@ -538,7 +538,6 @@ CAPABILITIES: dict[str, Capability] = {
         options=by_columns,
     ),
     "Aligned": Capability(slots=("placement",), given={"shard_alignment": "rows"}),
-    "Budgeted": Capability(given={"keep_unsharded_bytes": 3000}),
     "Offloaded": Capability(
         slots=("offload",),
         given={"cpu_offload": CPUOffload(True)},

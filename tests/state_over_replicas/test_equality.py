@@ -35,7 +35,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload": ({"cpu_offload": CPUOffload(True)}, {"offload_policy": CPUOffloadPolicy()}),
     "kept": ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, {"reshard_after_forward": False}),
     "aligned": ({"shard_alignment": "rows"}, {"shard_alignment": "rows"}),
-    "budgeted": ({"keep_unsharded_bytes": 5000}, {"keep_unsharded_bytes": 5000}),
 }
 """Of the wrapper, and of `fully_shard`."""
 

@@ -87,10 +87,10 @@ def test_gathers_and_reductions_run_beside_products(front):
 _RESHARD, _FINISH, _WRITE = Unit.reshard, Reduction.finish, FromHost.write
 
 
-def _careless(unit, phase, within=None, keep=()):
+def _careless(unit, phase, within=None):
     handle = unit.handle
     if handle is None or handle.state is not HandleState.UNSHARDING:
-        _RESHARD(unit, phase, within, keep)
+        _RESHARD(unit, phase, within)
         return
     for segment in handle.segments:
         segment.gathered.free()

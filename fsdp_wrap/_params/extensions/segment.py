@@ -97,12 +97,10 @@ class ExtensionSegment(Segment):
     # outputs
 
     def admit(self, changed: bool, in_place: bool) -> None:
-        kept = self._kept
         super().admit(changed, in_place)
-        if not kept:
-            with torch.inference_mode(False), torch.no_grad():
-                self._convert()
-            set_version_counters(self.counted, tuple(self.versions))
+        with torch.inference_mode(False), torch.no_grad():
+            self._convert()
+        set_version_counters(self.counted, tuple(self.versions))
 
     def _convert(self) -> None:
         """Lets the subclasses make the leaves from the outputs, or fill them."""
@@ -120,7 +118,7 @@ class ExtensionSegment(Segment):
         self.counted = (*self.leaves, *others)
         self._is_made = True
 
-    def free(self, keep: bool = False) -> None:
+    def free(self) -> None:
         """Frees the memory of all leaves that users do not hold.
 
         Held ones keep theirs, which gets other values: only the subclass could copy it.
@@ -128,10 +126,10 @@ class ExtensionSegment(Segment):
         if self._admitted:
             self.versions = [*map(_VERSION, self.counted)]
             set_version_counters(self.counted, self._freed)
-        self._admitted, self._kept = False, keep
+        self._admitted = False
         if self._held:
             self._forget_dropped()
-        for index, values in enumerate([] if keep or self._keeps_memory else self._values):
+        for index, values in enumerate([] if self._keeps_memory else self._values):
             if index not in self._held:
                 values.free()
 
