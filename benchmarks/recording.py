@@ -26,7 +26,7 @@ from benchmarks.harness import (
 )
 from benchmarks.implementations import Trained, trained
 from benchmarks.models import CASES
-from fsdp_wrap._core import appended, step_watchers
+from fsdp_wrap._core import everywhere
 from fsdp_wrap.tools.models import named_units
 from fsdp_wrap.tools.timeline.recorder import TimelineRecorder
 
@@ -69,7 +69,7 @@ def _counting(step: Callable[[], object], seconds: list[float]) -> None:
 
 
 def _recorded(subject: Trained, recorder: TimelineRecorder) -> None:
-    with appended(step_watchers, recorder):
+    with everywhere.having(recorder):
         subject.step()
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_wrap._comm import Accelerator, Pending, copy_to_device, copy_to_host
-from fsdp_wrap._core import NO_SPAN, SpanKind, span
+from fsdp_wrap._core import NO_SPAN, SpanKind
 from fsdp_wrap._core.torch_private import storage_use_count
 from fsdp_wrap._runtime import Unit
 
@@ -193,7 +193,7 @@ class Bundle:
 
     def _copying(self, storages: Iterable[SavedStorage]) -> Any:
         unit, nbytes = self._unit(), sum(each.nbytes for each in storages)
-        return NO_SPAN if unit is None else span(SpanKind.COPY, unit.fqn, None, (unit,), nbytes)
+        return NO_SPAN if unit is None else unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes)
 
 
 def _alive(references: Iterable[weakref.ref[SavedStorage]]) -> list[SavedStorage]:

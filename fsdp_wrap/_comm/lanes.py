@@ -19,7 +19,7 @@ import torch
 from fsdp_wrap._comm.device import Accelerator, accelerator_of
 from fsdp_wrap._comm.watching.monitor import monitor_of
 from fsdp_wrap._comm.watching.watch import Watch
-from fsdp_wrap._core import step_watchers
+from fsdp_wrap._core import everywhere
 
 
 class Pending(Protocol):
@@ -101,7 +101,7 @@ class StreamLane(Lane):
         self._stream.wait_stream(current)
         try:
             with self._stream:
-                watched = bool(step_watchers) and not self._accelerator.captures
+                watched = bool(everywhere.on_lane) and not self._accelerator.captures
                 begin = self._accelerator.record_time() if watched else None
                 start(False)
                 event = self._stream.record_event()
@@ -115,10 +115,10 @@ class StreamLane(Lane):
         return _EventPending(event, self._accelerator, start)
 
     def _tell(self, begin: Any) -> None:
-        """Reports to step watchers the time since an event."""
+        """Tells plug-ins the time since an event."""
         end = self._accelerator.record_time()
-        for watcher in tuple(step_watchers):
-            watcher.on_lane(self._purpose, begin, end)
+        for act in everywhere.on_lane:
+            act(self._purpose, begin, end)
 
     def follow(self, other: StreamLane) -> None:
         """Orders later work of this lane, and `finish`, after the work of another lane."""

@@ -26,7 +26,7 @@ from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.lanes import Finished, Pending, lane_of, lane_on
 from fsdp_wrap._comm.positions import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import Watch
-from fsdp_wrap._core import step_watchers, warn_caller
+from fsdp_wrap._core import everywhere, warn_caller
 from fsdp_wrap._core.torch_private import (
     AllgatherOptions,
     ReduceScatterOptions,
@@ -582,8 +582,8 @@ class GroupCommunicator(Communicator):
             works = start(group, True)
         except RuntimeError as error:
             raise self._watch.failure(error) from error
-        for watcher in tuple(step_watchers) if step_watchers else ():
-            watcher.issued(works)
+        for act in everywhere.issued:
+            act(works)
         return in_flight(self._watch, works)
 
     def _compare(self) -> None:

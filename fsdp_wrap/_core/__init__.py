@@ -52,19 +52,6 @@ from fsdp_wrap._core.errors import (
     tells_keywords,
     warn_caller,
 )
-from fsdp_wrap._core.events import (
-    Event,
-    EventKind,
-    Phase,
-    ValueSeam,
-    ValueWatcher,
-    appended,
-    observe_events,
-    observers,
-    record_events,
-    tell_values,
-    value_watchers,
-)
 from fsdp_wrap._core.formatting import format_bytes, format_count, format_dtype, format_seconds, listed
 from fsdp_wrap._core.gradient_hooks import (
     HOOKS_OF,
@@ -143,6 +130,10 @@ from fsdp_wrap._core.own_files import (
     refuse_unusable,
     sync_folder,
 )
+from fsdp_wrap._core.plug_ins.events import Event, EventKind, observe_events, record_events
+from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
+from fsdp_wrap._core.plug_ins.plug_in import NO_SPAN, Order, PlugIn, PlugIns, Span, everywhere
+from fsdp_wrap._core.plug_ins.profiler import encloses
 from fsdp_wrap._core.precision import (
     NO_CASTS,
     BufferCasts,
@@ -156,15 +147,4 @@ from fsdp_wrap._core.precision import (
     segment_dtypes,
 )
 from fsdp_wrap._core.pytree import Replaced, iter_tensors, map_tensors, put_back
-from fsdp_wrap._core.spans import (
-    NO_SPAN,
-    Computing,
-    Span,
-    SpanKind,
-    StepWatcher,
-    encloses,
-    follow_profiler,
-    span,
-    step_watchers,
-)
 from fsdp_wrap._core.version import NEWEST_TORCH, OLDEST_TORCH, __version__

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes, ValueSeam, tell_values, value_watchers
+from fsdp_wrap._core import SegmentDtypes, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import PartialSums
@@ -222,8 +222,8 @@ class Gradients:
                         part.fill_(0.0 if filled[index] else _NOTHING)
         if not packed:
             self._layout.note_used(views.notes, filled)
-        for watcher in tuple(value_watchers):
-            watcher.send(self._layout, views.tensor)
+        for act in everywhere.sends:
+            act(self._layout, views.tensor)
         return views.tensor
 
     @property
@@ -237,7 +237,7 @@ class Gradients:
         The batch gets its memory by `allocate`, if it has none: as late as possible.
         """
         parts, pack = place
-        if pack is not None and not (self.collected or self.unreduced or value_watchers):
+        if pack is not None and not (self.collected or self.unreduced or everywhere.sends):
             if allocate is not None:
                 allocate()
             if self._move_all(pack=pack):
@@ -270,8 +270,8 @@ class Gradients:
             layout.average_hook(reduced[: reduced.numel() - noted])
             if layout.averages_notes and asks:
                 used = layout.used_by_any(reduced, used, frozen=self._waited)
-        if value_watchers:
-            tell_values(self._layout, ValueSeam.REDUCED, [reduced])
+        for act in everywhere.sees:
+            act(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()
         (layout.send_to_host if layout.offloaded else layout.add_reduced)(reduced, used)

@@ -15,14 +15,10 @@ from torch import nn
 
 from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
-    NO_SPAN,
     UNIT_ATTR,
-    EventKind,
     Phase,
     SpanKind,
     check_nbytes,
-    observers,
-    step_watchers,
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.order import ExecOrder
@@ -177,21 +173,21 @@ class BatchedReduction:
         note.issue(phase, first.schedule.iteration)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
         nbytes = sum(map(plan.nbytes.__getitem__, taken))
-        with first.span(SpanKind.REDUCE, phase, nbytes, tuple(taken)) if step_watchers else NO_SPAN:
+        with first.plug_ins.span(SpanKind.REDUCE, phase, tuple(taken), nbytes):
             pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
-        for unit in taken if observers else ():
-            unit.tell(EventKind.REDUCE, phase, plan.nbytes[unit], _names(taken))
+        for act in first.plug_ins.reduces:
+            for unit in taken:
+                act(unit, phase, plan.nbytes[unit], _names(taken))
 
     def finish_reduction(self) -> None:
         """Waits for the reduction, takes its result, and checks that peers issued the same."""
         taken = self.taken
         if not taken:
             return self.finish()
-        awaiting = SpanKind.AWAIT_REDUCTION
-        with taken[0].span(awaiting, None, units=tuple(taken)) if step_watchers else NO_SPAN:
+        with taken[0].plug_ins.span(SpanKind.AWAIT_REDUCTION, None, tuple(taken)):
             self.finish()
         if taken[0].positions.reductions:
             taken[0].positions.reduced()
@@ -273,13 +269,13 @@ class CollectiveBatcher:
         plan.note.issue(phase, unit.schedule.iteration)
         units = [member.unit for member in plan.members]
         segments = [each.handle.segments for each in units]
-        with unit.span(SpanKind.GATHER, phase, plan.nbytes, units) if step_watchers else NO_SPAN:
+        with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
         lasting = not unit.schedule.syncs
         for each, share in zip(units, shares):
             each.handle.gather(each.lasts or lasting, share)
-            if step_watchers or observers:
-                each.tell(EventKind.UNSHARD, phase, each.handle.unsharded_nbytes, plan.names)
+            for act in each.plug_ins.gathers:
+                act(each, phase, each.handle.unsharded_nbytes, plan.names)
         return units[1:]
 
     def companions_of(self, unit: Unit) -> list[str]:

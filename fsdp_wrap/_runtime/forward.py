@@ -25,8 +25,6 @@ from fsdp_wrap._core import (
     iter_tensors,
     map_tensors,
     put_back,
-    tell_values,
-    value_watchers,
 )
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
 from fsdp_wrap._params import ParamHandle
@@ -74,10 +72,10 @@ def run_forward(
             nodes: list[Node] = []
             calls.append((schedule, call, nodes))
             args, kwargs = schedule.watch_inputs(call, nodes, (args, kwargs), replaced)
-        if value_watchers:
-            tell_values(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
-            for watcher in tuple(value_watchers):
-                watcher.compute(unit, compute, args, kwargs)
+        for act in own.plug_ins.sees:
+            act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
+        for act in own.plug_ins.runs:
+            act(unit, compute, args, kwargs)
         with unit.saving:
             output = compute(*args, **kwargs)
         if returned is not None:

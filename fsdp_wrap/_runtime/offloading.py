@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
-from fsdp_wrap._core import SpanKind, span
+from fsdp_wrap._core import SpanKind
 from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -46,7 +46,8 @@ class Offloading:
         self._recall()
         handle.look()  # or the gather would notice changed values and copy again
         self._ahead = handle
-        with unit.span(SpanKind.COPY, None, sum(part.nbytes for part in handle.from_host)):
+        nbytes = sum(part.nbytes for part in handle.from_host)
+        with unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes):
             for each in handle.from_host:
                 each.send_ahead(handle.communicator.empty)
 
@@ -62,7 +63,7 @@ class Offloading:
             self._await_copies(units)
 
     def _await_copies(self, units: Sequence[Unit]) -> None:
-        with span(SpanKind.AWAIT_COPIES, units[0].fqn, None, units):
+        with units[0].plug_ins.span(SpanKind.AWAIT_COPIES, None, units):
             await_copies(self._accelerator)
 
     # gradients

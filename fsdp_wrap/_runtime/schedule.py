@@ -32,17 +32,12 @@ from fsdp_wrap._core import (
     Seam,
     ValueSeam,
     added_names,
-    follow_profiler,
     load_watchers,
     map_tensors,
-    observers,
     step_in_backward,
-    step_watchers,
-    tell_values,
-    value_watchers,
     with_optimizers,
 )
-from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient, profiler_runs
+from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
@@ -218,10 +213,10 @@ class Schedule(StepState):
         if unit.buffers.casts:
             (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
         handle.shown.show_leaves()
-        if step_watchers:
-            unit.tell_entered(Computing.RECOMPUTE if recompute else Computing.FORWARD)
-        if value_watchers:
-            tell_values(unit, ValueSeam.PARAMETERS)
+        for act in self.plug_ins.computes:
+            act(unit, Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        for act in self.plug_ins.sees:
+            act(unit, ValueSeam.PARAMETERS, ())
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:
@@ -271,8 +266,8 @@ class Schedule(StepState):
         for segment in handle.segments:
             if [*map(_VERSION, segment.counted)] != segment.versions:
                 refuse_edits(unit, segment)
-        if value_watchers:
-            tell_values(unit, ValueSeam.OUTPUTS, tensors)
+        for act in self.plug_ins.sees:
+            act(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         within = unit.options.reshards_within if with_grad else None
         if unit.tied_to is not None and not with_grad:
@@ -306,7 +301,7 @@ class Schedule(StepState):
     def _hook_view(self, call: ForwardCall, inputs: list[Node], view: torch.Tensor) -> None:
         """Hooks an output that is a view for its backward, and itself for those who watch its gradient."""
         hooked = hooked_for(view, inputs)
-        if hooked is view or value_watchers:
+        if hooked is view or self.plug_ins.sees:
             hook_gradient(view, partial(self._pre_backward, call, inputs, True))
         if hooked is not view:
             hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
@@ -349,8 +344,8 @@ class Schedule(StepState):
         unit, handle = call.unit, call.unit.handle
         unit.running -= 1
         recompute = graph_task() != -1
-        if step_watchers:
-            unit.tell_left(Computing.RECOMPUTE if recompute else Computing.FORWARD)
+        for act in self.plug_ins.computed:
+            act(unit, Computing.RECOMPUTE if recompute else Computing.FORWARD)
         if recompute:
             return
         over = unit.running == 0 and unit not in self.lasting
@@ -392,14 +387,12 @@ class Schedule(StepState):
         self.ending.require_waited("a forward")
         if self.joining is not None:
             self.joining.begin_forward(self)
-        if step_watchers or profiler_runs():
-            follow_profiler()
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
         self._thread = get_ident()
-        for watcher in tuple(value_watchers):
-            watcher.begin(self)
+        for act in self.plug_ins.forward_begins:
+            act(self)
         if self.batches.asked != self.root.options.travel_together_bytes:
             self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
@@ -493,10 +486,10 @@ class Schedule(StepState):
         task = graph_task()
         if call.task != task:
             call.open(task, inputs)
-            if step_watchers:
-                unit.tell_entered(Computing.BACKWARD)
-            if value_watchers:
-                tell_values(unit, ValueSeam.PARAMETERS)
+            for act in self.plug_ins.computes:
+                act(unit, Computing.BACKWARD)
+            for act in self.plug_ins.sees:
+                act(unit, ValueSeam.PARAMETERS, ())
             every = torch.is_grad_enabled() or options.gradients_in_place
             unit.arrivals.go_on(every, at_quarter=bool(self._reducing or self._prefetching_later))
             if unit.tied or unit.tied_to is not None:
@@ -510,8 +503,8 @@ class Schedule(StepState):
                     self._prefetch(unit)
             if self._offloading is not None and (self._prefetching_later or not prefetches):
                 self._offloading.send_ahead(self._next_to_unshard(unit))
-        if tells and value_watchers:
-            tell_values(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
+        for act in self.plug_ins.sees if tells else ():
+            act(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
     def _unshard_again(self, call: ForwardCall) -> None:
@@ -588,8 +581,8 @@ class Schedule(StepState):
     ) -> tuple[torch.Tensor | None] | None:
         """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
         unit = call.unit
-        if value_watchers:
-            tell_values(unit, ValueSeam.INPUT_GRADIENTS, grads)
+        for act in self.plug_ins.sees:
+            act(unit, ValueSeam.INPUT_GRADIENTS, grads)
         if call.task == graph_task() and call.input_done():
             if unit.tied:
                 self._end_tied(unit)
@@ -616,8 +609,9 @@ class Schedule(StepState):
         if unit.arrivals.needed_to_end:
             self._take_gradients(unit, Phase.BACKWARD)
             return
-        if unit.arrivals.end() and (step_watchers or observers):
-            unit.tell_backward_over(Phase.BACKWARD)
+        if unit.arrivals.end():
+            for act in self.plug_ins.backward_over:
+                act(unit, Phase.BACKWARD)
         if unit.options.reshards_after_backward and self.syncs:
             unit.reshard(Phase.BACKWARD)
         else:
@@ -677,8 +671,8 @@ class Schedule(StepState):
             self.close_backward(self.ending.automatic)
         else:
             self.joining.end_backward(self)
-        for watcher in tuple(value_watchers):
-            watcher.end(self)
+        for act in self.plug_ins.backward_ends:
+            act(self)
 
     def close_backward(self, waits: bool) -> None:
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions, and to update."""
@@ -705,8 +699,9 @@ class Schedule(StepState):
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
-            if unit.arrivals.end() and (step_watchers or observers):
-                unit.tell_backward_over(Phase.FINAL_CALLBACK)
+            if unit.arrivals.end():
+                for act in self.plug_ins.backward_over:
+                    act(unit, Phase.FINAL_CALLBACK)
             unit.end_unsharded(Phase.FINAL_CALLBACK)
         else:
             unit.arrivals.forget()
@@ -901,8 +896,8 @@ class Schedule(StepState):
         if self._reducing or self._prefetching_later:
             # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
-        if value_watchers:
-            tell_values(unit, ValueSeam.GRADIENTS)
+        for act in self.plug_ins.sees:
+            act(unit, ValueSeam.GRADIENTS, ())
         if not (self.syncs and unit.options.syncs):
             for segment in handle.segments:
                 segment.gradients.collect()

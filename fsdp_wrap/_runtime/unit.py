@@ -21,17 +21,13 @@ from fsdp_wrap._core import (
     WRAPPED_ATTR,
     BackwardPrefetch,
     BufferCasts,
-    Computing,
-    Event,
-    EventKind,
     InputCasts,
     NoValuesError,
     Phase,
-    Span,
+    PlugIns,
     SpanKind,
     clean_fqn,
-    observers,
-    step_watchers,
+    everywhere,
     walk,
     warn_caller,
 )
@@ -156,6 +152,7 @@ class StepState:
         iteration: Number of outermost forwards that have begun.
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether reduced gradients are summed over the replicas, unless a unit defers it.
+        plug_ins: What is attached to the step.
         joining: Keeps ranks with different numbers of batches together; None outside of such a context.
     """
 
@@ -163,6 +160,7 @@ class StepState:
         self.root = root
         self.iteration = 0
         self.joining: Joining | None = None
+        self.plug_ins = PlugIns(everywhere)
         self.syncs = self.sums_over_replicas = True
 
 
@@ -189,6 +187,7 @@ class Unit:
         saving: Context of its module's computation in forwards, which sees what autograd saves.
         casts: Whether it casts inputs or outputs.
         schedule: State of its tree's step; None before its first use.
+        plug_ins: What is attached to its steps.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
@@ -207,6 +206,7 @@ class Unit:
     lenders: Sequence[Unit] = ()
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
+    plug_ins: PlugIns = everywhere
     saving: Any = NO_SPAN
 
     def __init__(
@@ -320,7 +320,7 @@ class Unit:
 
     def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
         """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
-        self.schedule = schedule
+        self.schedule, self.plug_ins = schedule, schedule.plug_ins
         self.fqn = fqn
         self.positions = tell(self)
 
@@ -332,7 +332,7 @@ class Unit:
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""
-        self.schedule = None
+        self.schedule, self.plug_ins = None, everywhere
 
     def nest(self, fqn: str) -> None:
         """Notes that another unit encloses this one, and its name there."""
@@ -360,7 +360,7 @@ class Unit:
 
     def unshard(self, phase: Phase) -> None:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
-        handle = self.handle
+        handle, at = self.handle, self.plug_ins
         assert self.schedule is not None
         if handle.state in SHOWN_TO_USERS:
             refuse_shown(self)
@@ -368,14 +368,15 @@ class Unit:
         if handle.state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
-            with self.span(SpanKind.AWAIT_GATHER, phase) if step_watchers else NO_SPAN:
+            span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
+            with span:
                 handle.wait()
             if self.positions.gathers:
                 self.positions.gathered()
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
-        handle = self.handle
+        handle, at = self.handle, self.plug_ins
         if handle.state is not HandleState.SHARDED:
             return False
         if handle.without_values:
@@ -394,10 +395,11 @@ class Unit:
         nbytes = handle.unsharded_nbytes
         note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
         note.issue(phase, schedule.iteration)
-        with self.span(SpanKind.GATHER, phase, nbytes) if step_watchers else NO_SPAN:
+        span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
+        with span:
             handle.gather(lasting)
-        if step_watchers or observers:
-            self.tell(EventKind.UNSHARD, phase, nbytes)
+        for act in at.gathers:
+            act(self, phase, nbytes, ())
         return True
 
     def set_aside(self, phase: Phase) -> None:
@@ -408,7 +410,8 @@ class Unit:
         handle.set_aside()
         self._held = False
         if not handle.aside:
-            self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
+            for act in self.plug_ins.sharded:
+                act(self, phase, handle.unsharded_nbytes)
 
     def take_back(self, phase: Phase) -> bool:
         """Uses what was set aside; if the shards have changed since, frees it and returns False."""
@@ -424,7 +427,8 @@ class Unit:
         handle = self.handle
         if handle.aside:
             handle.drop_aside()
-            self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
+            for act in self.plug_ins.sharded:
+                act(self, phase, handle.unsharded_nbytes)
 
     def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
         """Frees the full parameters, unless a running forward needs them.
@@ -433,17 +437,18 @@ class Unit:
             phase: Phase of the iteration.
             within: Ranks that share the full parameters until they are needed again.
         """
-        handle = self.handle
+        handle, at = self.handle, self.plug_ins
         # A backward inside a forward must leave it the leaves.
         if self.running > (phase is Phase.FORWARD):
             return
         if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
-            with self.span(SpanKind.AWAIT_GATHER, phase):
+            span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
+            with span:
                 handle.wait()
         if handle.reshard(within):
             self._held = False
-            if step_watchers or observers:
-                self.tell(EventKind.RESHARD, phase, handle.unsharded_nbytes)
+            for act in at.sharded:
+                act(self, phase, handle.unsharded_nbytes)
 
     @property
     def defers(self) -> bool:
@@ -455,57 +460,29 @@ class Unit:
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
-        handle = self.handle
+        handle, at = self.handle, self.plug_ins
         assert self.schedule is not None
         # Asks the property only where it may hold: one frame less in a usual step.
         defers = not (self.options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
         note = self.positions.reduction_in_copy if defers else self.positions.reduction
         note.issue(phase, self.schedule.iteration)
-        span = self.span(SpanKind.REDUCE, phase) if step_watchers else NO_SPAN
+        span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
         with span:
             nbytes = span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
-        if observers:
-            self.tell(EventKind.REDUCE, phase, nbytes)
+        for act in at.reduces:
+            act(self, phase, nbytes, ())
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and takes its result."""
-        handle = self.handle
+        handle, at = self.handle, self.plug_ins
         if handle.reduction is None:
             return
-        with self.span(SpanKind.AWAIT_REDUCTION, None) if step_watchers else NO_SPAN:
+        span = at.span(SpanKind.AWAIT_REDUCTION, None, (self,)) if at.see_spans else NO_SPAN
+        with span:
             handle.finish_reduction()
         # Others than a communicator's own need not wait for peers.
         if self.positions.reductions and not handle.has_own_reduction and handle.sums is None:
             self.positions.reduced()
-
-    # observers
-
-    def span(self, kind: SpanKind, phase: Phase | None, nbytes: int = 0, units: Sequence[Unit] = ()) -> Span:
-        """Returns a span as a context; `units` are those of a batched collective, this one first."""
-        return Span(kind, self.fqn, phase, units or (self,), nbytes, tuple([unit.fqn for unit in units]))
-
-    def tell(self, kind: EventKind, phase: Phase, nbytes: int = 0, together: tuple[str, ...] = ()) -> None:
-        """Tells observers of an event, and watchers the change of the bytes of full parameters."""
-        if step_watchers and kind in (EventKind.UNSHARD, EventKind.RESHARD):
-            grown = nbytes if kind is EventKind.UNSHARD else -nbytes
-            for watcher in step_watchers:
-                watcher.hold(self, self.fqn, grown)
-        if observers:
-            travels = kind in (EventKind.UNSHARD, EventKind.REDUCE)
-            way = self.handle.communicator.way if travels else ""
-            event = Event(kind, self.fqn, phase, nbytes, way, together)
-            for observer in tuple(observers):
-                observer(event)
-
-    def tell_entered(self, what: Computing) -> None:
-        """Tells watchers that the unit begins to compute."""
-        for watcher in step_watchers:
-            watcher.enter(self, self.fqn, what)
-
-    def tell_left(self, what: Computing) -> None:
-        """Tells watchers that the unit has computed."""
-        for watcher in step_watchers:
-            watcher.leave(self, self.fqn, what)
 
     # forward
 
@@ -616,11 +593,6 @@ class Unit:
             return False
         leaves = (leaf for segment in self.segments for leaf in segment.leaves)
         return any(will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
-
-    def tell_backward_over(self, phase: Phase) -> None:
-        """Tells watchers and observers that its backward is over."""
-        self.tell_left(Computing.BACKWARD)
-        self.tell(EventKind.POST_BACKWARD, phase)
 
     def end_unsharded(self, phase: Phase) -> None:
         """Reshards after a backward, or shows the sharded parameters at least.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import appended, check_flag, step_watchers
+from fsdp_wrap._core import check_flag, everywhere
 from fsdp_wrap._params import held_params
 from fsdp_wrap._runtime import (
     Schedule,
@@ -113,7 +113,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     pool.begin()
     with ExitStack() as undo:
         undo.callback(options.restore)
-        undo.enter_context(appended(step_watchers, rounds.leader))
+        undo.enter_context(everywhere.having(rounds.leader))
         refusal = _StepRefusal(pool.params.difference(sharded_params(updated)))
         undo.callback(register_optimizer_step_pre_hook(refusal).remove)
         options.gather_wholes()

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_wrap._core import Computing, step_watchers
+from fsdp_wrap._core import Computing, everywhere
 from fsdp_wrap._params import held_params
 from fsdp_wrap._runtime import Schedule, joins, schedule_of, units_in
 from fsdp_wrap._uneven.context import schedules_of
@@ -94,9 +94,9 @@ class _JoinLeader(Leader):
         super().end_round()
         self.between = True
 
-    def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        if what is Computing.FORWARD and owner in self._places and not owner.nested:
-            trains = any(param.requires_grad for param in owner.module.parameters())
+    def computed(self, unit: Any, what: Computing) -> None:
+        if what is Computing.FORWARD and unit in self._places and not unit.nested:
+            trains = any(param.requires_grad for param in unit.module.parameters())
             if not (trains and torch.is_grad_enabled()):
                 self.end_round()
 
@@ -119,7 +119,7 @@ class _JoinRounds(Rounds):
         self.steps = _Steps({*params}, known)
         self._watching = register_optimizer_step_pre_hook(self._before_step)
         schedule.joining = self
-        step_watchers.append(self.leader)
+        everywhere.attach(self.leader)
 
     @property
     def separates(self) -> bool:
@@ -191,7 +191,7 @@ class _JoinRounds(Rounds):
         """Ends the context on this rank."""
         if self._schedule.joining is self:
             self._schedule.joining = None
-            step_watchers.remove(self.leader)
+            everywhere.detach(self.leader)
             self.steps.watching.remove()
             self._watching.remove()
             self._options.restore()

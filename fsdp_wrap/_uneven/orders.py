@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from fsdp_wrap._core import Phase, Span, SpanKind, StepWatcher
+from fsdp_wrap._core import Order, Phase, PlugIn, Span, SpanKind
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._uneven.fates import follow_fates
 from fsdp_wrap._uneven.peers import Peers
@@ -36,7 +36,7 @@ _OF_SPANS = {
 }
 
 
-class Leader(StepWatcher):
+class Leader(PlugIn):
     """Tells joined ranks each collective that this rank issues.
 
     Args:
@@ -46,6 +46,8 @@ class Leader(StepWatcher):
     Attributes:
         told: The ranks to tell; none if another rank leads, or all have batches.
     """
+
+    order = Order.LEADER
 
     def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
         self._schedules, self._peers = schedules, peers
@@ -77,7 +79,7 @@ class Leader(StepWatcher):
             self._peers.settle()
             self.told = ()
 
-    def begin(self, span: Span) -> None:
+    def span_begins(self, span: Span) -> None:
         order = _OF_SPANS.get(span.kind)
         if order is None or (order is Instruction.GATHER and not span.nbytes):  # all is there
             return

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fsdp_wrap._comm import GroupPositions, Note
-from fsdp_wrap._core import SpanKind, value_watchers
+from fsdp_wrap._core import SpanKind
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
@@ -52,7 +52,7 @@ class Rounds:
         pool: Their gradients, where nothing but backwards may change them before all ranks have joined.
 
     Attributes:
-        leader: Tells joined ranks what this one does; a `StepWatcher`.
+        leader: Tells joined ranks what this one does; a plug-in.
         shadowed: Whether a rank has joined.
         shadows: Number of forwards of others that this rank has shadowed.
         weight: Weight of the backwards that begin now.
@@ -116,9 +116,9 @@ class Rounds:
         self.shadows += 1
         leader = self._active[0]
         schedule = self._schedules[int(rows[leader][1])]
-        for watcher in tuple(value_watchers):  # steps have the same numbers on all ranks
-            watcher.begin(schedule)
-        with schedule.root.span(SpanKind.HELP, None):
+        for act in schedule.plug_ins.forward_begins:  # steps have the same numbers on all ranks
+            act(schedule)
+        with schedule.plug_ins.span(SpanKind.HELP, None, (schedule.root,)):
             try:
                 self._follower.follow(leader)
             except BaseException as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import ValueSeam, ValueWatcher, check_flag, clean_fqn, encloses, value_watchers, walk
+from fsdp_wrap._core import Order, PlugIn, ValueSeam, check_flag, clean_fqn, encloses, everywhere, walk
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
@@ -62,8 +62,10 @@ def find_nonfinite(model: nn.Module, *, modules: bool = True, gradients: bool = 
     finder.meet_all()
 
 
-class Finder(ValueWatcher):
+class Finder(PlugIn):
     """Looks at the values of a model's steps, and meets the other ranks."""
+
+    order = Order.VALUES
 
     def __init__(self, model: nn.Module, modules: bool, gradients: bool) -> None:
         self._units = idle_units(model, "find_nonfinite()")
@@ -92,8 +94,8 @@ class Finder(ValueWatcher):
     def looking(self) -> Iterator[None]:
         """Looks while the context is open; adds to an error that leaves it what this rank has found."""
         with ExitStack() as undo:
-            value_watchers.append(self)
-            undo.callback(value_watchers.remove, self)
+            everywhere.attach(self)
+            undo.callback(everywhere.detach, self)
             if self._gradients:
                 undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
             if self._modules is not None:
@@ -109,7 +111,7 @@ class Finder(ValueWatcher):
 
     # meetings
 
-    def begin(self, schedule: Schedule) -> None:
+    def forward_begins(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
             if all_begin(schedule):
                 self._meet(schedule)
@@ -118,7 +120,7 @@ class Finder(ValueWatcher):
             if self._modules is not None:
                 self._modules.restart()
 
-    def end(self, schedule: Schedule) -> None:
+    def backward_ends(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
             self._meet(schedule)
 
@@ -143,7 +145,7 @@ class Finder(ValueWatcher):
 
     # looks
 
-    def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
         if seam is ValueSeam.REDUCED:
             if self._gradients and values[0] is not None:
                 self._look_at_reduced(owner, values[0])

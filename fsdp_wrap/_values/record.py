@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
@@ -107,8 +107,10 @@ def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
     return files.Header(rank, ranks, contributors, copies, torch.__version__)
 
 
-class ShardedSeams(ValueWatcher):
+class ShardedSeams(PlugIn):
     """Records the values that the runtime tells of."""
+
+    order = Order.VALUES
 
     def __init__(self, units: dict[Unit, str], rows: Rows) -> None:
         self._units, self._rows = units, rows
@@ -118,22 +120,22 @@ class ShardedSeams(ValueWatcher):
 
     def open(self) -> None:
         """Begins to look."""
-        value_watchers.append(self)
+        everywhere.attach(self)
 
     def close(self) -> None:
         """Ends looking."""
-        value_watchers.remove(self)
+        everywhere.detach(self)
 
     def params(self) -> Iterable[nn.Parameter]:
         """Returns the sharded parameters."""
         return (param for unit in self._units for layout in unit.layouts for param in layout.sharded_params)
 
-    def begin(self, schedule: Any) -> None:
+    def forward_begins(self, schedule: Any) -> None:
         if schedule in self._schedules:
             self._layouts = {each: unit for unit in self._units for each in unit.layouts}
             self._rows.begin_pass(torch.is_grad_enabled())
 
-    def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
         if not self._rows.recording:
             return
         if seam is ValueSeam.REDUCED:

@@ -25,7 +25,6 @@ from fsdp_wrap._core import (
     count_step,
     counted_before,
     reason_against_pieces,
-    span,
     warn_caller,
     warn_of_lost_decay,
 )
@@ -257,7 +256,8 @@ class BackwardSteps:
 
     def _apply(self, unit: Unit, *work: Any) -> None:
         """Updates a unit, as `_clip_and_step` says."""
-        with span(SpanKind.UPDATE, unit.fqn, None, (unit,), beside=self._lane is not None), counted_before():
+        beside = self._lane is not None
+        with unit.plug_ins.span(SpanKind.UPDATE, None, (unit,), beside=beside), counted_before():
             self._clip_and_step(unit.name, *work)
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from bed.patience import until
 from fronts import either_front, shard
 from fsdp_wrap import CPUOffload, EventKind, record_events, timeline, uneven
 from fsdp_wrap._comm import messages
-from fsdp_wrap._core import Computing, step_watchers
+from fsdp_wrap._core import Computing, Phase, everywhere
 from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.tools.timeline import Timeline, load, merge
 from fsdp_wrap.tools.timeline import recorder as recorder_module
@@ -103,7 +103,7 @@ def test_a_trace_holds_what_events_tell(rank, world_size, tmp_path, front, memor
         with timeline(model) as recorded, record_events() as events:
             for _ in range(STEPS):
                 step()
-        assert step_watchers == []
+        assert not everywhere.see_spans
         recorded.save(tmp_path / f"{rank}.json.gz")
         processes, flows = _checked(_events_in(tmp_path / f"{rank}.json.gz"))
     assert [*processes] == [0, 1]
@@ -163,7 +163,7 @@ class _Clock:
 
     def patched(self):
         """Lets timelines go by this clock."""
-        begin, end, patches = TimelineRecorder.begin, TimelineRecorder.end, ExitStack()
+        begin, end, patches = TimelineRecorder.span_begins, TimelineRecorder.span_ends, ExitStack()
 
         def begun(recorder, span):
             begin(recorder, span)
@@ -174,7 +174,7 @@ class _Clock:
                 self._meet()
             end(recorder, span)
 
-        patches.enter_context(mock.patch.multiple(TimelineRecorder, begin=begun, end=ended))
+        patches.enter_context(mock.patch.multiple(TimelineRecorder, span_begins=begun, span_ends=ended))
         for module in (recorder_module, recording_module):
             patches.enter_context(mock.patch.object(module, "perf_counter_ns", self))
         return patches
@@ -319,7 +319,7 @@ def test_wrong_uses(rank, world_size):
     with pytest.raises(ZeroDivisionError), timeline(model) as recorded:
         step()
         raise ZeroDivisionError
-    assert step_watchers == [] and len(recorded.ranks) == 1 and recorded.ranks[0].transfers
+    assert not everywhere.see_spans and len(recorded.ranks) == 1 and recorded.ranks[0].transfers
 
 
 def test_files_that_are_no_timelines(tmp_path):
@@ -466,17 +466,17 @@ def test_units_are_ranges_of_the_profiler(rank, world_size):
         assert names[f"fsdp_wrap: reduce {unit}"] == 1
     assert names["fsdp_wrap: backward blocks.0"] == names["fsdp_wrap: await gather blocks.0"] - 1 == 1
     step()
-    assert step_watchers == []  # as before: at no cost
+    assert not everywhere.see_spans  # as before: at no cost
 
 
 def test_backwards_that_are_told_late_to_be_over():
     """A unit's backward ends where that of the next one begins, though it is told to be over only then."""
     root, first, second = object(), object(), object()
     recorder = TimelineRecorder({root: "", first: "0", second: "1"}, [], None)
-    for unit, name in ((root, ""), (second, "1"), (first, "0")):
-        recorder.enter(unit, name, Computing.BACKWARD)
-    for unit, name in ((second, "1"), (first, "0"), (root, "")):
-        recorder.leave(unit, name, Computing.BACKWARD)
+    for unit in (root, second, first):
+        recorder.computes(unit, Computing.BACKWARD)
+    for unit in (second, first, root):
+        recorder.backward_over(unit, Phase.BACKWARD)
     outer, before, after = Assembler(recorder, perf_counter_ns()).track.closed(perf_counter_ns())
     assert [outer.unit, before.unit, after.unit] == ["", "1", "0"]
     assert outer.begin <= before.begin < before.end <= after.begin < after.end <= outer.end

@@ -21,7 +21,7 @@ from composable import shard_blocks
 from fronts import FULL, assert_same_grads, assert_same_values, each_front, full_grads, shard, squares, twins
 from fsdp_wrap import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap import comm_hooks as hooks
-from fsdp_wrap._core import StepWatcher, appended, step_watchers
+from fsdp_wrap._core import Phase, PlugIn, everywhere
 from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.optim import Muon, step_in_backward
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler
@@ -160,16 +160,19 @@ def test_ranks_of_one_tensor_parallel_group_have_their_batches_together(rank, wo
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad / sum(batches), **CLOSE)
 
 
-class Held(StepWatcher):
+class Held(PlugIn):
     """The most bytes of full parameters at one time, and of how many units."""
 
     def __init__(self) -> None:
         self.units: dict[Any, int] = {}
         self.most = 0
 
-    def hold(self, owner: Any, unit: str, nbytes: int) -> None:
-        self.units[owner] = self.units.get(owner, 0) + nbytes
+    def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
+        self.units[unit] = self.units.get(unit, 0) + nbytes
         self.most = max(self.most, sum(map(bool, self.units.values())))
+
+    def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
+        self.units[unit] -= nbytes
 
 
 @each_front
@@ -177,7 +180,7 @@ class Held(StepWatcher):
 def test_a_rank_without_a_batch_holds_two_units_at_most(rank, world_size, front):
     model = squares(front, units=6)
     held = Held()
-    with appended(step_watchers, held), uneven(model) as work:
+    with everywhere.having(held), uneven(model) as work:
         for _ in range(2 * rank):
             model(torch.randn(2, 150)).sum().backward()
     assert work.passes_helped == 2 * (1 - rank)

@@ -69,9 +69,9 @@ class ThreadPeers:
 class _OwnLeader(Leader):
     """Hears the spans of its own thread alone."""
 
-    def begin(self, span: Span) -> None:
+    def span_begins(self, span: Span) -> None:
         if span.owners[0] in self._places:
-            super().begin(span)
+            super().span_begins(span)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import apart
 from bed import ranks
 from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import Audit, Corruption, CorruptionError, CPUOffload, MixedPrecision, ShardingStrategy, audit
-from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
 from fsdp_wrap._values.statistics import bit_sums, block_sums, changed_place
@@ -112,14 +112,15 @@ def pieces_of(layout: Any) -> list[torch.Tensor]:
     return [each.data for each in layout.intervals() if each.data.numel()]
 
 
-class Fault(ValueWatcher):
+class Fault(PlugIn):
     """Flips one bit at a seam of a unit, before others look, or after a reduce buffer was looked at."""
 
     def __init__(self, kind: str, unit: Any, draw: random.Random) -> None:
         self.kind, self.unit, self.draw, self.size = kind, unit, draw, 0.0
+        self.order = Order.VALUES if kind.endswith("sent") else -1
         self._layout = draw.choice([each for each in unit.layouts if pieces_of(each)] or [None])
 
-    def see(self, owner: Any, seam: ValueSeam, values: Any) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
         if self.size or (owner is not self.unit and owner not in self.unit.layouts):
             return
         target, again = None, graph_task() != -1
@@ -205,9 +206,8 @@ def faulty_step(kind: str, draw: random.Random, model: nn.Module, optimizer: Any
         step(model, optimizer)
         unit = fault.unit
     else:
-        value_watchers.insert(len(value_watchers) * kind.endswith("sent"), fault)
-        step(model, optimizer)
-        value_watchers.remove(fault)
+        with everywhere.having(fault):
+            step(model, optimizer)
     told = gather_objects((tree._units[fault.unit], fault.size))
     name, size = told[culprit]
     return Outcome(kind, culprit, name, size, watch.findings)
@@ -367,11 +367,8 @@ def test_all_ranks_raise_one_error_and_train_on(rank, world_size):
     with pytest.raises(CorruptionError) as caught, audit(model, every=1, on_fault="raise"):
         step(model, optimizer)
         fault = Fault("gather, forward" if rank else "", inner(model).blocks[1]._unit, random.Random(3))
-        value_watchers.insert(0, fault)
-        try:
+        with everywhere.having(fault):
             step(model, optimizer)
-        finally:
-            value_watchers.remove(fault)
     first = caught.value.first
     assert (first.rank, first.unit, first.phase, first.count, first.step) == (1, "blocks.1", "gather", 1, 1)
     told = gather_objects(str(caught.value))
@@ -429,13 +426,13 @@ def test_an_audit_changes_no_number_and_looks_at_drawn_steps_alone(rank, world_s
         watch = audit(model, every=4, seed=3) if audits else None
         for number in range(16):
             step(model, optimizer)
-            if audits and value_watchers:
+            if audits and everywhere.sees:
                 calls.append(number)
         if watch is not None:
             drawn, steps = calls, watch.steps
             watch.remove()
         finals.append([param.detach().clone() for param in model.parameters()])
-    assert value_watchers == []
+    assert not everywhere.sees
     assert all(torch.equal(one, other) for one, other in zip(*finals))
     assert steps in (3, 4) and len(drawn) <= 8
 

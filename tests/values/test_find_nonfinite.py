@@ -24,7 +24,7 @@ from fsdp_wrap import (
     find_nonfinite,
     reproducible,
 )
-from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._core import PlugIn, ValueSeam, everywhere
 from fsdp_wrap._values.looks import Looks, Origin, Spot
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -168,13 +168,15 @@ def test_what_a_backward_makes_is_named(rank, world_size, modules):
     assert [(each.rank, each.phase) for each in error.also] == [(1 - CULPRIT, "reduced gradient")]
 
 
-class Spoiler(ValueWatcher):
+class Spoiler(PlugIn):
     """Spoils one element at a seam of a unit, before others look."""
+
+    order = -1
 
     def __init__(self, seam: ValueSeam, unit: str) -> None:
         self._seam, self._unit, self.done = seam, unit, False
 
-    def see(self, owner: Any, seam: ValueSeam, values: Any) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
         if self.done or seam is not self._seam:
             return
         if seam is ValueSeam.REDUCED:
@@ -190,11 +192,11 @@ class Spoiler(ValueWatcher):
 @contextmanager
 def spoiling(seam: ValueSeam, unit: str = "blocks.1") -> Iterator[None]:
     spoiler = Spoiler(seam, unit)
-    value_watchers.insert(0, spoiler)
+    everywhere.attach(spoiler)
     try:
         yield
     finally:
-        value_watchers.remove(spoiler)
+        everywhere.detach(spoiler)
     assert spoiler.done
 
 

@@ -16,7 +16,7 @@ from bed import ranks, run_ranks
 from composable import shard_blocks
 from fronts import no_sync, shard, shard_columns
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, record_values, uneven
-from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
 from fsdp_wrap._values import files
 from fsdp_wrap._values.command import report
 from fsdp_wrap._values.compare import Run
@@ -62,13 +62,12 @@ def train(
     factor: float = 1.0,
     units: Any = (),
     every: int = 1,
-    fault: ValueWatcher | None = None,
-    late: bool = False,
+    fault: PlugIn | None = None,
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with record_values(model, folder, every, units=units):
         if fault is not None:
-            value_watchers.insert(len(value_watchers) * late, fault)
+            everywhere.attach(fault)
         for step in range(steps):
             *first, last = own(step)
             for x in first:
@@ -186,17 +185,18 @@ def test_steps_have_one_number_on_all_ranks_though_one_has_no_batch(tmp_path):
             )
 
 
-class Fault(ValueWatcher):
+class Fault(PlugIn):
     """Changes values at a seam of `blocks.1` in the second step, on the second rank."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._steps = kind, 0
+        self.order = Order.VALUES if kind == "missing sum" else -1  # after the record has looked
         self._stale: list[torch.Tensor] = []
 
-    def begin(self, schedule: Any) -> None:
+    def forward_begins(self, step: Any) -> None:
         self._steps += 1
 
-    def see(self, owner: Any, seam: ValueSeam, values: Any) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
         now = self._steps == 2
         if seam is ValueSeam.REDUCED:
             if now and self._kind == "missing division" and "up.weight" in owner.fqns:
@@ -217,13 +217,11 @@ def _faulty(rank: int, world_size: int, folder: str, kind: str, front: str) -> N
         torch.manual_seed(step + 100 * (kind == "dropout" and rank == step == 1))
         return [batches(step + (kind == "input" and step == 1), world_size)[rank]]
 
-    fault, late = Fault(kind), kind == "missing sum"  # after the record has looked
+    fault = Fault(kind)
     try:
-        train(
-            made(front, Dropping), folder, own, factor=1.01 if kind == "loss" else 1.0, fault=fault, late=late
-        )
+        train(made(front, Dropping), folder, own, factor=1.01 if kind == "loss" else 1.0, fault=fault)
     finally:
-        value_watchers.remove(fault)
+        everywhere.detach(fault)
 
 
 VERDICTS = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import ValueSeam, ValueWatcher, value_watchers
+from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit
@@ -35,7 +35,7 @@ class _Told(NamedTuple):
     refused: str
 
 
-class TreeAudit(ValueWatcher):
+class TreeAudit(PlugIn):
     """Audits drawn steps of one tree.
 
     Args:
@@ -49,6 +49,8 @@ class TreeAudit(ValueWatcher):
     Attributes:
         audited: Number of audited steps that have ended.
     """
+
+    order = Order.VALUES
 
     def __init__(
         self,
@@ -100,14 +102,14 @@ class TreeAudit(ValueWatcher):
         drawn = self._is_drawn()
         if not drawn:
             self._armed.close()
-        elif self not in value_watchers:
-            value_watchers.append(self)
-            self._armed.callback(value_watchers.remove, self)
+        elif self not in everywhere.attached:
+            everywhere.attach(self)
+            self._armed.callback(everywhere.detach, self)
             self._armed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
 
     def end_step(self) -> None:
         """Notes that parameters were updated."""
-        if self in value_watchers:
+        if self in everywhere.attached:
             self._stepped = True
         else:
             self._number += 1
@@ -167,13 +169,13 @@ class TreeAudit(ValueWatcher):
     # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
     # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
 
-    def begin(self, schedule: Any) -> None:
+    def forward_begins(self, schedule: Any) -> None:
         if schedule is not self._schedule:
             return
         all_run = all_begin(schedule)
         if all_run and self._stepped:
             self._end_step()
-            if self not in value_watchers:
+            if self not in everywhere.attached:
                 return
         self._trains = all_run and torch.is_grad_enabled()
         if self._trains:
@@ -197,11 +199,11 @@ class TreeAudit(ValueWatcher):
         self._drawn = "" if unit is None else self._units[unit]
         self._twice.draw(unit)
 
-    def compute(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         if self._looks_on and graph_task() == -1 and current_transform() is None:
             self._twice.begin(unit, compute, args, kwargs)
 
-    def see(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
+    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
         if not self._looks_on:
             return
         if owner in self._layouts:
@@ -216,11 +218,11 @@ class TreeAudit(ValueWatcher):
             elif seam is ValueSeam.OUTPUTS and graph_task() == -1:
                 self._twice.take_outputs(owner, [each for each in values if each is not None])
 
-    def send(self, layout: Any, full: torch.Tensor) -> None:
+    def sends(self, layout: Any, full: torch.Tensor) -> None:
         if self._looks_on and layout in self._layouts:
             self._reductions.send(*self._layouts[layout], full)
 
-    def end(self, schedule: Any) -> None:
+    def backward_ends(self, schedule: Any) -> None:
         if schedule is self._schedule and self._begun and all_here(schedule):
             self._meet()
 

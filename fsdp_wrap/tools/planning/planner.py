@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import PlannedRounds, planned_rounds, resize_watchers
-from fsdp_wrap._core import appended, step_watchers, tells_keywords
+from fsdp_wrap._core import everywhere, tells_keywords
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
 from fsdp_wrap._params import Layout, to_local
 from fsdp_wrap._runtime import Unit, units_in
@@ -162,8 +162,9 @@ class _Planner:
     def watching(self) -> Iterator[None]:
         """Runs tensors without values, and records the runtime."""
         with ExitStack() as stack:
-            stack.enter_context(appended(resize_watchers, self._recorder.resized))
-            stack.enter_context(appended(step_watchers, self._recorder))
+            resize_watchers.append(self._recorder.resized)
+            stack.callback(resize_watchers.remove, self._recorder.resized)
+            stack.enter_context(everywhere.having(self._recorder))
             fake = FakeDevice(self._ledger, self._dispatch)
             stack.enter_context(fake.autocast.followed(self._device_type))
             stack.enter_context(fake.in_hooks())
@@ -287,7 +288,7 @@ class _Planner:
             parameters=sum(map(_full_numel, layouts)),
             shard_bytes=sum(layout.shard_numel * layout.dtype.itemsize for layout in layouts),
             gathered_bytes=gathered_bytes(unit),
-            gathers=self._recorder.gathers[name],
+            gathers=self._recorder.gather_counts[name],
             reductions=self._recorder.reductions[name],
             payload_bytes=self._recorder.payload[name],
             activation_bytes=self._recorder.activations[name],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
+from fsdp_wrap._core import Computing, Phase, PlugIn, Span, SpanKind
 from fsdp_wrap._core.torch_private import copying_operators, groups_alive, pytree
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.figures import BACKWARD, FORWARD, HELP, OPTIMIZER, STEP, Place
@@ -107,11 +107,11 @@ class Wait:
     unit: str
 
 
-class PlanRecorder(StepWatcher):
-    """A `StepWatcher` that also sees the operators, and tells the ledger the place in the step.
+class PlanRecorder(PlugIn):
+    """A plug-in that also sees the operators, and tells the ledger the place in the step.
 
-    `names` are the units' by identity; other units have their own `fqn`. `gathers`, `reductions`, `payload`
-    (bytes of full buffers) and `activations` (bytes held when a backward begins) are by unit.
+    `names` are the units' by identity; other units have their own `fqn`. `gather_counts`, `reductions`,
+    `payload` (bytes of full buffers) and `activations` (bytes held when a backward begins) are by unit.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -128,7 +128,7 @@ class PlanRecorder(StepWatcher):
         """Forgets the recorded step."""
         self.entries: list[Work | Wait] = []
         self.collectives: list[CollectiveCall] = []
-        self.gathers: Counter[str] = Counter()
+        self.gather_counts: Counter[str] = Counter()
         self.reductions: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
         self.activations: Counter[str] = Counter()
@@ -162,36 +162,38 @@ class PlanRecorder(StepWatcher):
     def _name(self, owner: Any) -> str:
         return self.names.get(id(owner), str(owner.fqn))
 
-    def enter(self, owner: Any, unit: str, what: Computing) -> None:
+    def computes(self, unit: Any, what: Computing) -> None:
         if what is Computing.BACKWARD:  # of a group of modules it begins with each, and ends once
-            self._computing = [each for each in self._computing if each != (owner, what)]
-        self._computing.append((owner, what))
+            self._computing = [each for each in self._computing if each != (unit, what)]
+        self._computing.append((unit, what))
         if what is Computing.BACKWARD and self._last is Computing.FORWARD:
             self.activations |= self._ledger.activations()
         self._last = what
         self._follow()
         if what is Computing.BACKWARD:
-            self._await_arrivals(owner)
+            self._await_arrivals(unit)
 
     def _await_arrivals(self, owner: Any) -> None:
         """Notes that a unit's backward waits for its activations from the host."""
         for ticket in self._arrivals.pop(id(owner), ()):
             self.entries.append(Wait(ticket, self._ledger.visit, self._name(owner)))
 
-    def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        if what is Computing.BACKWARD:  # whose copies came too late for its beginning
-            self._await_arrivals(owner)
-        if (owner, what) in self._computing:
-            self._computing.remove((owner, what))
+    def computed(self, unit: Any, what: Computing) -> None:
+        if (unit, what) in self._computing:
+            self._computing.remove((unit, what))
         self._follow()
 
-    def begin(self, span: Span) -> None:
+    def backward_over(self, unit: Any, phase: Phase) -> None:
+        self._await_arrivals(unit)  # whose copies came too late for its beginning
+        self.computed(unit, Computing.BACKWARD)
+
+    def span_begins(self, span: Span) -> None:
         ticket = self._next_ticket = self._next_ticket + 1
         self._spans.append((span, ticket))
         self._follow()
         gathers = span.kind in (SpanKind.GATHER, SpanKind.AWAIT_GATHER)
         if span.kind in (SpanKind.GATHER, SpanKind.REDUCE):
-            counts = self.gathers if gathers else self.reductions
+            counts = self.gather_counts if gathers else self.reductions
             for owner in span.owners:
                 self._tickets[id(owner), gathers] = ticket
                 counts[self._name(owner)] += 1
@@ -202,7 +204,7 @@ class PlanRecorder(StepWatcher):
         elif span.kind is SpanKind.AWAIT_COPIES:
             self.entries.append(Wait(ALL_COPIES, self._ledger.visit, ""))
 
-    def end(self, span: Span) -> None:
+    def span_ends(self, span: Span) -> None:
         if self._messages:
             messages, self._messages = self._messages, []
             size, received = len(messages[0].ranks), sum(each.received for each in messages)

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_wrap._comm import Accelerator, when_completed
-from fsdp_wrap._core import Computing, Span, SpanKind, StepWatcher
+from fsdp_wrap._core import Computing, Phase, PlugIn, Span, SpanKind
 
 
 class RecordKind(Enum):
@@ -59,8 +59,8 @@ class HostUpdate(NamedTuple):
     end: int
 
 
-class TimelineRecorder(StepWatcher):
-    """A `StepWatcher` that logs the units in `names`, and optimizers that step one of `params`.
+class TimelineRecorder(PlugIn):
+    """A plug-in that logs the units in `names`, and optimizers that step one of `params`.
 
     `completed` has the completion times of each span's works, and `works` their number. `base` is one moment
     as the host's clock and as a timing event; None on a CPU.
@@ -107,9 +107,9 @@ class TimelineRecorder(StepWatcher):
         events = self._events or repeat(None)
         return map(TimelineRecord, self._at, events, self._kinds, self._subjects, self._details)
 
-    # as a StepWatcher
+    # moments
 
-    def begin(self, span: Span) -> None:
+    def span_begins(self, span: Span) -> None:
         if not span.owners or span.owners[0] not in self.names:
             return
         running = self._running.setdefault(get_ident(), [])
@@ -119,7 +119,7 @@ class TimelineRecorder(StepWatcher):
         elif not running[0].beside:  # two threads must not write to one log
             self._note(RecordKind.BEGIN, span)
 
-    def end(self, span: Span) -> None:
+    def span_ends(self, span: Span) -> None:
         running = self._running.get(get_ident())
         if not running or running[-1] is not span:
             return
@@ -129,17 +129,24 @@ class TimelineRecorder(StepWatcher):
         elif not running or not running[0].beside:
             self._note(RecordKind.END, span)
 
-    def enter(self, owner: Any, unit: str, what: Computing) -> None:
-        if owner in self.names:
-            self._note(RecordKind.ENTER, owner, what)
+    def computes(self, unit: Any, what: Computing) -> None:
+        if unit in self.names:
+            self._note(RecordKind.ENTER, unit, what)
 
-    def leave(self, owner: Any, unit: str, what: Computing) -> None:
-        if owner in self.names:
-            self._note(RecordKind.LEAVE, owner, what)
+    def computed(self, unit: Any, what: Computing) -> None:
+        if unit in self.names:
+            self._note(RecordKind.LEAVE, unit, what)
 
-    def hold(self, owner: Any, unit: str, nbytes: int) -> None:
-        if owner in self.names:
-            self._note(RecordKind.HOLD, owner, nbytes)
+    def backward_over(self, unit: Any, phase: Phase) -> None:
+        self.computed(unit, Computing.BACKWARD)
+
+    def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
+        if unit in self.names:
+            self._note(RecordKind.HOLD, unit, nbytes)
+
+    def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
+        if unit in self.names:
+            self._note(RecordKind.HOLD, unit, -nbytes)
 
     def issued(self, works: Sequence[Any]) -> None:
         running = self._running.get(get_ident())

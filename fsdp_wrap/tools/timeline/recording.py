@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from fsdp_wrap._comm import accelerator_of, all_gather_object, default_group
-from fsdp_wrap._core import appended, step_watchers
+from fsdp_wrap._core import everywhere
 from fsdp_wrap._core.torch_private import default_store
 from fsdp_wrap._runtime import handles_of
 from fsdp_wrap.tools.memory import explain_memory_errors
@@ -134,7 +134,7 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     begin, failed = perf_counter_ns(), True
     recorder.follow_optimizers()
     try:
-        with appended(step_watchers, recorder), explain_memory_errors(models):
+        with everywhere.having(recorder), explain_memory_errors(models):
             yield recorded
         failed = False
     finally:

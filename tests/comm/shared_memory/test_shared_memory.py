@@ -42,7 +42,7 @@ from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.lending import Lending, Lent
 from fsdp_wrap._comm.shared_memory.memory import HEADER, PeerMemory, SharedBuffer, SharedMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import wait_until
-from fsdp_wrap._core.events import EventKind, record_events
+from fsdp_wrap._core import EventKind, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 CPU = torch.device("cpu")

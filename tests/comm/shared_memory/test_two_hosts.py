@@ -24,7 +24,7 @@ from fsdp_wrap._comm.messages import ExchangeCommunicator
 from fsdp_wrap._comm.shared_memory.automatic import AutomaticCommunicator
 from fsdp_wrap._comm.shared_memory.rendezvous import ranks_on_each
 from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
-from fsdp_wrap._core.events import record_events
+from fsdp_wrap._core import record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
 WORLD_SIZE = 4

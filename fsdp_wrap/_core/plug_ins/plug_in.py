@@ -1,0 +1,255 @@
+"""`PlugIn`: the one way to attach something to the steps of models.
+
+A step calls the moments that plug-ins override, and no others: without plug-ins it enters no frame for them.
+`everywhere` holds the plug-ins of all steps of this process. Each step holds its own besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
+
+
+class Order(IntEnum):
+    """The order of plug-ins at one moment, the first ones first."""
+
+    VALUES = 0
+    """Looks at values before anyone else may change them, and raises before others note a step."""
+    LEADER = 1
+    """Tells joined ranks of a collective before this rank issues it."""
+    EVENTS = 2
+    """Calls functions of users, which may raise: after what keeps ranks together."""
+    RANGES = 3
+    """Ranges of the profiler enclose only what the recorders below note."""
+    RECORDS = 4
+    """Takes times last, so that the work of the others is not in them."""
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """One activity of the runtime, as a context; plug-ins get the same object at its beginning and end.
+
+    Attributes:
+        kind: Kind of activity.
+        unit: Fully qualified name of the (first) unit, "" for the root.
+        phase: Phase of the iteration; None if unknown.
+        owners: The units as objects: units of two models may have equal names. Several share a collective.
+        nbytes: Bytes of the buffers on this rank; set by the end of the span for a reduction.
+        beside: Whether it runs in a thread of its own, concurrently with computation.
+        plug_ins: Those that see it.
+    """
+
+    kind: SpanKind
+    unit: str
+    phase: Phase | None
+    owners: Sequence[Any]
+    nbytes: int
+    beside: bool
+    plug_ins: PlugIns
+
+    def __enter__(self) -> Span:
+        for act in self.plug_ins.span_begins:
+            act(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for act in self.plug_ins.span_ends:
+            act(self)
+
+
+class NoSpan:
+    """Null object in place of a span that no plug-in sees."""
+
+    nbytes = 0  # written, never read
+
+    # Functions of C that take anything, and give nothing: a step without plug-ins enters no frame for them.
+    __enter__: Callable[..., Any] = staticmethod(dict)
+    __exit__: Callable[..., Any] = staticmethod("".format)
+
+
+NO_SPAN = NoSpan()
+
+
+class PlugIn:
+    """Something that attaches to steps: a base of which no moment does anything.
+
+    Moments are called in the thread in which they happen. Of a step that began before the plug-in was
+    attached, it sees the rest: an end without its beginning.
+
+    Attributes:
+        order: Its place among other plug-ins.
+    """
+
+    order: int = Order.RECORDS
+
+    # of a step
+
+    def forward_begins(self, step: Any) -> None:
+        """An outermost forward begins, or one of other ranks in which this one takes part (`uneven`).
+
+        Nothing of it was gathered. It may communicate where all ranks run the forward, and may raise.
+        """
+
+    def backward_ends(self, step: Any) -> None:
+        """A backward has ended: its reductions too, unless they wait for a later one.
+
+        It may communicate where all ranks run the backward, and may raise.
+        """
+
+    # of a unit
+
+    def computes(self, unit: Any, what: Computing) -> None:
+        """A unit begins to compute; other units may begin before it ends. Its parameters are full."""
+
+    def computed(self, unit: Any, what: Computing) -> None:
+        """A unit's forward, or its recomputation, is over, perhaps by an error."""
+
+    def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """A unit is about to call `compute(*args, **kwargs)`, with its full parameters shown."""
+
+    def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
+        """The all-gather of a unit was issued, into `nbytes` of new memory.
+
+        `together` names the units that share it; empty for a unit alone.
+        """
+
+    def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
+        """A unit's full parameters were freed, `nbytes` of memory."""
+
+    def reduces(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
+        """The reduction of a unit's gradients, `nbytes` of them, was issued; `together` as in `gathers`."""
+
+    def backward_over(self, unit: Any, phase: Phase) -> None:
+        """A unit's backward is over: several times for some backwards, never for failed ones."""
+
+    # of work
+
+    def span_begins(self, span: Span) -> None:
+        """The runtime begins to issue, to wait or to update; spans of one thread nest."""
+
+    def span_ends(self, span: Span) -> None:
+        """The span is over, perhaps by an error."""
+
+    def issued(self, works: Sequence[Any]) -> None:
+        """The running span has issued collectives; `works` are their `Work` objects."""
+
+    def on_lane(self, purpose: str, begin: Any, end: Any) -> None:
+        """Work was issued on a stream of an accelerator.
+
+        Args:
+            purpose: Purpose of the stream: "gather", "reduce", "to device", "to host", or of activations.
+            begin: Timing event before the work.
+            end: Timing event after the work.
+        """
+
+    # of values, which must stay as they are
+
+    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
+        """Values pass a seam of the step.
+
+        Args:
+            owner: The unit, or the layout.
+            seam: Place in the step.
+            values: None of `PARAMETERS` and `GRADIENTS`, which the leaves of the unit hold.
+        """
+
+    def sends(self, layout: Any, full: torch.Tensor) -> None:
+        """A reduce buffer is complete, as it will be sent."""
+
+
+MOMENTS = tuple(name for name, value in vars(PlugIn).items() if callable(value))
+"""The names of the moments."""
+
+Moment = tuple[Callable[..., None], ...]
+"""The methods to call at a moment, in their order."""
+
+
+class PlugIns:
+    """The plug-ins of a step, or of all steps: an attribute for each moment has the methods to call.
+
+    Args:
+        above: Plug-ins that count here, too; None for none.
+
+    Attributes:
+        attached: All plug-ins, in their order.
+        see_spans: Whether any of them sees spans.
+    """
+
+    forward_begins: Moment
+    backward_ends: Moment
+    computes: Moment
+    computed: Moment
+    runs: Moment
+    gathers: Moment
+    sharded: Moment
+    reduces: Moment
+    backward_over: Moment
+    span_begins: Moment
+    span_ends: Moment
+    issued: Moment
+    on_lane: Moment
+    sees: Moment
+    sends: Moment
+
+    def __init__(self, above: PlugIns | None = None) -> None:
+        self._own: list[PlugIn] = []
+        self.attached: tuple[PlugIn, ...] = ()
+        self._above, self._below = above, WeakSet[PlugIns]()
+        if above is not None:
+            above._below.add(self)
+        self._collect()
+
+    def attach(self, plug_in: PlugIn) -> None:
+        """Attaches a plug-in, after those that have the same place."""
+        self._own.append(plug_in)
+        self._collect()
+
+    def detach(self, plug_in: PlugIn) -> None:
+        """Detaches a plug-in; what runs now may call it once more."""
+        self._own.remove(plug_in)
+        self._collect()
+
+    @contextmanager
+    def having(self, plug_in: PlugIn) -> Iterator[None]:
+        """Attaches a plug-in while the context is open."""
+        self.attach(plug_in)
+        try:
+            yield
+        finally:
+            self.detach(plug_in)
+
+    def span(
+        self,
+        kind: SpanKind,
+        phase: Phase | None,
+        units: Sequence[Any],
+        nbytes: int = 0,
+        beside: bool = False,
+    ) -> Span | NoSpan:
+        """Returns a span of units as a context, the issuing one first; `NO_SPAN` if no plug-in sees spans."""
+        if not self.see_spans:
+            return NO_SPAN
+        return Span(kind, units[0].fqn, phase, units, nbytes, beside, self)
+
+    def _collect(self) -> None:
+        above = () if self._above is None else self._above.attached
+        self.attached = (*sorted((*above, *self._own), key=lambda plug_in: plug_in.order),)
+        for moment in MOMENTS:
+            base = getattr(PlugIn, moment)
+            overriding = (one for one in self.attached if getattr(type(one), moment) is not base)
+            setattr(self, moment, tuple(getattr(one, moment) for one in overriding))
+        self.see_spans = bool(self.span_begins or self.span_ends)
+        for below in self._below:
+            below._collect()
+
+
+everywhere = PlugIns()
+"""The plug-ins of all steps of this process."""
