@@ -246,9 +246,7 @@ class ParamHandle:
             batch: The unit's share of a gather that was issued for several units; none is issued then.
         """
         self._lasting_since = steps_taken() if lasting else -1
-        written = [*map(_WRITTEN, self.layouts)]  # `look` without its frame
-        if written != self.written:
-            self._change_values(written)
+        self.look()
         segments = self.segments
         self._in_place = batch is not None or self.post_forward_shards is not None
         if batch is not None:
@@ -510,16 +508,13 @@ class ParamHandle:
             over_replicas: Whether the sum over the replicas follows, and not only after the next reduction.
             counts_unused: Whether parameters that no rank used get gradients of zeros.
         """
-        segments, full, shards = [], [], []
-        for segment in self.segments:
-            if segment.trainable or segment.gradients.waits:  # `reduced_segments` without its frame
-                segments.append(segment)
-                full.append(segment.gradients.complete(counts_unused))
-                if self.sums is None:
-                    shards.append(self.communicator.empty(segment.layout.shard_numel, segment.dtypes.reduce))
+        segments = self.reduced_segments()
+        full = [segment.gradients.complete(counts_unused) for segment in segments]
         if self.sums is not None:
             self.reduction = self.sums.start(segments, full)
             return sum(map(_NBYTES, full))
+        empty = self.communicator.empty
+        shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
         pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
         if self.has_own_reduction or not self.transport.keeps_notes:
             ranks = self.communicator if self.communicator.size > 1 else self.replicas

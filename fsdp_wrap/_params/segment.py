@@ -219,7 +219,7 @@ class Segment:
         self.from_host = self.layout.from_host(self.dtypes.param) if self.full.temporary else None
         if self.from_host is not None:
             self.write_shard = partial(self.from_host.write, self._own)
-        elif self.full.temporary:  # a C function: no Python frame in each gather
+        elif self.full.temporary:
             self.write_shard = partial(self._own.copy_, self.shard, non_blocking=True)
 
     def train(self, wanted: Sequence[bool]) -> None:

@@ -57,9 +57,8 @@ class Arrivals:
     def begin(self) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
         self.progress, self.open_calls = Progress.UNREACHED, 0
-        self.needed_to_end = self.quarter_came = self.inputs_done = self.owes = False
-        self.missing = self._weights.copy()  # inlined `expect_all`: saves a call
-        self._to_come = self._next_stop = self._total
+        self.needed_to_end = self.inputs_done = self.owes = False
+        self.expect_all()
 
     def expect_all(self) -> None:
         """Expects all gradients anew."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from typing import Any, TypeVar
 
 import torch
@@ -284,11 +284,13 @@ class _PlainShards:
         written += chain.from_iterable(run.params for run in self._joint)
         written += [param for param in self._others if param.grad is not None]
         shards = [*self._shards, *(run.shard for run in self._joint)]
-        _set_all(shards, "grad", [*grads, *joint])
+        for shard, grad in zip(shards, [*grads, *joint]):
+            shard.grad = grad
         try:
             yield
         finally:
-            _set_all(shards, "grad", repeat(None))
+            for shard in shards:
+                shard.grad = None
             increment_version(written)
 
     def _local_gradients(self) -> list[torch.Tensor | None]:
@@ -366,10 +368,6 @@ def _params_in(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
 def _memory_of(params: Sequence[Any]) -> list[int]:
     locals_ = [*map(_LOCAL, params)]
     return [*map(id, locals_), *map(torch.Tensor.data_ptr, locals_)]
-
-
-def _set_all(params: Sequence[nn.Parameter], name: str, values: Iterable[Any]) -> None:
-    deque(map(setattr, params, repeat(name), values), maxlen=0)  # without a frame for each
 
 
 def _shard_of(param: Any) -> nn.Parameter:
