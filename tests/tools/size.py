@@ -1,20 +1,23 @@
-"""Measures the source of the package: lines by folder, import circles, doubled class names, docstrings.
+"""Measures the source of the package; it prints where to look next, and judges nothing.
 
-    python tests/tools/size.py [--docstrings]
+    python tests/tools/size.py [--statements]
 
-`--docstrings` lists the docstrings with a sentence that begins with What, Who, Whose, That, Those, As, Of or
-By which.
+Lines by folder, import circles, doubled class names, and what is long: classes, files and functions, in lines
+of code (no docstrings, comments or blank lines). Last, the share of the statements in functions of `_runtime`
+that a plain program enters: rank 0 of two builds the models of `walk.py`, with each of our front-ends, and
+takes four steps. `--statements` lists those that it does not enter.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -36,11 +39,11 @@ NOT_CORE = {
     *APART,
 }
 
-_BEGINNING = re.compile(
-    r"(?:\A|(?<=[.!?])\s+|\n\s*\n\s*|^\s*(?:[-*]|\w+:)\s+)"
-    r"[\"'`(*]*(?:What|Who|Whose|That|Those|As|Of|By\s+which)\b",
-    re.MULTILINE,
-)
+LONG_CLASS, MANY_METHODS, LONG_FILE, LONG_FUNCTION = 250, 25, 400, 60
+OF_TORCH = {"FullyShardedDataParallel", "FSDPModule"}
+"""Classes whose methods are torch's public API."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
@@ -68,19 +71,26 @@ def docstrings(path: Path) -> list[ast.Constant]:
     ]
 
 
-def lines_of(path: Path) -> tuple[int, int]:
-    """Returns how many lines of a file hold code, and how many a docstring or nothing but a comment."""
+@cache
+def code_lines(path: Path) -> set[int]:
+    """Returns the lines of a file that hold code: no docstrings, no comments alone, none that are blank."""
     documented = _lines_in(docstrings(path))
     strings = _lines_in(
         node for node in ast.walk(parse(path)) if isinstance(node, (ast.Constant, ast.JoinedStr))
     )
-    code, comments = 0, 0
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        begin = line.lstrip()[:1]
-        if number not in documented:
-            code += number in strings or begin not in ("", "#")
-            comments += number not in strings and begin == "#"
-    return code, len(documented) + comments
+    lines = enumerate(path.read_text().splitlines(), 1)
+    held = {number for number, line in lines if number in strings or line.lstrip()[:1] not in ("", "#")}
+    return held - documented
+
+
+def lines_of(path: Path) -> tuple[int, int]:
+    """Returns how many lines of a file hold code, and how many a docstring or nothing but a comment."""
+    documented, code = _lines_in(docstrings(path)), code_lines(path)
+    lines = enumerate(path.read_text().splitlines(), 1)
+    comments = [
+        number for number, line in lines if line.lstrip()[:1] == "#" and number not in code | documented
+    ]
+    return len(code), len(documented) + len(comments)
 
 
 def _lines_in(nodes: Iterable[ast.expr]) -> set[int]:
@@ -156,32 +166,69 @@ def doubled_classes() -> dict[str, list[Path]]:
     return {name: places[name] for name in sorted(places) if len(places[name]) > 1}
 
 
-def begins_obscurely(text: str) -> re.Match[str] | None:
-    """Finds the first sentence of a docstring that begins with one of these words."""
-    return _BEGINNING.search(text)
+def _length(path: Path, node: ast.stmt) -> int:
+    return len(code_lines(path).intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
 
 
-def obscure_docstrings() -> list[tuple[Path, int, str]]:
-    """Returns file, line and sentence of the docstrings that begin one with What, Who and so on."""
-    found = []
+def large() -> Iterator[str]:
+    """Yields classes, files and functions that are longer than they should be, each as a line of text."""
     for path in FILES:
-        for each in docstrings(path):
-            text = str(each.value)
-            match = begins_obscurely(text)
-            if match is not None:
-                line = each.lineno + text.count("\n", 0, match.end())
-                sentence = re.split(r"(?<=[.!?])\s|\n\s*\n", text[match.start() :].lstrip(), maxsplit=1)[0]
-                found.append((path, line, " ".join(sentence.split())))
+        if len(code_lines(path)) > LONG_FILE:
+            yield f"{_short(path)}: {len(code_lines(path))} lines"
+        for node in ast.walk(parse(path)):
+            if isinstance(node, Function) and _length(path, node) > LONG_FUNCTION:
+                yield f"{_short(path)}: {node.name}(): {_length(path, node)} lines"
+            elif isinstance(node, ast.ClassDef) and node.name not in OF_TORCH:
+                methods = sum(isinstance(member, Function) for member in node.body)
+                if methods > MANY_METHODS or _length(path, node) > LONG_CLASS:
+                    yield f"{_short(path)}: {node.name}: {_length(path, node)} lines, {methods} methods"
+
+
+class Statements(NamedTuple):
+    """The statements in a function, each as the lines that it begins with; those nested in it are its own."""
+
+    path: Path
+    name: str
+    headers: list[range]
+
+    def missed(self, entered: set[int]) -> list[int]:
+        """Returns the first lines of the statements that a program does not enter."""
+        return sorted(header.start for header in self.headers if entered.isdisjoint(header))
+
+
+def _header(statement: ast.stmt) -> range:
+    """Returns the lines that belong to a statement, and not to the statements in it."""
+    inner = [node.lineno for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)]
+    cases = [case.pattern.lineno for case in getattr(statement, "cases", ())]
+    end = min([*inner, *cases], default=(statement.end_lineno or 0) + 1)
+    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", ()))])
+    return range(first, max(end, statement.lineno + 1))
+
+
+def statements(folder: str) -> list[Statements]:
+    """Returns the statements in the functions of a folder, docstrings and declarations of names aside."""
+    found = []
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        documented = {node.lineno for node in docstrings(path)}
+        inside: dict[ast.stmt, ast.AST] = {}
+        for function in filter(lambda node: isinstance(node, Function), ast.walk(parse(path))):
+            headers = []
+            for node in ast.walk(function):
+                if isinstance(node, ast.stmt) and node is not function and node not in inside:
+                    inside[node] = function
+                    if node.lineno not in documented and not isinstance(node, ast.Global | ast.Nonlocal):
+                        headers.append(_header(node))
+            if headers:
+                found.append(Statements(path, getattr(function, "name", ""), headers))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--docstrings", action="store_true", help="list the docstrings that begin obscurely")
+    parser.add_argument("--statements", action="store_true", help="list what a plain program does not enter")
     options = parser.parse_args()
-    lines, obscure = lines_by_folder(), obscure_docstrings()
     print(f"{'folder':22}{'code':>8}{'docstrings and comments':>26}{'ratio':>8}")
-    for folder, (code, text) in lines.items():
+    for folder, (code, text) in lines_by_folder().items():
         print(f"{folder:22}{code:8}{text:26}{text / code:8.2f}")
     print("\nimport circles inside a folder, imports for types counted")
     for folder, found in circles().items():
@@ -192,10 +239,25 @@ def main() -> None:
     print(f"\nclass names in several files: {len(doubled)}")
     for name, paths in doubled.items():
         print(f"  {name}: {', '.join(map(_short, paths))}")
-    number = sum(len(docstrings(path)) for path in FILES)
-    print(f"\ndocstrings that begin a sentence with What, Who, That, As, Of ...: {len(obscure)} of {number}")
-    for path, line, sentence in obscure if options.docstrings else ():
-        print(f"  {_short(path)}:{line}: {sentence}")
+    print(f"\nlong: classes above {LONG_CLASS} lines or {MANY_METHODS} methods (torch's public API apart),")
+    print(f"files above {LONG_FILE} lines, functions above {LONG_FUNCTION}")
+    for line in large():
+        print(f"  {line}")
+    _print_share(options.statements)
+
+
+def _print_share(listed: bool) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tools.walk import lines_entered  # which needs torch
+
+    entered, all_of_them = lines_entered("_runtime"), statements("_runtime")
+    missed = [function.missed(entered.get(_short(function.path), set())) for function in all_of_them]
+    number = sum(len(function.headers) for function in all_of_them)
+    taken = number - sum(map(len, missed))
+    print(f"\nstatements of _runtime that a plain program enters: {taken} of {number}, {taken / number:.1%}")
+    for function, lines in zip(all_of_them, missed):
+        if listed and lines:
+            print(f"  {_short(function.path)}: {function.name}: lines {', '.join(map(str, lines))}")
 
 
 def _short(path: Path) -> str:

@@ -16,6 +16,7 @@ import gc
 import inspect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,45 @@ def _traced(function: Callable[[], Any], counted: str) -> tuple[Walk, Any]:
         for code in entered
     ]
     return Walk(names, calls), result
+
+
+def _lines_of_rank(rank: int, world_size: int, front: str, folder: str) -> dict[str, set[int]]:
+    """Traces a build and four steps; returns the lines that are entered in a folder, by file."""
+    (package,) = fsdp_wrap.__path__
+    entered: defaultdict[str, set[int]] = defaultdict(set)
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        name = frame.f_code.co_filename.removeprefix(f"{package}/")
+        if not name.startswith(f"{folder}/"):
+            return None
+        entered[name].add(frame.f_lineno)
+        return trace
+
+    torch.manual_seed(0)
+    inputs = torch.randn(2, WIDTH)
+    sys.settrace(trace)  # on the CPU a backward runs in this thread as well
+    try:
+        sharded = FRONTS[front](nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))))
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        for _ in range(4):
+            sharded(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        sys.settrace(None)
+    return dict(entered)
+
+
+def lines_entered(folder: str) -> dict[str, set[int]]:
+    """Returns the lines of a folder that a plain program enters, by file: on rank 0, with any front-end."""
+    entered: defaultdict[str, set[int]] = defaultdict(set)
+    for front in FRONTS.keys() - {TORCHS}:
+        outcome, _ = run_isolated(_lines_of_rank, front, folder, world_size=2)
+        if outcome.kind != "passed":
+            raise SystemExit(f"{front}: {outcome.headline}\n{outcome.text}")
+        for name, lines in outcome.value.items():
+            entered[name] |= lines
+    return entered
 
 
 def main() -> None:
