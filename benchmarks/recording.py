@@ -95,7 +95,7 @@ recorded, of the same round and of the medians
 Steps that are not recorded run twice a round, which shows what is chance. `CPU`: the time in which rank 0 had
 a processor, which bears a machine that others use as well. `entries a step`: what the recording writes down.
 Not counted is what happens once, when a recording begins and ends. While none runs, the runtime asks in some
-places whether a list is empty, and calls nothing more than before (`tests/core/test_host_costs.py`).""",
+places whether a list is empty.""",
     ask,
     chart="CPU / not recorded",
     cases=ALL_TITLES,

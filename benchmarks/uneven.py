@@ -147,8 +147,7 @@ one, means of the ranks; `agreement` is the median of the differences, of time a
 `context`: to enter and to leave it. Then steps of {IDLE_RANKS} ranks, outside with a `{DUMMY}` on the
 last rank, as people pad by hand, and inside, where it has `{NONE}` and helps the others; `{ALL}`,
 inside, shows what the context itself takes. Milliseconds of the slowest rank; `its CPU` is the processor's
-time of the last rank, and its ratio that of medians. Outside of the context a step calls no function more
-than before (`tests/core/test_host_costs.py` bounds the number).""",
+time of the last rank, and its ratio that of medians.""",
     ask,
     chart=f"/ {DUMMY}",
     cases=ALL_CASES,

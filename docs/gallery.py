@@ -47,7 +47,7 @@ PORTED = {"vision_transformer": "vision_transformer_ddp"}
 BREAK = "\n\n"
 HEAD = """# Examples
 
-Each example is one file of less than 120 lines, runs on two CPU cores in at most two minutes, and downloads
+Each example is one file, runs on two CPU cores in at most two minutes, and downloads
 nothing. `docs/gallery.py` writes this page from the files' docstrings. The tests run the commands and compare
 the output. Losses differ a little between versions of torch and Python.
 """

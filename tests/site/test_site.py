@@ -115,9 +115,7 @@ def test_what_pages_install_is_there():
                 assert wanted <= extras, f"{name_of(page)}: {word}"
 
 
-def test_readme_is_short_and_begins_with_two_commands():
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert len(text.splitlines()) <= 100
+def test_readme_begins_with_two_commands():
     assert [block.source.strip() for block in blocks(ROOT / "README.md")][:2] == COMMANDS
     assert f"bash -c '{COMMANDS[1]}'" in (ROOT / ".ci" / "run").read_text("utf-8")
 

@@ -27,7 +27,6 @@ NEEDS = {
     "ray_train": ["ray"],
     "resume_elsewhere": ["safetensors"],
 }
-LINES = 120
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -162,10 +161,9 @@ def test_page_is_up_to_date():
     assert gallery.page() == gallery.TARGET.read_text("utf-8"), "run python docs/gallery.py"
 
 
-def test_they_are_short_and_use_public_names():
+def test_they_use_public_names():
     for name in gallery.GALLERY:
         text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
-        assert len(text.splitlines()) < LINES, name
         tree = [*ast.walk(ast.parse(text))]
         modules = [each for each in tree if isinstance(each, ast.ImportFrom)]
         named = [f"{each.module}.{alias.name}" for each in modules for alias in each.names]
