@@ -139,7 +139,7 @@ def assert_sharded(model: nn.Module) -> None:
     """Asserts that no unit computes or shows full parameters."""
     for unit in units_in(model).values():
         assert not unit.running, unit.fqn
-        assert unit.handle is None or (unit.handle.state.name == "SHARDED" and not unit.handle.shows_full)
+        assert not unit.layouts or (unit.handle.state.name == "SHARDED" and not unit.handle.shows_full)
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 def assert_idle(model: nn.Module) -> None:
     for unit in units_of(model):
-        assert unit.handle is not None and unit.handle.state.value == "sharded", unit.fqn
+        assert unit.handle.state.value == "sharded", unit.fqn
         assert unit.handle.reduction is None, unit.fqn
         for segment in unit.handle.segments:
             assert not segment.full.allocated and not segment.gradients.collected, unit.fqn

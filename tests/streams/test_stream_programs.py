@@ -89,7 +89,7 @@ _RESHARD, _FINISH, _WRITE = Unit.reshard, Reduction.finish, FromHost.write
 
 def _careless(unit, phase, within=None):
     handle = unit.handle
-    if handle is None or handle.state is not HandleState.UNSHARDING:
+    if handle.state is not HandleState.UNSHARDING:
         _RESHARD(unit, phase, within)
         return
     for segment in handle.segments:
