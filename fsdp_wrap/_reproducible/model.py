@@ -14,7 +14,7 @@ from fsdp_wrap._core import check_flag, check_kind
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._reproducible.refusals import (
     norms_over_batches,
-    refuse_joining,
+    refuse_aligned,
     refuse_others_sums,
     refuse_training,
     refuse_unowned,
@@ -151,7 +151,7 @@ def _refuse(
 ) -> None:
     """Refuses what cannot be the same at any number of ranks."""
     for schedule in schedules:
-        refuse_joining(schedule)
+        refuse_aligned(schedule)
         schedule.require_idle("reproducible()")
     for unit, handle in handles:
         refuse_others_sums(unit, handle)

@@ -68,9 +68,9 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def refuse_joining(schedule: Schedule) -> None:
+def refuse_aligned(schedule: Schedule) -> None:
     """Refuses a model in `uneven` or `Join`, or one that is reproducible already."""
-    if schedule.joining is not None:
+    if schedule.plug_ins.align:
         raise RuntimeError(
             f"{schedule.root.name} is reproducible already, or in uneven() or Join, where ranks may have "
             "different numbers of micro-batches: call remove() or leave the context first"

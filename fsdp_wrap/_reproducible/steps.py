@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_wrap._core import Order, PlugIn
 from fsdp_wrap._params import ParamHandle, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
@@ -26,8 +27,8 @@ from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._state import exact_powers
 
 
-class CountedSteps:
-    """The steps of one schedule; a `Joining`.
+class CountedSteps(PlugIn):
+    """The steps of one schedule.
 
     Args:
         schedule: The schedule.
@@ -39,14 +40,14 @@ class CountedSteps:
         backwards: Number of all of them.
     """
 
-    shadowed = separates = False
+    order = Order.RANKS
+    aligns = True
 
     def __init__(self, schedule: Schedule, micro_batches: int, average: bool) -> None:
         self._schedule = schedule
         self._norms = norms_over_batches(schedule.root.module)
         self.done = self.backwards = 0
         self._open = False
-        self._syncs = True, True
         self._unsynced: list[Unit] = []
         self._sums: dict[Unit, TreeSums] = {}
         self._divisors: dict[Unit, float] = {}
@@ -55,7 +56,7 @@ class CountedSteps:
             if unit.layouts:
                 self._take_over(unit, unit.handle, micro_batches, average)
         self._each = max((each.each for each in self._sums.values()), default=1)
-        schedule.joining = self
+        schedule.plug_ins.attach(self)
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)
 
@@ -85,7 +86,7 @@ class CountedSteps:
     def remove(self) -> None:
         """Lets the units sum as usual again."""
         self._drop()
-        self._schedule.joining = None
+        self._schedule.plug_ins.detach(self)
         _living.discard(self)
         for param in self.params:
             exact_powers.pop(param, None)
@@ -95,9 +96,9 @@ class CountedSteps:
             for layout in unit.layouts:
                 layout.average_hook = None
 
-    # a `Joining`
+    # moments
 
-    def begin_forward(self, schedule: Schedule) -> None:
+    def forward_begins(self, step: Schedule) -> None:
         """Refuses what has been chosen since; ends a step whose backward has failed."""
         if self._open:
             self._drop()
@@ -105,7 +106,7 @@ class CountedSteps:
         for unit in self._sums:
             refuse_others_sums(unit, unit.handle)
 
-    def begin_backward(self, schedule: Schedule) -> None:
+    def backward_begins(self, step: Schedule) -> None:
         """Begins one of this rank's micro-batches."""
         if self._open:
             self._drop()
@@ -115,22 +116,26 @@ class CountedSteps:
             if not unit.options.syncs:
                 unit.set(syncs=True)
                 self._unsynced.append(unit)
-        self._syncs = schedule.syncs, schedule.sums_over_replicas
-        schedule.syncs = schedule.sums_over_replicas = self._open = True
+        self._open = True
+        step.sum_in_backward(True, True)
 
-    def end_backward(self, schedule: Schedule) -> None:
-        """Ends one of this rank's micro-batches, and after the last one the step.
+    def backward_ends(self, step: Schedule) -> None:
+        """Counts one of this rank's micro-batches; after the last one of a step all reductions are awaited.
 
         A backward counts if it adds to a parameter. Those for inputs alone leave all as it is.
         """
-        done = self.done % self._each + 1 if schedule.gradients_came else self.done
-        last = schedule.gradients_came and done == self._each
-        schedule.close_backward(last or schedule.ending.automatic)
-        for unit, sums in self._sums.items() if last else ():
-            sums.finish_without(unit.segments)
+        if step.gradients_came:
+            self.done = self.done % self._each + 1
+            self.backwards += 1
+            if self.done == self._each:
+                step.ending.complete()
+
+    def backward_ended(self, step: Schedule) -> None:
+        """Hands over the sums of a complete step."""
+        if step.gradients_came and self.done == self._each:
+            for unit, sums in self._sums.items():
+                sums.finish_without(unit.segments)
         self._close()
-        self.done = done
-        self.backwards += schedule.gradients_came
 
     def _refusal(self) -> RuntimeError | None:
         """Returns the error of adding to gradients of a complete step, if they are still there."""
@@ -139,7 +144,6 @@ class CountedSteps:
 
     def _close(self) -> None:
         """Gives back the user's settings of accumulation after a backward."""
-        self._schedule.syncs, self._schedule.sums_over_replicas = self._syncs
         for unit in self._unsynced:
             unit.set(syncs=False)
         self._unsynced.clear()

@@ -35,6 +35,7 @@ class BackwardEnd:
         self._manual = False
         self._began_manual: bool | None = None  # as the unfinished backwards began
         self._issued: object | None = None
+        self._completes = False
 
     def set_last(self, last: bool) -> None:
         """Sets whether the final callback of a backward waits, or leaves that to the next backward."""
@@ -64,13 +65,17 @@ class BackwardEnd:
             self._began_manual = self._manual
 
     @property
-    def automatic(self) -> bool:
+    def waits(self) -> bool:
         """Whether the final callback of the running backward waits and calls `finish`."""
-        return self._last and not self._began_manual
+        return self._completes or (self._last and not self._began_manual)
+
+    def complete(self) -> None:
+        """Lets the final callback of the running backward wait, whatever the user has set."""
+        self._completes = True
 
     def finish(self) -> None:
         """Records that all reductions have been waited for, or dropped."""
-        self._began_manual = self._issued = None
+        self._began_manual, self._issued, self._completes = None, None, False
 
     # by hand
 

@@ -117,6 +117,7 @@ class Schedule(StepState):
         self._shifts = False  # as `_alone_shifts`, of the running backward
         self._deferred: set[Unit] = set()
         self._trains, self._keeps_graph = False, False
+        self._users_sums: tuple[bool, bool] | None = None  # while a backward makes other sums
         self._thread = get_ident()  # that of the last forward
         self._reducing: deque[Unit | BatchedReduction] = deque()
         self.batches = CollectiveBatcher(self._order)
@@ -156,7 +157,7 @@ class Schedule(StepState):
     @property
     def _alone_shifts(self) -> bool:
         """Whether a step that this rank alone leaves out would shift its reductions against the others'."""
-        return self.joining is None and self.syncs and any([unit.options.syncs for unit in self._units])
+        return not self.plug_ins.align and self.syncs and any([unit.options.syncs for unit in self._units])
 
     def fail_forward(self, error: BaseException, inside: int) -> None:
         """Explains the error of a forward, and notes it if only `inside` forward calls are in progress."""
@@ -385,18 +386,18 @@ class Schedule(StepState):
         if self._trains and self._alone_shifts:
             self._tree.begin_forward()
         self.ending.require_waited("a forward")
-        if self.joining is not None:
-            self.joining.begin_forward(self)
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
         self._thread = get_ident()
         for act in self.plug_ins.forward_begins:
             act(self)
+        for act in self.plug_ins.forward_opens:
+            act(self)
         if self.batches.asked != self.root.options.travel_together_bytes:
             self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
-        checks_order = self._trains and self.root.trains and self.joining is None
+        checks_order = self._trains and self.root.trains and not self.plug_ins.align
         self._order_check.begin_forward(checks_order, self.iteration)
         if self._backward_open:
             self._abandon_backward()
@@ -624,8 +625,8 @@ class Schedule(StepState):
         """Begins the backward of this tree, at the first hook that runs."""
         if self._backward_open:
             self._abandon_backward()
-        if self.joining is not None:
-            self.joining.begin_backward(self)
+        for act in self.plug_ins.backward_begins:
+            act(self)
         self._end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
         self.begin_backward()
         execution_engine.queue_callback(end)  # autograd alone holds it, as long as this backward runs
@@ -637,8 +638,7 @@ class Schedule(StepState):
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         self.steps.begin_backward()
-        shadowed = self.joining is not None and self.joining.shadowed
-        self._updates.begin(self._units, self.ending.automatic and not shadowed)
+        self._updates.begin(self._units, self.ending.waits and not self.plug_ins.shadowed)
         self._order.begin_backward()
         if self._order_check.counts:
             self._order_check.end_forward()
@@ -667,11 +667,10 @@ class Schedule(StepState):
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
-        if self.joining is None:
-            self.close_backward(self.ending.automatic)
-        else:
-            self.joining.end_backward(self)
         for act in self.plug_ins.backward_ends:
+            act(self)
+        self.close_backward(self.ending.waits)
+        for act in self.plug_ins.backward_ended:
             act(self)
 
     def close_backward(self, waits: bool) -> None:
@@ -694,6 +693,7 @@ class Schedule(StepState):
             self._tree.end_backward()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
+        self._restore_sums()
         if waits and self._shifts:
             self.steps.end_backward()
 
@@ -728,6 +728,7 @@ class Schedule(StepState):
         self.batches.forget()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
+        self._restore_sums()
         self._updates.abandon(self._units)
         if self._offloading is not None:
             self._offloading.abandon()
@@ -961,12 +962,29 @@ class Schedule(StepState):
         if reduce_within_copy:
             self.require_between_backwards("no_sync(reduce_within_copy=True)")
             refuse_steps_between_sums(self._units)
+        with self.summing(reduce_within_copy, not reduce_within_copy):
+            yield
+
+    @contextmanager
+    def summing(self, syncs: bool, sums_over_replicas: bool) -> Iterator[None]:
+        """Makes the given sums of gradients while the context is open."""
         before = self.syncs, self.sums_over_replicas
-        self.syncs, self.sums_over_replicas = reduce_within_copy, not reduce_within_copy
+        self.syncs, self.sums_over_replicas = syncs, sums_over_replicas
         try:
             yield
         finally:
             self.syncs, self.sums_over_replicas = before
+
+    def sum_in_backward(self, syncs: bool, sums_over_replicas: bool) -> None:
+        """Decides, whatever `no_sync` says, which sums the backward makes that begins now."""
+        if self._users_sums is None:
+            self._users_sums = self.syncs, self.sums_over_replicas
+        self.syncs, self.sums_over_replicas = syncs, sums_over_replicas
+
+    def _restore_sums(self) -> None:
+        if self._users_sums is not None:
+            self.syncs, self.sums_over_replicas = self._users_sums
+            self._users_sums = None
 
     def require_between_backwards(self, doing: str) -> None:
         """Raises a `NotIdleError` inside a backward, where some units have reduced already."""
@@ -982,7 +1000,7 @@ class Schedule(StepState):
         where = "a backward" if self._in_backward else ""
         if running is not None:
             where = f"the forward of {running.name}"
-        elif not where and self.joining is not None and self.joining.separates:
+        elif not where and self.plug_ins.separate:
             where = "uneven() or Join: not all ranks may come here"
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")

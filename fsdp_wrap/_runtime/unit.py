@@ -119,31 +119,6 @@ class Updater(Protocol):
         """Waits, after a failed backward, for updates in progress, and drops other units' gradients."""
 
 
-class Joining(Protocol):
-    """Keeps the ranks together when some have run out of batches, and have joined those that wait.
-
-    A joined rank shadows the collectives of the others.
-
-    Attributes:
-        shadowed: Whether a joined rank takes part in the running iteration.
-    """
-
-    shadowed: bool
-
-    @property
-    def separates(self) -> bool:
-        """Whether other collectives than the runtime's would miss ranks."""
-
-    def begin_forward(self, schedule: Any) -> None:
-        """Tells all ranks that an outermost forward begins; collective."""
-
-    def begin_backward(self, schedule: Any) -> None:
-        """Notes that a backward begins."""
-
-    def end_backward(self, schedule: Any) -> None:
-        """Ends a backward by the schedule's `close_backward`."""
-
-
 class StepState:
     """State of the running step of a tree of units: written by its schedule, read by its units.
 
@@ -153,13 +128,11 @@ class StepState:
         syncs: Whether gradients are reduced: not under `no_sync`.
         sums_over_replicas: Whether reduced gradients are summed over the replicas, unless a unit defers it.
         plug_ins: What is attached to the step.
-        joining: Keeps ranks with different numbers of batches together; None outside of such a context.
     """
 
     def __init__(self, root: Unit) -> None:
         self.root = root
         self.iteration = 0
-        self.joining: Joining | None = None
         self.plug_ins = PlugIns(everywhere)
         self.syncs = self.sums_over_replicas = True
 

@@ -118,8 +118,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
         undo.callback(register_optimizer_step_pre_hook(refusal).remove)
         options.gather_wholes()
         for schedule in schedules:
-            undo.callback(setattr, schedule, "joining", None)
-            schedule.joining = rounds
+            undo.enter_context(schedule.plug_ins.having(rounds))
         try:
             yield Uneven(rounds, bool(updated))
             rounds.join()

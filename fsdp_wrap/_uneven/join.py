@@ -118,14 +118,14 @@ class _JoinRounds(Rounds):
         self._gradients = GradientFates(params)
         self.steps = _Steps({*params}, known)
         self._watching = register_optimizer_step_pre_hook(self._before_step)
-        schedule.joining = self
+        schedule.plug_ins.attach(self)
         everywhere.attach(self.leader)
 
     @property
     def separates(self) -> bool:
         return self.shadowed
 
-    def begin_forward(self, schedule: Schedule) -> None:
+    def forward_begins(self, step: Schedule) -> None:
         model = self._model()
         if model is None or not model._join_config.enable:
             return
@@ -137,19 +137,18 @@ class _JoinRounds(Rounds):
             raise
         if notified is not None:
             notified.wait()
-        super().begin_forward(schedule)
+        super().forward_begins(step)
 
-    def begin_backward(self, schedule: Schedule) -> None:
+    def backward_begins(self, step: Schedule) -> None:
         if self.leader.between:  # a further backward of one forward: joined ranks wait for another round
-            self.begin_forward(schedule)
+            self.forward_begins(step)
         if self.leader.told:
             self.leader.tell_fates(0, self._gradients.fates())
-        super().begin_backward(schedule)
+        super().backward_begins(step)
 
-    def end_backward(self, schedule: Schedule) -> None:
-        complete = schedule.ending.automatic
-        super().end_backward(schedule)
-        self._gradients.note(complete, norms=self.shadowed)
+    def backward_ended(self, step: Schedule) -> None:
+        super().backward_ended(step)
+        self._gradients.note(step.ending.waits, norms=self.shadowed)
         self.leader.end_round()
 
     def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
@@ -172,6 +171,10 @@ class _JoinRounds(Rounds):
                     "without a batch were not: use uneven(), and clip and step after it"
                 )
 
+    @property
+    def _attached(self) -> bool:
+        return self in self._schedule.plug_ins.attached
+
     def _follow_last_fates(self) -> None:
         """Does with this rank's parts of gradients as the ranks have done that had the last batch."""
         rows = self.peers.agree(AGREES, self._gradients.fates(), self._schedule.iteration)
@@ -181,7 +184,7 @@ class _JoinRounds(Rounds):
 
     def finish(self) -> None:
         """Ends the context on all ranks, which have joined."""
-        if self._schedule.joining is self and self.shadowed:
+        if self.shadowed and self._attached:
             self.steps.follow(self.peers, self._schedule.iteration)
             self._follow_last_fates()
             self._schedule.follow(*self.orders)
@@ -189,8 +192,8 @@ class _JoinRounds(Rounds):
 
     def end(self) -> None:
         """Ends the context on this rank."""
-        if self._schedule.joining is self:
-            self._schedule.joining = None
+        if self._attached:
+            self._schedule.plug_ins.detach(self)
             everywhere.detach(self.leader)
             self.steps.watching.remove()
             self._watching.remove()

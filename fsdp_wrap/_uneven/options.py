@@ -19,7 +19,6 @@ class RoundOptions:
     def __init__(self, schedules: Sequence[Schedule], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
-        self._sums = [(schedule.syncs, schedule.sums_over_replicas) for schedule in schedules]
         self._divided = {unit: unit.handle.contributors for unit in averaged if unit.layouts}
 
     def gather_wholes(self) -> None:
@@ -49,10 +48,8 @@ class RoundOptions:
                 unit.handle.divide_gradients_by(contributors * part)
 
     def restore(self) -> None:
-        """Restores all options, and which sums `no_sync` asks for."""
+        """Restores all options."""
         self.average_over(1)
-        for schedule, sums in zip(self._schedules, self._sums):
-            schedule.syncs, schedule.sums_over_replicas = sums
         for unit, options in self._before.items():
             unit.set(**options)
         self._before.clear()

@@ -137,7 +137,7 @@ class Follower:
         elif order == Instruction.FINISH_REDUCTION:
             schedule.finish_reduction_of(unit)
         elif order == Instruction.BEGIN_BACKWARD:
-            schedule.syncs, schedule.sums_over_replicas = bool(detail & 2), bool(detail & 1)
+            schedule.sum_in_backward(bool(detail & 2), bool(detail & 1))
             schedule.begin_backward()
         elif order == Instruction.END_BACKWARD:
             schedule.close_backward(bool(detail))

@@ -92,14 +92,14 @@ class Pool:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
     def _reduce(self, schedule: Schedule) -> None:
-        schedule.syncs = schedule.sums_over_replicas = True
-        for unit in schedule.units:
-            handle = unit.handle
-            if handle.reduced_segments():
-                handle.forget_zeroed()
-                schedule.reduce(unit, Phase.IDLE)
-                schedule.finish_reduction_of(unit)
-        schedule.await_reduction()
+        with schedule.summing(True, True):
+            for unit in schedule.units:
+                handle = unit.handle
+                if handle.reduced_segments():
+                    handle.forget_zeroed()
+                    schedule.reduce(unit, Phase.IDLE)
+                    schedule.finish_reduction_of(unit)
+            schedule.await_reduction()
 
     def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fsdp_wrap._comm import GroupPositions, Note
-from fsdp_wrap._core import SpanKind
+from fsdp_wrap._core import Order, PlugIn, SpanKind
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
@@ -42,8 +42,8 @@ class LeftByError(RuntimeError):
     """A rank has left the context by an error."""
 
 
-class Rounds:
-    """The rounds of some models; a `Joining`.
+class Rounds(PlugIn):
+    """The rounds of some models.
 
     Args:
         schedules: The schedules of the models, the same on all ranks.
@@ -53,7 +53,6 @@ class Rounds:
 
     Attributes:
         leader: Tells joined ranks what this one does; a plug-in.
-        shadowed: Whether a rank has joined.
         shadows: Number of forwards of others that this rank has shadowed.
         weight: Weight of the backwards that begin now.
         models: The models, which may share units.
@@ -61,6 +60,7 @@ class Rounds:
         orders: For each model, the order of its units when the first rank joined.
     """
 
+    order = Order.RANKS
     make_leader = Leader
 
     def __init__(
@@ -70,7 +70,7 @@ class Rounds:
         self.leader, self._follower = self.make_leader(schedules, peers), Follower(schedules, peers)
         self._rank = dist.get_rank()
         self._active = peers.members
-        self.shadowed = self._failed = False
+        self._shadowed = self._failed = False
         self.shadows = 0
         self.weight = 1.0
         self.models = Models(schedules)
@@ -79,13 +79,20 @@ class Rounds:
         self._owing = [False] * len(schedules)
         self.totals: list[Totals] = []
         self._wanted, self._agreed = [(True, True)] * len(schedules), [(True, True)] * len(schedules)
-        self._before = [(True, True)] * len(schedules)
         self.orders: list[ExecOrder] = []
 
     @property
-    def separates(self) -> bool:
-        """See `Joining`: gradients are not pooled yet."""
+    def aligns(self) -> bool:
         return True
+
+    @property
+    def separates(self) -> bool:
+        """Gradients are not pooled before the end of the context."""
+        return True
+
+    @property
+    def shadowed(self) -> bool:
+        return self._shadowed
 
     # agreements
 
@@ -116,7 +123,7 @@ class Rounds:
         self.shadows += 1
         leader = self._active[0]
         schedule = self._schedules[int(rows[leader][1])]
-        for act in schedule.plug_ins.forward_begins:  # steps have the same numbers on all ranks
+        for act in schedule.plug_ins.forward_opens:  # steps have the same numbers on all ranks
             act(schedule)
         with schedule.plug_ins.span(SpanKind.HELP, None, (schedule.root,)):
             try:
@@ -185,14 +192,14 @@ class Rounds:
 
     # rounds
 
-    def begin_forward(self, schedule: Schedule) -> None:
-        """See `Joining`."""
+    def forward_begins(self, step: Schedule) -> None:
+        """Agrees with all ranks that an outermost forward begins; collective."""
         if self._failed:
             raise LeftByError("a rank has left uneven() by an error: leave it on all ranks")
         self.leader.end_round()
         self._running.clear()  # of a backward that has failed
-        model = self._schedules.index(schedule)
-        self._wanted[model] = _wanted_by(schedule)
+        model = self._schedules.index(step)
+        self._wanted[model] = _wanted_by(step)
         active = self._begin_round(self._agree(Turn.FORWARD, model))
         self._agreed[model] = all(row[2] for row in active), all(row[3] for row in active)
 
@@ -215,8 +222,8 @@ class Rounds:
                     "forward inside uneven(): give these ranks equally many batches"
                 )
         joined = [rank for rank in self._peers.members if rank not in self._active]
-        if joined and not self.shadowed:
-            self.shadowed = True
+        if joined and not self._shadowed:
+            self._shadowed = True
             self.orders = [schedule.copy_order() for schedule in self._schedules]
             self._options.share_nothing()
         self._options.average_over(len(self._active) / self._peers.size)
@@ -225,36 +232,36 @@ class Rounds:
 
     # backwards
 
-    def begin_backward(self, schedule: Schedule) -> None:
-        """See `Joining`."""
+    def backward_begins(self, step: Schedule) -> None:
+        """Makes the sums on which the ranks have agreed at the forward, and tells joined ranks."""
         if not self._running:  # else the backward has begun in another model
             self._ran.clear()
             if self._pool is not None:
                 self._pool.check()
-        self._running.add(schedule)
-        self._ran.add(schedule)
-        model = self._schedules.index(schedule)
-        if _wanted_by(schedule) != self._wanted[model]:
+        self._running.add(step)
+        self._ran.add(step)
+        model = self._schedules.index(step)
+        if _wanted_by(step) != self._wanted[model]:
             raise ValueError(
-                f"no_sync was entered or left between a forward and a backward of {schedule.root.name} on "
+                f"no_sync was entered or left between a forward and a backward of {step.root.name} on "
                 f"rank {self._rank}: inside uneven() the ranks agree on it at the forward"
             )
-        self._before[model] = schedule.syncs, schedule.sums_over_replicas
-        schedule.syncs, schedule.sums_over_replicas = agreed = self._agreed[model]
+        agreed = self._agreed[model]
+        step.sum_in_backward(*agreed)
         self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
 
-    def end_backward(self, schedule: Schedule) -> None:
-        """See `Joining`."""
-        model = self._schedules.index(schedule)
-        waits = schedule.ending.automatic
-        self.leader.tell(Instruction.END_BACKWARD, model, detail=waits)
-        schedule.close_backward(waits)
-        if schedule.gradients_came:
+    def backward_ends(self, step: Schedule) -> None:
+        """Tells joined ranks to end their part of the backward."""
+        self.leader.tell(Instruction.END_BACKWARD, self._schedules.index(step), detail=step.ending.waits)
+
+    def backward_ended(self, step: Schedule) -> None:
+        """Counts the backward."""
+        model = self._schedules.index(step)
+        if step.gradients_came:
             self._owing[model] = self._agreed[model] != (True, True)
         if self._pool is not None:
-            (self._pool.note if waits else self._pool.forget)(schedule)
-        schedule.syncs, schedule.sums_over_replicas = self._before[model]
-        self._running.discard(schedule)
+            (self._pool.note if step.ending.waits else self._pool.forget)(step)
+        self._running.discard(step)
         for counting in () if self._running else self.models.of_backward(self._ran):
             weights, number = self._backwards[counting]
             self._backwards[counting] = weights + self.weight, number + 1

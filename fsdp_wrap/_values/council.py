@@ -25,7 +25,7 @@ _MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on value
 
 def all_here(schedule: Schedule) -> bool:
     """Whether all ranks come to this place: not where some have run out of batches (`uneven`, `Join`)."""
-    return schedule.joining is None or not schedule.joining.separates
+    return not schedule.plug_ins.separate
 
 
 def all_begin(schedule: Schedule) -> bool:

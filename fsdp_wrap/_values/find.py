@@ -111,7 +111,7 @@ class Finder(PlugIn):
 
     # meetings
 
-    def forward_begins(self, schedule: Schedule) -> None:
+    def forward_opens(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
             if all_begin(schedule):
                 self._meet(schedule)
@@ -120,7 +120,7 @@ class Finder(PlugIn):
             if self._modules is not None:
                 self._modules.restart()
 
-    def backward_ends(self, schedule: Schedule) -> None:
+    def backward_ended(self, schedule: Schedule) -> None:
         if schedule in self._meetings:
             self._meet(schedule)
 

@@ -130,7 +130,7 @@ class ShardedSeams(PlugIn):
         """Returns the sharded parameters."""
         return (param for unit in self._units for layout in unit.layouts for param in layout.sharded_params)
 
-    def forward_begins(self, schedule: Any) -> None:
+    def forward_opens(self, schedule: Any) -> None:
         if schedule in self._schedules:
             self._layouts = {each: unit for unit in self._units for each in unit.layouts}
             self._rows.begin_pass(torch.is_grad_enabled())

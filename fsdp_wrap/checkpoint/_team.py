@@ -46,7 +46,7 @@ class Team:
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
         for unit in units_in(model).values() if isinstance(model, nn.Module) else ():
-            if schedule_of(unit).joining is not None:  # not all ranks need come here
+            if schedule_of(unit).plug_ins.align:  # not all ranks need come here
                 require_idle([unit], f"{doing}()")
         group = group or dist.group.WORLD
         rank = dist.get_rank(group)

@@ -132,7 +132,7 @@ def test_what_users_have_set_is_theirs_again(rank, world_size, front):
             with no_sync(model):
                 loss_of(model, tokens(rank, 0)).backward()
             raise RuntimeError("a document is broken")
-    assert (schedule.syncs, schedule.sums_over_replicas, schedule.joining) == (True, True, None)
+    assert (schedule.syncs, schedule.sums_over_replicas, schedule.plug_ins.align) == (True, True, False)
 
 
 @ranks(2)

@@ -193,7 +193,7 @@ class Fault(PlugIn):
         self.order = Order.VALUES if kind == "missing sum" else -1  # after the record has looked
         self._stale: list[torch.Tensor] = []
 
-    def forward_begins(self, step: Any) -> None:
+    def forward_opens(self, step: Any) -> None:
         self._steps += 1
 
     def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:

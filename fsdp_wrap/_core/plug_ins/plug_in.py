@@ -21,15 +21,17 @@ from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
 class Order(IntEnum):
     """The order of plug-ins at one moment, the first ones first."""
 
-    VALUES = 0
+    RANKS = 0
+    """Keeps ranks together that run different steps: nothing may be issued or noted before they agree."""
+    VALUES = 1
     """Looks at values before anyone else may change them, and raises before others note a step."""
-    LEADER = 1
+    LEADER = 2
     """Tells joined ranks of a collective before this rank issues it."""
-    EVENTS = 2
+    EVENTS = 3
     """Calls functions of users, which may raise: after what keeps ranks together."""
-    RANGES = 3
+    RANGES = 4
     """Ranges of the profiler enclose only what the recorders below note."""
-    RECORDS = 4
+    RECORDS = 5
     """Takes times last, so that the work of the others is not in them."""
 
 
@@ -92,15 +94,42 @@ class PlugIn:
 
     order: int = Order.RECORDS
 
+    @property
+    def aligns(self) -> bool:
+        """Whether it keeps the ranks together: they need not run the same forwards and backwards."""
+        return False
+
+    @property
+    def separates(self) -> bool:
+        """Whether not all ranks come to the same places: other collectives than the runtime's must wait."""
+        return False
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether a rank without a batch takes part in the step, which computes nothing."""
+        return False
+
     # of a step
 
     def forward_begins(self, step: Any) -> None:
-        """An outermost forward begins, or one of other ranks in which this one takes part (`uneven`).
+        """An outermost forward of this rank begins; nothing of it was gathered.
 
-        Nothing of it was gathered. It may communicate where all ranks run the forward, and may raise.
+        It may communicate where all ranks run the forward, and may raise.
         """
 
+    def forward_opens(self, step: Any) -> None:
+        """An outermost forward begins, of this rank or of others that it helps (`uneven`).
+
+        It may communicate where all ranks run the forward, and may raise.
+        """
+
+    def backward_begins(self, step: Any) -> None:
+        """A backward of this rank has reached the first unit. No gradient has come."""
+
     def backward_ends(self, step: Any) -> None:
+        """All gradients of a backward have come. Reductions may be in flight."""
+
+    def backward_ended(self, step: Any) -> None:
         """A backward has ended: its reductions too, unless they wait for a later one.
 
         It may communicate where all ranks run the backward, and may raise.
@@ -186,7 +215,10 @@ class PlugIns:
     """
 
     forward_begins: Moment
+    forward_opens: Moment
+    backward_begins: Moment
     backward_ends: Moment
+    backward_ended: Moment
     computes: Moment
     computed: Moment
     runs: Moment
@@ -240,6 +272,21 @@ class PlugIns:
         if not self.see_spans:
             return NO_SPAN
         return Span(kind, units[0].fqn, phase, units, nbytes, beside, self)
+
+    @property
+    def align(self) -> bool:
+        """Whether any of them keeps the ranks together."""
+        return any([plug_in.aligns for plug_in in self.attached])
+
+    @property
+    def separate(self) -> bool:
+        """Whether not all ranks come to the same places."""
+        return any([plug_in.separates for plug_in in self.attached])
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether a rank without a batch takes part in the step."""
+        return any([plug_in.shadowed for plug_in in self.attached])
 
     def _collect(self) -> None:
         above = () if self._above is None else self._above.attached

@@ -129,7 +129,7 @@ class StepChecks:
         A rank that had no batch in `uneven` has run no forward, and steps as the others do.
         """
         state = self._state()
-        return state is not None and state.joining is None
+        return state is not None and not state.plug_ins.align
 
     @property
     def issued(self) -> int:

@@ -169,7 +169,7 @@ class TreeAudit(PlugIn):
     # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
     # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
 
-    def forward_begins(self, schedule: Any) -> None:
+    def forward_opens(self, schedule: Any) -> None:
         if schedule is not self._schedule:
             return
         all_run = all_begin(schedule)
@@ -222,7 +222,7 @@ class TreeAudit(PlugIn):
         if self._looks_on and layout in self._layouts:
             self._reductions.send(*self._layouts[layout], full)
 
-    def backward_ends(self, schedule: Any) -> None:
+    def backward_ended(self, schedule: Any) -> None:
         if schedule is self._schedule and self._begun and all_here(schedule):
             self._meet()
 
