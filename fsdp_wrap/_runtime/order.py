@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
-from fsdp_wrap._core import Phase, warn_caller
+from fsdp_wrap._core import Computing, Order, Phase, PlugIn, warn_caller
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -95,44 +98,56 @@ def _coming(now: list[Unit], before: list[Unit]) -> list[Unit]:
     return before[place : place + _FAR] if alike else []
 
 
-class OrderCheck:
-    """Compares the forward order across ranks in the first iteration, and with the first in later ones.
+class OrderCheck(PlugIn):
+    """Compares the forward order across ranks in debug level DETAIL, in forwards that train."""
 
-    Active in debug level DETAIL only: the first iteration issues a collective before each unit. Only forwards
-    that train are compared. The first iteration ends with the first backward.
-
-    Attributes:
-        counts: Whether the running forward is compared: only then call `enter` and `end_forward`.
-    """
+    order = Order.CHECKS
 
     def __init__(self) -> None:
-        self.counts = False
+        self._comparison = _Comparison()
+
+    def forward_begins(self, step: Any) -> None:
+        detail = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+        if self._comparison in step.plug_ins.attached:  # no backward has followed
+            step.plug_ins.detach(self._comparison)
+        if detail and torch.is_grad_enabled() and step.root.trains and not step.plug_ins.align:
+            self._comparison.begin(step.iteration)
+            step.plug_ins.attach(self._comparison)
+
+
+class _Comparison(PlugIn):
+    """Compares the units of a forward: in the first iteration across ranks, later with the first.
+
+    The first iteration issues a collective before each unit. It ends with the first backward.
+    """
+
+    order = Order.CHECKS
+
+    def __init__(self) -> None:
         self._first: list[str] | None = None
         self._order: list[str] = []
         self._iteration = 0
         self._warned = False
 
-    def begin_forward(self, trains: bool, iteration: int) -> None:
-        """Begins an outermost forward; `trains` if it runs in training mode with gradients."""
-        self.counts = trains and dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-        self._order = []
-        self._iteration = iteration
+    def begin(self, iteration: int) -> None:
+        """Begins an outermost forward."""
+        self._order, self._iteration = [], iteration
 
-    def enter(self, unit: Unit) -> None:
-        """Compares a unit with parameters whose forward begins; collective in the first iteration."""
+    def enters(self, unit: Unit, what: Computing) -> None:
+        if what is not Computing.FORWARD:
+            return
         if self._first is None:
             _compare_across_ranks(unit.name, unit.handle, self._iteration)
         else:
             self._compare_with_first(unit.name)
         self._order.append(unit.name)
 
-    def end_forward(self) -> None:
-        """Ends the record of a forward, when its backward begins."""
+    def backward_opens(self, step: Any) -> None:
         if self._first is None:
             self._first = self._order
         else:
             self._compare_with_first(None)
-        self.counts = False
+        step.plug_ins.detach(self)
 
     def _compare_with_first(self, name: str | None) -> None:
         assert self._first is not None

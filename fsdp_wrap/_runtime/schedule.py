@@ -56,7 +56,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel
-from fsdp_wrap._runtime.step_checks import StepChecks, scaling_alike
+from fsdp_wrap._runtime.step_checks import StepChecks, StepNotes, scaling_alike
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
@@ -108,13 +108,12 @@ class Schedule(StepState):
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
         self._outermost = root.over_all_meshes
-        self._order, self._order_check = ExecOrder(), OrderCheck()
+        self._order = ExecOrder()
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
         self._awaited: dict[Unit, None] = {}
         self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
-        self._shifts = False  # as `_alone_shifts`, of the running backward
         self._deferred: set[Unit] = set()
         self._trains, self._keeps_graph = False, False
         self._users_sums: tuple[bool, bool] | None = None  # while a backward makes other sums
@@ -138,6 +137,8 @@ class Schedule(StepState):
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self._tree, parts)
         self.steps = StepChecks(self, self._tree, self._units)
+        for plug_in in (StepNotes(self._tree), OrderCheck(), self.steps):
+            self.plug_ins.attach(plug_in)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
             for layout in unit.layouts:
@@ -155,14 +156,15 @@ class Schedule(StepState):
         return self._backward_open and not self.depth
 
     @property
-    def _alone_shifts(self) -> bool:
+    def shifts_alone(self) -> bool:
         """Whether a step that this rank alone leaves out would shift its reductions against the others'."""
         return not self.plug_ins.align and self.syncs and any([unit.options.syncs for unit in self._units])
 
     def fail_forward(self, error: BaseException, inside: int) -> None:
         """Explains the error of a forward, and notes it if only `inside` forward calls are in progress."""
-        if self.depth == inside and self._trains and graph_task() == -1 and self._alone_shifts:
-            self._tree.fail()
+        if self.depth == inside and graph_task() == -1:
+            for act in self.plug_ins.failed:
+                act(self)
         if isinstance(error, (RuntimeError, MemoryError)):
             self.explain(error)
 
@@ -182,9 +184,10 @@ class Schedule(StepState):
             if handle.state in SHOWN_TO_USERS:
                 refuse_shown(unit)  # before any state changes: other ranks may go on
             self._begin_iteration()
+        what = Computing.RECOMPUTE if recompute else Computing.FORWARD
         if handle.layouts:
-            if self._order_check.counts and not recompute:
-                self._order_check.enter(unit)
+            for act in self.plug_ins.enters:
+                act(unit, what)
             if recompute:
                 if unit.updater is not None:
                     self._updates.recompute(unit)
@@ -215,7 +218,7 @@ class Schedule(StepState):
             (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
         handle.shown.show_leaves()
         for act in self.plug_ins.computes:
-            act(unit, Computing.RECOMPUTE if recompute else Computing.FORWARD)
+            act(unit, what)
         for act in self.plug_ins.sees:
             act(unit, ValueSeam.PARAMETERS, ())
         return ForwardCall(unit, part)
@@ -383,9 +386,9 @@ class Schedule(StepState):
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
         self._trains = torch.is_grad_enabled()
-        if self._trains and self._alone_shifts:
-            self._tree.begin_forward()
         self.ending.require_waited("a forward")
+        if self._backward_open:
+            self._abandon_backward()
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
@@ -397,10 +400,6 @@ class Schedule(StepState):
         if self.batches.asked != self.root.options.travel_together_bytes:
             self.batches.allow(self.root.options.travel_together_bytes, self.device)
         self._order.begin_forward()
-        checks_order = self._trains and self.root.trains and not self.plug_ins.align
-        self._order_check.begin_forward(checks_order, self.iteration)
-        if self._backward_open:
-            self._abandon_backward()
         self._follow_user(self._units)
         for unit in self._units:
             handle = unit.handle
@@ -634,14 +633,12 @@ class Schedule(StepState):
     def begin_backward(self) -> None:
         """Prepares the units for gradients: of a backward, or of that of other ranks."""
         self._backward_open, self.gradients_came, self._deferred = True, False, set()
-        self._shifts = self._alone_shifts
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
-        self.steps.begin_backward()
+        for act in self.plug_ins.backward_opens:
+            act(self)
         self._updates.begin(self._units, self.ending.waits and not self.plug_ins.shadowed)
         self._order.begin_backward()
-        if self._order_check.counts:
-            self._order_check.end_forward()
         for unit in self._units:
             handle = unit.handle
             if handle.follow_requires_grad():  # other leaves than in the last forward
@@ -689,13 +686,9 @@ class Schedule(StepState):
             self._offloading.end_backward(self._units)
         if waits:
             self._updates.finish(self._units)
-        if self.gradients_came and self._shifts:
-            self._tree.end_backward()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
-        if waits and self._shifts:
-            self.steps.end_backward()
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
@@ -721,8 +714,9 @@ class Schedule(StepState):
 
     def _abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
-        if self._backward_open and self._shifts:
-            self._tree.fail()
+        if self._backward_open:
+            for act in self.plug_ins.failed:
+                act(self)
         self._reducing.clear()
         self._prefetching_later = None
         self.batches.forget()

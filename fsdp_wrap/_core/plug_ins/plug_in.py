@@ -23,15 +23,17 @@ class Order(IntEnum):
 
     RANKS = 0
     """Keeps ranks together that run different steps: nothing may be issued or noted before they agree."""
-    VALUES = 1
+    CHECKS = 1
+    """Notes what this rank does and compares it with what others do, before anything can raise."""
+    VALUES = 2
     """Looks at values before anyone else may change them, and raises before others note a step."""
-    LEADER = 2
+    LEADER = 3
     """Tells joined ranks of a collective before this rank issues it."""
-    EVENTS = 3
+    EVENTS = 4
     """Calls functions of users, which may raise: after what keeps ranks together."""
-    RANGES = 4
+    RANGES = 5
     """Ranges of the profiler enclose only what the recorders below note."""
-    RECORDS = 5
+    RECORDS = 6
     """Takes times last, so that the work of the others is not in them."""
 
 
@@ -126,6 +128,9 @@ class PlugIn:
     def backward_begins(self, step: Any) -> None:
         """A backward of this rank has reached the first unit. No gradient has come."""
 
+    def backward_opens(self, step: Any) -> None:
+        """The units get ready for gradients: of a backward of this rank, or of others that it helps."""
+
     def backward_ends(self, step: Any) -> None:
         """All gradients of a backward have come. Reductions may be in flight."""
 
@@ -135,7 +140,16 @@ class PlugIn:
         It may communicate where all ranks run the backward, and may raise.
         """
 
+    def failed(self, step: Any) -> None:
+        """A forward has raised, or a backward has that is known to be over."""
+
     # of a unit
+
+    def enters(self, unit: Any, what: Computing) -> None:
+        """A forward of a unit with parameters begins, or its recomputation. It is not gathered for it yet.
+
+        It may communicate where all ranks run the unit, and may raise.
+        """
 
     def computes(self, unit: Any, what: Computing) -> None:
         """A unit begins to compute; other units may begin before it ends. Its parameters are full."""
@@ -217,8 +231,11 @@ class PlugIns:
     forward_begins: Moment
     forward_opens: Moment
     backward_begins: Moment
+    backward_opens: Moment
     backward_ends: Moment
     backward_ended: Moment
+    failed: Moment
+    enters: Moment
     computes: Moment
     computed: Moment
     runs: Moment

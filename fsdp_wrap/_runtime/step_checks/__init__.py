@@ -6,5 +6,6 @@ Must never know: when units run.
 """
 
 from fsdp_wrap._runtime.step_checks.checks import StepChecks, scaling_alike
+from fsdp_wrap._runtime.step_checks.notes import StepNotes
 
-__all__ = ["StepChecks", "scaling_alike"]
+__all__ = ["StepChecks", "StepNotes", "scaling_alike"]

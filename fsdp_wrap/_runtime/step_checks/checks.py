@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import GroupPositions, Tree
-from fsdp_wrap._core import before_steps
+from fsdp_wrap._core import Order, PlugIn, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
 from fsdp_wrap._runtime.step_checks.factors import ScaledParts
@@ -50,7 +50,7 @@ class Remark(Protocol):
         """
 
 
-class StepChecks:
+class StepChecks(PlugIn):
     """The checks of one tree.
 
     Args:
@@ -62,6 +62,8 @@ class StepChecks:
         parts: Samples of its gradients, once a backward has brought some.
     """
 
+    order = Order.CHECKS
+
     def __init__(self, state: StepState, tree: Tree, units: Sequence[Unit]) -> None:
         self._state = weakref.ref(state)
         self._tree, self._units = tree, units
@@ -70,16 +72,18 @@ class StepChecks:
         _all.add(self)
         _records.clear()
 
-    def begin_backward(self) -> None:
+    def backward_opens(self, step: Any) -> None:
         """Notes that gradients will change."""
         if self.parts is not None:
             self.parts.forget()
 
-    def end_backward(self) -> None:
+    def backward_ended(self, step: Any) -> None:
         """Compares what ranks have told at the last step, and looks at the gradients for the next one.
 
         Raises a RuntimeError, on all ranks of the host, if they have made a mistake.
         """
+        if not (step.ending.waits and step.shifts_alone):
+            return
         if self._told:
             self._compare()
         if self.parts is None:
@@ -123,7 +127,7 @@ class StepChecks:
             self._tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
 
     @property
-    def runs(self) -> bool:
+    def in_step(self) -> bool:
         """Whether ranks must take the same steps: nothing lets them part.
 
         A rank that had no batch in `uneven` has run no forward, and steps as the others do.
@@ -132,7 +136,7 @@ class StepChecks:
         return state is not None and not state.plug_ins.align
 
     @property
-    def issued(self) -> int:
+    def collectives(self) -> int:
         """Number of collectives that this rank has issued in the tree's groups."""
         return self._tree.issued
 
@@ -142,10 +146,10 @@ class StepChecks:
 
     def first_in(self, places: Mapping[int, int]) -> int | None:
         """Returns the first of the places, by id of a parameter, that its sharded parameters have."""
-        return min((places[param] for param in self.sharded if param in places), default=None)
+        return min((places[param] for param in self.sharded_ids if param in places), default=None)
 
     @property
-    def sharded(self) -> Iterator[int]:
+    def sharded_ids(self) -> Iterator[int]:
         """The ids of its sharded parameters."""
         layouts = (layout for unit in self._units for layout in unit.layouts)
         return (id(param) for layout in layouts for param in layout.sharded_params)
@@ -161,7 +165,7 @@ def _id_of(param: nn.Parameter) -> int:
 
 def _beside_sharded(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Returns an optimizer's parameters that are sharded parameters of no tree."""
-    sharded = set(chain.from_iterable(checks.sharded for checks in [*_all]))
+    sharded = set(chain.from_iterable(checks.sharded_ids for checks in [*_all]))
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return [param for param in params if _id_of(param) not in sharded]
 
@@ -204,8 +208,8 @@ def _before_step(optimizer: torch.optim.Optimizer) -> None:
     record = _record_of(optimizer)
     if not record.trees or graph_task() != -1:
         return
-    trees = [checks for reference in record.trees if (checks := reference()) is not None and checks.runs]
-    issued = sum([checks.issued for checks in trees])
+    trees = [checks for reference in record.trees if (checks := reference()) is not None and checks.in_step]
+    issued = sum([checks.collectives for checks in trees])
     if issued == record.issued:  # the step of a base class, inside that of an optimizer
         return
     record.issued = issued
