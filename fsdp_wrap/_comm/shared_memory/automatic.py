@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._comm.groups import Ranks, neighbours
+from fsdp_wrap._comm.groups import Ranks
 from fsdp_wrap._comm.process_group import Buffer, Communicator, GroupCommunicator
 from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
@@ -19,9 +19,7 @@ from fsdp_wrap._comm.shared_memory.rendezvous import (
     can_share,
     find_hosts,
     open_channel,
-    ranks_on_each,
 )
-from fsdp_wrap._comm.shared_memory.two_level import TwoLevelCommunicator
 
 _LEAST_POOLED = 1 << 16
 """Bytes: smaller buffers are allocated as fast by the C library, and copied as fast as shown in place."""
@@ -32,8 +30,7 @@ class AutomaticCommunicator(GroupCommunicator):
     """A communicator that is chosen at the first collective, by the hosts of the ranks.
 
     Ranks cannot compare hosts before, since they may wrap their modules in any order. All ranks on one host:
-    shared memory. Several hosts with equally many ranks, side by side: two levels. Otherwise, or where a
-    host does not allow it: `between_any`.
+    shared memory. Several hosts, or a host that does not allow it: `between_any`.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, least: float) -> None:
@@ -56,28 +53,11 @@ class AutomaticCommunicator(GroupCommunicator):
 
     def _choose(self, ranks: Ranks) -> Communicator:
         hosts = find_hosts(ranks, self._gather_objects)
-        together = 0 if hosts is None else ranks_on_each(hosts)
-        if together == ranks.size and (ways := self._within(ranks, 1)):
-            return ways[0]
-        if 0 < together < ranks.size and (ways := self._within(neighbours(ranks, together), 2)):
-            return TwoLevelCommunicator(ranks, self.device, self._least, *ways)
-        return between_any(ranks, self.device, self._least)
-
-    def _within(self, local: Ranks, number: int) -> list[HostCommunicator]:
-        """Opens so many communicators of this host's ranks; none if a host does not allow it."""
-        first = self.rank - local.rank
-
-        def gather_local(value: Any) -> list[Any]:
-            return self._gather_objects(value)[first : first + local.size]
-
-        ways: list[HostCommunicator] = []
-        for _ in range(number):
-            channel = open_channel(local, gather_local)
-            if not all(self._gather_objects(channel is not None)):
-                return []
-            assert channel is not None
-            ways.append(HostCommunicator(local, self.device, channel))
-        return ways
+        on_one_host = hosts is not None and len({*hosts}) == 1
+        channel = open_channel(ranks, self._gather_objects) if on_one_host else None
+        if channel is None:
+            return between_any(ranks, self.device, self._least)
+        return HostCommunicator(ranks, self.device, channel)
 
     def _gather_objects(self, value: Any) -> list[Any]:
         ranks = Ranks(self.group, self.rank, self.size)

@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,14 +132,6 @@ def find_hosts(ranks: Ranks, gather_objects: GatherObjects) -> list[str] | None:
     """
     hosts = gather_objects(_or_error(_host))
     return None if _refused(hosts, ranks) else hosts
-
-
-def ranks_on_each(hosts: Sequence[str]) -> int:
-    """Returns how many ranks run side by side on each host; 0 if not as many on all, or one alone."""
-    each = hosts.count(hosts[0])
-    firsts = hosts[::each]
-    blocks = [host for host in firsts for _ in range(each)]
-    return each if each > 1 and blocks == [*hosts] and len({*firsts}) == len(firsts) else 0
 
 
 def open_channel(ranks: Ranks, gather_objects: GatherObjects) -> Channel | None:
