@@ -8,6 +8,7 @@ wrapped or sharded, and go on calling torch's own for all other models. `fsdp_wr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_wrap._comm import calling, deaths_told
@@ -50,6 +53,8 @@ def adapt_torch_helpers() -> None:
     for module, name, own in rebound:
         torchs = getattr(module, name)
         setattr(module, name, wraps(torchs)(partial(own, torchs)))
+    writer: Any = HuggingFaceStorageWriter
+    writer.prepare_global_plan = _refusing_boxes(writer.prepare_global_plan)
 
 
 # each gets torch's own function, and then its arguments
@@ -142,3 +147,23 @@ def _iterate(
     if isinstance(value, IntervalTensor):  # which `isinstance` takes for a plain tensor
         of_tensor = of_dtensor
     return torchs(value, of_sharded, of_dtensor, of_tensor, **kwargs)
+
+
+def _refusing_boxes(torchs: Callable[..., list[SavePlan]]) -> Callable[..., list[SavePlan]]:
+    """Makes a writer refuse what its files cannot hold: several boxes of a tensor from one rank."""
+
+    @wraps(torchs)
+    def prepare_global_plan(writer: Any, plans: list[SavePlan]) -> list[SavePlan]:
+        for rank, plan in enumerate(plans):
+            boxes = Counter(item.index.fqn for item in plan.items)
+            for fqn, number in boxes.items():
+                if number > 1:
+                    raise ValueError(
+                        f"{type(writer).__name__} stores one box of a tensor for each rank. Of '{fqn}' rank "
+                        f"{rank} holds {number}: take a state dict of rows, by "
+                        "ShardedStateDictConfig(_use_dtensor=True) or by wrapping with a device_mesh, or use "
+                        "fsdp_wrap.checkpoint.export_safetensors"
+                    )
+        return torchs(writer, plans)
+
+    return prepare_global_plan

@@ -33,10 +33,7 @@ from torch.distributed._composable import replicate_with_fsdp as torch_replicate
 from torch.distributed._composable.contract import REGISTRY_KEY as composable_registry
 from torch.distributed._composable_state import _module_state_mapping as module_states
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _flat_param as torch_flat_param
@@ -174,14 +171,11 @@ PURPOSES = {
     "torch._C._has_storage": "which tensors have memory",
     "torch.distributed.algorithms.join.Joinable._join_config": "whether the `Join` around is enabled",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard without `to_local`'s cost",
+    "torch.distributed.tensor.DTensor._spec": "makes a `DTensor` that lies as another one",
     "torch.distributed._composable.contract.REGISTRY_KEY": "marks what is sharded, finds `replicate()`",
     "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
-    "torch.distributed._shard.metadata.ShardMetadata": "tells of pieces as a `ShardedTensor` would",
-    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata": "tells of them, too",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "tells of them, too",
-    "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of them, too",
     "torch.distributed.checkpoint._nested_dict.unflatten_state_dict": "undoes what DCP does to state dicts",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.utils._DistWrapper": "saves by a plan that is known, with DCP's errors",

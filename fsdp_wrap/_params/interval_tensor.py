@@ -8,11 +8,9 @@ ranks' intervals of one tensor, `Box` is a rectangle in it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,9 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import (
-    ShardedTensorMetadata,
-    ShardMetadata,
-    ShardOfTensor,
     make_wrapper_subclass,
     no_torch_function,
     object_device_of,
@@ -34,7 +29,6 @@ from fsdp_wrap._core.torch_private import (
     pytree,
     to_copy_operator,
 )
-from fsdp_wrap._core.torch_private import TensorProperties as ShardProperties
 from fsdp_wrap._params.parallel import HeldBy, LocalPart
 
 
@@ -112,6 +106,14 @@ class Spread(NamedTuple):
 
 _aten = torch.ops.aten
 
+_INSTEAD = {
+    "_spec": "pieces of state dicts cannot combine with a DTensor, use full_tensor() or to_dtensor()",
+    "local_shards": "it is gone since 0.2, call boxes() for this rank's parts",
+    "local_tensor": "it is gone since 0.2, call to_local()",
+    "metadata": "it is gone since 0.2, read shape and dtype, and call boxes() for this rank's parts",
+}
+"""What replaces attributes of `DTensor`, and of `IntervalTensor` in the last release."""
+
 
 PASSES_FOR_DTENSOR = torch.__version__ >= "2.12"
 """Whether operators reach an object that `isinstance` takes for a `DTensor`.
@@ -126,8 +128,8 @@ class IntervalTensor(torch.Tensor):
     Elementwise operations, copies and moves act on the piece; operations that need other elements raise
     TypeError. Made by sharded state dicts; `torch.distributed.checkpoint` saves and loads it.
 
-    It has the methods of a `DTensor` and of a `ShardedTensor`, for programs that expect one. `isinstance`
-    takes it for a `DTensor` from torch 2.12 on.
+    It has the methods of a `DTensor`, for programs that expect one. `isinstance` takes it for a `DTensor`
+    from torch 2.12 on.
     """
 
     start: int
@@ -292,49 +294,10 @@ class IntervalTensor(torch.Tensor):
     def _local_tensor(self, piece: torch.Tensor) -> None:
         self.piece = piece
 
-    @property
-    def _spec(self) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(
-            "a piece of a sharded state dict cannot combine with a DTensor; use full_tensor() or to_dtensor()"
-        )
-
-    # the interface of `ShardedTensor`
-
-    def local_shards(self) -> list[ShardOfTensor]:
-        """Returns this rank's boxes."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return [
-            ShardOfTensor.from_tensor_and_offsets(box, list(offsets), rank)
-            for offsets, box in self.boxes().items()
-        ]
-
-    _local_shards = property(local_shards)
-
-    def local_tensor(self) -> torch.Tensor:
-        """Returns this rank's part: in its shape if it is one box, else 1-D."""
-        boxes = [*self.boxes().values()]
-        return boxes[0] if len(boxes) == 1 else self.piece
-
-    def metadata(self) -> ShardedTensorMetadata:
-        """Returns the boxes of every rank.
-
-        Raises:
-            RuntimeError: If they are not known here.
-        """
-        if self.spread is None or self.part is not None:
-            what = "that was made by hand" if self.spread is None else "of a part of a tensor"
-            raise RuntimeError(
-                f"a piece {what} does not know what other ranks hold: take the value of a state_dict() under "
-                "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)"
-            )
-        return ShardedTensorMetadata(
-            shards_metadata=[
-                ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{_device_of(rank, self.device)}")
-                for rank, interval in zip(self.spread.held_by.ranks, self.spread.bounds(self.shape.numel()))
-                for box in boxes_of(tuple(self.shape), *interval)
-            ],
-            size=self.shape,
-            tensor_properties=ShardProperties(dtype=self.dtype, requires_grad=self.requires_grad),
+            f"'IntervalTensor' object has no attribute '{name}'{instead}", name=name, obj=self
         )
 
     # The protocol of torch.distributed.checkpoint, which whoever saves has imported; it takes long.
@@ -345,7 +308,6 @@ class IntervalTensor(torch.Tensor):
 
         if self.part is not None and not self.part.is_first_copy:
             return []  # the first copy is saved; other copies may be cut differently
-        self._refuse_boxes(fqn)
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -355,19 +317,6 @@ class IntervalTensor(torch.Tensor):
             )
             for chunk in self.__create_chunk_list__()
         ]
-
-    def _refuse_boxes(self, fqn: str) -> None:
-        """Refuses files with room for one box of a tensor if this rank has more, which would be lost."""
-        writer, boxes = _writer_asking(), self.boxes()
-        format_ = getattr(getattr(writer, "serialization_format", None), "name", "")
-        if len(boxes) > 1 and format_ == "SAFETENSORS":
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            raise ValueError(
-                f"{type(writer).__name__} stores one box of a tensor for each rank. Of '{fqn}', of shape "
-                f"{tuple(self.shape)}, rank {rank} holds {len(boxes)}, with elements {self.start} to "
-                f"{self.stop}: take a state dict of rows, by ShardedStateDictConfig(_use_dtensor=True) or by "
-                "wrapping with a device_mesh, or use fsdp_wrap.checkpoint.export_safetensors"
-            )
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -556,16 +505,6 @@ def assemble(
     return full
 
 
-def _writer_asking() -> Any:
-    """Returns DCP's storage writer, found among the callers since DCP does not pass it; None without one."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if "storage_writer" in frame.f_code.co_varnames + frame.f_code.co_freevars:
-            return frame.f_locals.get("storage_writer")
-        frame = frame.f_back
-    return None
-
-
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Returns a tensor over the same host memory with a storage of just its size.
 
@@ -583,9 +522,3 @@ def _device_in(group: dist.ProcessGroup | None, device: torch.device | None) -> 
     group = dist.group.WORLD if group is None else group
     types = {each.type for each in group._device_types}  # type: ignore[union-attr]
     return device if device is not None and device.type in types else torch.device(object_device_of(group))
-
-
-def _device_of(rank: int, like: torch.device) -> str:
-    """Returns the device of another rank's part, assuming one rank per device."""
-    count = 0 if like.index is None else torch.get_device_module(like).device_count()
-    return f"{like.type}:{rank % count}" if count else like.type

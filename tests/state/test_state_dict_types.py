@@ -357,7 +357,7 @@ def test_placements_and_operations_of_pieces(rank, world_size):
         else:
             assert placement == Intervals() != Shard(0) and not placement.is_shard()
             assert value.to_local().dim() == 1
-        assert value.dim() == len(shape) and value.local_tensor().numel() == value.to_local().numel()
+        assert value.dim() == len(shape) and value.piece.numel() == value.to_local().numel()
     other = DTensor.from_local(torch.ones(5, 4), value.device_mesh, [Replicate()])
     with pytest.raises((AttributeError, RuntimeError, TypeError)):
         other.copy_(value)
@@ -368,8 +368,9 @@ def test_placements_and_operations_of_pieces(rank, world_size):
     assert torch.equal(value.full_tensor(), torch.arange(10.0).view(2, 5))
     assert value.device_mesh == DeviceMesh.from_group(dist.group.WORLD, "cpu")
     assert value.placements == (Intervals(),)
-    with pytest.raises(RuntimeError, match="made by hand"):
-        value.metadata()
+    for gone in ("local_shards", "local_tensor", "metadata"):
+        with pytest.raises(AttributeError, match=f"'{gone}': it is gone since 0.2.*(boxes|to_local)"):
+            getattr(value, gone)
     assert torch.equal((value * 2 + value).piece, 3 * value.piece)
     assert value.to(torch.bfloat16).piece.dtype == torch.bfloat16
     assert (value.clone().start, value.clone().shape) == (5 * rank, (2, 5))
