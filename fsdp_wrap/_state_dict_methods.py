@@ -14,7 +14,6 @@ from torch import nn
 
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
-    FullOptimStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
     StateDictConfig,
@@ -318,93 +317,6 @@ class OptimStateDictMethods:
         return result
 
     @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Returns `optim_state_dict` of full tensors, on the host; ignores `optim_input` and `group`.
-
-        Args:
-            model: The wrapped module, or a module that contains it.
-            optim: An optimizer of the model's parameters.
-            optim_input: Ignored.
-            rank0_only: Give the state to the first rank alone; the others get an empty dict.
-            group: Ignored.
-        """
-        _warn_of_optim_input(optim_input)
-        only = only_rank(model, FullOptimStateDictConfig(rank0_only=rank0_only))
-        return full_optim_state_dict(model, optim, None, to_host=True, only=only)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Returns `optim_state_dict` of this rank's pieces, on the host; `group` has no effect.
-
-        Args:
-            model: The wrapped module, or a module that contains it.
-            optim: An optimizer of the model's parameters.
-            group: Ignored.
-        """
-        return sharded_optim_state_dict(model, optim, None, to_host=True)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of full tensors on every rank; `optim` may be None.
-
-        Args:
-            full_optim_state_dict: The state, by names of the unwrapped module.
-            model: The wrapped module, or a module that contains it.
-            optim_input: Ignored.
-            optim: The optimizer; None if the model has one.
-        """
-        _warn_of_optim_input(optim_input)
-        return _load_known(model, optim, full_optim_state_dict, optim_input=optim_input)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any | None = None,
-    ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of the first rank's full tensors; `optim` may be None.
-
-        Args:
-            full_optim_state_dict: The state on the first rank, by names of the unwrapped module; ignored on
-                the others.
-            model: The wrapped module, or a module that contains it.
-            optim_input: Ignored.
-            optim: The optimizer; None if the model has one.
-            group: Ignored.
-        """
-        _warn_of_optim_input(optim_input)
-        given = full_optim_state_dict
-        return _load_known(model, optim, given, optim_input=optim_input, from_first_rank=True)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Returns `optim_state_dict_to_load` of pieces, also of another wrapping; collective.
-
-        Args:
-            sharded_optim_state_dict: The state of `sharded_optim_state_dict`.
-            model: The wrapped module, or a module that contains it.
-            optim: An optimizer of the model's parameters.
-        """
-        return _load_known(model, optim, refitted(model, sharded_optim_state_dict))
-
-    @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
@@ -425,11 +337,11 @@ class OptimStateDictMethods:
             TypeError: If `optim_state_key_type` is no `OptimStateKeyType`.
             ValueError: If both `optim` and `optim_input` are given, or the optimizer has no such parameters.
         """
-        _warn_of_optim_input(optim_input)
+        warn_of_optim_input(optim_input)
         return rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
 
-def _warn_of_optim_input(optim_input: Any) -> None:
+def warn_of_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
         message = "the `optim_input` argument is deprecated: pass optim, or neither for model.parameters()"
         warn_caller(message, FutureWarning)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for
 from fsdp_wrap.compat import fully_shard_state as fully_shard_state
 from fsdp_wrap.compat import internals as internals
+from fsdp_wrap.compat import optim_state as optim_state
 
 __all__ = ["Installation", "install", "main", "missing", "replacements", "uninstall"]
 

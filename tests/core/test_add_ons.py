@@ -91,7 +91,7 @@ ADD_ONS = {
         ["compat/"],
         [
             *("compat/", "clients/", "params/test_attributes.py", "parallel/test_pipelines.py"),
-            "whole/test_benchmarks.py",
+            *("state/test_optim_input.py", "state/test_optim_state_dict.py", "whole/test_benchmarks.py"),
         ],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
