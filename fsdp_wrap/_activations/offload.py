@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_wrap._activations.storages import Bundle, CopiesToHost, SavedStorage
 from fsdp_wrap._comm import Accelerator, accelerator_of
-from fsdp_wrap._core import NO_SPAN, warn_caller
+from fsdp_wrap._core import Computing, PlugIn, Precedence, everywhere, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, top_saved_tensors_hooks
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, schedule_of, units_in
@@ -80,7 +80,7 @@ def offload_activations(
     distinct = [*dict.fromkeys(found.values())]
     require_idle(distinct, "offload_activations()")
     for unit in distinct:
-        if unit.saving is not NO_SPAN:
+        if unit in _offloaded:
             raise ValueError(f"the activations of {unit.name} are offloaded already: call remove() first")
     chosen = distinct if units is None else [found[name] for name in units]
     by_device: dict[torch.device, list[Unit]] = {}
@@ -118,8 +118,10 @@ _Packed = _SavedTensor | tuple[torch.Tensor, int]
 """A part of a storage that may travel, or a tensor that stays, with its version."""
 
 
-class _Saver:
+class _Saver(PlugIn):
     """Sees what autograd saves in the forwards of some units, and lets it travel."""
+
+    order = Precedence.SAVED
 
     def __init__(
         self,
@@ -131,7 +133,8 @@ class _Saver:
         least: int,
     ) -> None:
         self.accelerator, self._device, self._keep, self._least = accelerator, device, keep, least
-        self._units = [weakref.ref(unit) for unit in units]
+        self._travels = weakref.WeakKeyDictionary({unit: unit in chosen for unit in units})
+        self._undo: weakref.WeakKeyDictionary[Unit, list[ExitStack]] = weakref.WeakKeyDictionary()
         self.nbytes = 0
         self._turn = 0
         self._running: list[tuple[Unit, bool]] = []  # units in their forwards, and whether they are chosen
@@ -140,36 +143,50 @@ class _Saver:
         self._bundle = Bundle(units[0])
         self._here: list[weakref.ref[Bundle]] = []  # with storages that have not left
         self._leaving: deque[CopiesToHost] = deque()
-        for unit in units:
-            unit.saving = _SavingContext(self, unit, unit in chosen)
+        _offloaded.update(units)
+        everywhere.attach(self)
+        weakref.finalize(units[0].module, self.remove).atexit = False
 
     def remove(self) -> None:
-        """Leaves the units."""
-        for unit in self._living():
-            unit.saving = NO_SPAN
-
-    def _living(self) -> Iterator[Unit]:
-        return (unit for reference in self._units if (unit := reference()) is not None)
+        """Leaves the units, if it has not yet."""
+        if self in everywhere.attached:
+            everywhere.detach(self)
+        _offloaded.difference_update(self._travels)
 
     # forward
 
-    def enter(self, unit: Unit, travels: bool) -> None:
-        """Begins a unit's forward."""
+    def runs(self, unit: Unit, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        if unit not in self._travels:
+            return
+        undo = ExitStack()
+        self._undo.setdefault(unit, []).append(undo)
+        # A recomputation saves for a backward that runs already.
+        if graph_task() != -1 or self.accelerator.captures:
+            return
+        self._enter(unit)
+        undo.callback(self._leave)
+        if top_saved_tensors_hooks(True) is None:  # else ours, or a checkpoint's, which decides by itself
+            undo.enter_context(saved_tensors_hooks(self.pack, self.unpack))
+
+    def computed(self, unit: Unit, what: Computing) -> None:
+        if self._undo.get(unit):
+            self._undo[unit].pop().close()
+
+    def _enter(self, unit: Unit) -> None:
         if not self._running:
             self._staying = {*self._addresses()}
         else:  # its leaves may have got other memory
             self._staying.update(_addresses_of(unit))
         self._advance()
-        self._running.append((unit, travels))
+        self._running.append((unit, self._travels[unit]))
         self._next_bundle()
 
-    def leave(self) -> None:
-        """Ends a unit's forward."""
+    def _leave(self) -> None:
         self._running.pop()
         self._next_bundle()
 
     def _addresses(self) -> Iterator[int]:
-        for unit in self._living():
+        for unit in [*self._travels]:
             yield from _addresses_of(unit)
             yield from (buffer.untyped_storage()._cdata for buffer in unit.module.buffers())
 
@@ -231,26 +248,7 @@ class _Saver:
         return (flat if flat.dtype is packed.dtype else flat.view(packed.dtype)).as_strided(*packed.place)
 
 
-class _SavingContext:
-    """The context of one unit's computation in its forwards."""
-
-    def __init__(self, saver: _Saver, unit: Unit, travels: bool) -> None:
-        self._saver, self._unit, self._travels = saver, weakref.ref(unit), travels
-        self._undo: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        unit, saver, undo = self._unit(), self._saver, ExitStack()
-        self._undo.append(undo)
-        # A recomputation saves for a backward that runs already.
-        if unit is None or graph_task() != -1 or saver.accelerator.captures:
-            return
-        saver.enter(unit, self._travels)
-        undo.callback(saver.leave)
-        if top_saved_tensors_hooks(True) is None:  # else ours, or a checkpoint's, which decides by itself
-            undo.enter_context(saved_tensors_hooks(saver.pack, saver.unpack))
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.pop().close()
+_offloaded: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _addresses_of(unit: Unit) -> Iterator[int]:

@@ -76,8 +76,7 @@ def run_forward(
             act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
         for act in own.plug_ins.runs:
             act(unit, compute, args, kwargs)
-        with unit.saving:
-            output = compute(*args, **kwargs)
+        output = compute(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)
         for schedule, call, nodes in calls:

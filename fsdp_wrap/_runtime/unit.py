@@ -157,7 +157,6 @@ class Unit:
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         updater: Updates the unit during backwards, if given.
-        saving: Context of its module's computation in forwards, which sees what autograd saves.
         casts: Whether it casts inputs or outputs.
         schedule: State of its tree's step; None before its first use.
         plug_ins: What is attached to its steps.
@@ -180,7 +179,6 @@ class Unit:
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
     plug_ins: PlugIns = everywhere
-    saving: Any = NO_SPAN
 
     def __init__(
         self,
