@@ -132,7 +132,7 @@ from fsdp_wrap._core.own_files import (
 )
 from fsdp_wrap._core.plug_ins.events import Event, EventKind, observe_events, record_events
 from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
-from fsdp_wrap._core.plug_ins.plug_in import NO_SPAN, Order, PlugIn, PlugIns, Span, everywhere
+from fsdp_wrap._core.plug_ins.plug_in import NO_SPAN, PlugIn, PlugIns, Precedence, Span, everywhere
 from fsdp_wrap._core.plug_ins.profiler import encloses
 from fsdp_wrap._core.precision import (
     NO_CASTS,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import Order, PlugIn
+from fsdp_wrap._core import PlugIn, Precedence
 from fsdp_wrap._params import ParamHandle, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
@@ -40,7 +40,7 @@ class CountedSteps(PlugIn):
         backwards: Number of all of them.
     """
 
-    order = Order.RANKS
+    order = Precedence.RANKS
     aligns = True
 
     def __init__(self, schedule: Schedule, micro_batches: int, average: bool) -> None:

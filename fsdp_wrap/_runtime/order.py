@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
-from fsdp_wrap._core import Computing, Order, Phase, PlugIn, warn_caller
+from fsdp_wrap._core import Computing, Phase, PlugIn, Precedence, warn_caller
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
@@ -101,10 +101,10 @@ def _coming(now: list[Unit], before: list[Unit]) -> list[Unit]:
 class OrderCheck(PlugIn):
     """Compares the forward order across ranks in debug level DETAIL, in forwards that train."""
 
-    order = Order.CHECKS
+    order = Precedence.CHECKS
 
     def __init__(self) -> None:
-        self._comparison = _Comparison()
+        self._comparison = _OrderComparison()
 
     def forward_begins(self, step: Any) -> None:
         detail = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
@@ -115,13 +115,13 @@ class OrderCheck(PlugIn):
             step.plug_ins.attach(self._comparison)
 
 
-class _Comparison(PlugIn):
+class _OrderComparison(PlugIn):
     """Compares the units of a forward: in the first iteration across ranks, later with the first.
 
     The first iteration issues a collective before each unit. It ends with the first backward.
     """
 
-    order = Order.CHECKS
+    order = Precedence.CHECKS
 
     def __init__(self) -> None:
         self._first: list[str] | None = None

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from fsdp_wrap._core import Order, Phase, PlugIn, Span, SpanKind
+from fsdp_wrap._core import Phase, PlugIn, Precedence, Span, SpanKind
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._uneven.fates import follow_fates
 from fsdp_wrap._uneven.peers import Peers
@@ -47,7 +47,7 @@ class Leader(PlugIn):
         told: The ranks to tell; none if another rank leads, or all have batches.
     """
 
-    order = Order.LEADER
+    order = Precedence.LEADER
 
     def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
         self._schedules, self._peers = schedules, peers

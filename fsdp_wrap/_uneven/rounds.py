@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fsdp_wrap._comm import GroupPositions, Note
-from fsdp_wrap._core import Order, PlugIn, SpanKind
+from fsdp_wrap._core import PlugIn, Precedence, SpanKind
 from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
@@ -60,7 +60,7 @@ class Rounds(PlugIn):
         orders: For each model, the order of its units when the first rank joined.
     """
 
-    order = Order.RANKS
+    order = Precedence.RANKS
     make_leader = Leader
 
     def __init__(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import Order, PlugIn, ValueSeam, check_flag, clean_fqn, encloses, everywhere, walk
+from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, check_flag, clean_fqn, encloses, everywhere, walk
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
@@ -65,7 +65,7 @@ def find_nonfinite(model: nn.Module, *, modules: bool = True, gradients: bool = 
 class Finder(PlugIn):
     """Looks at the values of a model's steps, and meets the other ranks."""
 
-    order = Order.VALUES
+    order = Precedence.VALUES
 
     def __init__(self, model: nn.Module, modules: bool, gradients: bool) -> None:
         self._units = idle_units(model, "find_nonfinite()")

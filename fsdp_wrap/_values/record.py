@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
+from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Unit, schedule_of, units_in
@@ -110,7 +110,7 @@ def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
 class ShardedSeams(PlugIn):
     """Records the values that the runtime tells of."""
 
-    order = Order.VALUES
+    order = Precedence.VALUES
 
     def __init__(self, units: dict[Unit, str], rows: Rows) -> None:
         self._units, self._rows = units, rows

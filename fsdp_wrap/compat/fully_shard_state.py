@@ -109,7 +109,8 @@ class UnitState(_Proxy):
         casts, dtypes = self.unit.options.casts, self.unit.segments[0].dtypes
         return MixedPrecisionPolicy(dtypes.param, dtypes.reduce, casts.outputs, casts.nested is not None)
 
-    _device = property(attrgetter("unit.handle.communicator.device"))  # refused where it has no parameters
+    # Refused where it has no parameters.
+    _device = property(attrgetter("_fsdp_param_group.unit.handle.communicator.device"))
     _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
     _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
 

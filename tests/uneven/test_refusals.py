@@ -120,13 +120,13 @@ def test_what_users_have_set_is_theirs_again(rank, world_size, front):
         for _ in range(2 * rank):
             with no_sync(model):
                 loss_of(model, tokens(rank, 0)).backward()
-    assert (schedule.syncs, schedule.sums_over_replicas, schedule.ending.automatic) == (True, True, True)
+    assert (schedule.syncs, schedule.sums_over_replicas, schedule.ending.waits) == (True, True, True)
     with uneven(model):
         for _ in range(rank):
             schedule.ending.set_last(False)
             loss_of(model, tokens(rank, 0)).backward()
             schedule.ending.set_last(True)
-    assert schedule.ending.automatic
+    assert schedule.ending.waits
     with pytest.raises(RuntimeError, match="a document is broken"), uneven(model):
         for _ in range(rank):
             with no_sync(model):

@@ -18,7 +18,7 @@ import apart
 from bed import ranks
 from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
 from fsdp_wrap import Audit, Corruption, CorruptionError, CPUOffload, MixedPrecision, ShardingStrategy, audit
-from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
+from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
 from fsdp_wrap._values.statistics import bit_sums, block_sums, changed_place
@@ -117,7 +117,7 @@ class Fault(PlugIn):
 
     def __init__(self, kind: str, unit: Any, draw: random.Random) -> None:
         self.kind, self.unit, self.draw, self.size = kind, unit, draw, 0.0
-        self.order = Order.VALUES if kind.endswith("sent") else -1
+        self.order = Precedence.VALUES if kind.endswith("sent") else -1
         self._layout = draw.choice([each for each in unit.layouts if pieces_of(each)] or [None])
 
     def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:

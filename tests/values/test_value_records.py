@@ -16,7 +16,7 @@ from bed import ranks, run_ranks
 from composable import shard_blocks
 from fronts import no_sync, shard, shard_columns
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, record_values, uneven
-from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
+from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._values import files
 from fsdp_wrap._values.command import report
 from fsdp_wrap._values.compare import Run
@@ -190,7 +190,7 @@ class Fault(PlugIn):
 
     def __init__(self, kind: str) -> None:
         self._kind, self._steps = kind, 0
-        self.order = Order.VALUES if kind == "missing sum" else -1  # after the record has looked
+        self.order = Precedence.VALUES if kind == "missing sum" else -1  # after the record has looked
         self._stale: list[torch.Tensor] = []
 
     def forward_opens(self, step: Any) -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from fsdp_wrap._core.plug_ins.kinds import Phase
-from fsdp_wrap._core.plug_ins.plug_in import Order, PlugIn, everywhere
+from fsdp_wrap._core.plug_ins.plug_in import PlugIn, Precedence, everywhere
 
 
 class EventKind(Enum):
@@ -53,7 +53,7 @@ class Event:
 class _Observer(PlugIn):
     """Calls a function with each event."""
 
-    order = Order.EVENTS
+    order = Precedence.EVENTS
 
     def __init__(self, observer: Callable[[Event], None]) -> None:
         self._observer = observer

@@ -18,7 +18,7 @@ import torch
 from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
 
 
-class Order(IntEnum):
+class Precedence(IntEnum):
     """The order of plug-ins at one moment, the first ones first."""
 
     RANKS = 0
@@ -34,7 +34,9 @@ class Order(IntEnum):
     RANGES = 5
     """Ranges of the profiler enclose only what the recorders below note."""
     RECORDS = 6
-    """Takes times last, so that the work of the others is not in them."""
+    """Takes times late, so that the work of the others is not in them."""
+    SAVED = 7
+    """Sees what autograd saves for a unit, and not what other plug-ins compute."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +96,7 @@ class PlugIn:
         order: Its place among other plug-ins.
     """
 
-    order: int = Order.RECORDS
+    order: int = Precedence.RECORDS
 
     @property
     def aligns(self) -> bool:

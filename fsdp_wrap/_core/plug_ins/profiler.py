@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_wrap._core.plug_ins.kinds import Computing, Phase
-from fsdp_wrap._core.plug_ins.plug_in import Order, PlugIn, Span, everywhere
+from fsdp_wrap._core.plug_ins.plug_in import PlugIn, Precedence, Span, everywhere
 from fsdp_wrap._core.torch_private import profiler_runs
 
 
@@ -24,7 +24,7 @@ class _Range(NamedTuple):
 class ProfilerRanges(PlugIn):
     """Shows units as ranges of `torch.profiler`: "fsdp_wrap: backward blocks.3"."""
 
-    order = Order.RANGES
+    order = Precedence.RANGES
 
     def __init__(self) -> None:
         self._open: dict[int, list[_Range]] = {}  # by thread
@@ -76,7 +76,7 @@ def encloses(outer: str, inner: str) -> bool:
 class _Following(PlugIn):
     """Attaches the ranges while the profiler runs."""
 
-    order = Order.RANGES
+    order = Precedence.RANGES
 
     def __init__(self) -> None:
         self._ranges = ProfilerRanges()

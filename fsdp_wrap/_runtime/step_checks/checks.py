@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import GroupPositions, Tree
-from fsdp_wrap._core import Order, PlugIn, before_steps
+from fsdp_wrap._core import PlugIn, Precedence, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
 from fsdp_wrap._runtime.step_checks.factors import ScaledParts
@@ -62,7 +62,7 @@ class StepChecks(PlugIn):
         parts: Samples of its gradients, once a backward has brought some.
     """
 
-    order = Order.CHECKS
+    order = Precedence.CHECKS
 
     def __init__(self, state: StepState, tree: Tree, units: Sequence[Unit]) -> None:
         self._state = weakref.ref(state)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fsdp_wrap._comm import Tree
-from fsdp_wrap._core import Order, PlugIn
+from fsdp_wrap._core import PlugIn, Precedence
 
 
 class StepNotes(PlugIn):
@@ -19,7 +19,7 @@ class StepNotes(PlugIn):
         tree: The identity of the tree in logs.
     """
 
-    order = Order.CHECKS
+    order = Precedence.CHECKS
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree

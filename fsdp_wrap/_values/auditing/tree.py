@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import Order, PlugIn, ValueSeam, everywhere
+from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import Layout, held_params
 from fsdp_wrap._runtime import Schedule, Unit
@@ -50,7 +50,7 @@ class TreeAudit(PlugIn):
         audited: Number of audited steps that have ended.
     """
 
-    order = Order.VALUES
+    order = Precedence.VALUES
 
     def __init__(
         self,
