@@ -108,19 +108,13 @@ from fsdp_wrap._core.optimizers.optimizer_steps import (
     reason_against_pieces,
     refuse_as,
     refuse_in_steps,
+    sees_wholes,
     shard_steps,
     steps_taken,
     warn_of_lost_decay,
     watch_distributed_steps,
     watch_loads,
     watch_steps,
-)
-from fsdp_wrap._core.optimizers.probe import (
-    TrialGroup,
-    by_rows,
-    computes_with_wholes,
-    knows_its_shards,
-    note_knows_shards,
 )
 from fsdp_wrap._core.own_files import (
     open_own,

@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import note_knows_shards
 from fsdp_wrap._core.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from fsdp_wrap._params import FlatPiece, copyable, holding, to_local
 from fsdp_wrap.optim._newton_schulz import Coefficients, orthogonalized
@@ -27,6 +26,7 @@ from fsdp_wrap.optim._owned_matrices import (
     owned_matrices,
 )
 from fsdp_wrap.optim._owner_group import Matrix
+from fsdp_wrap.optim._probe import note_knows_shards
 from fsdp_wrap.optim._sharded_params import ShardedParam, sharded_params_in
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -21,16 +21,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import (
-    TrialGroup,
-    by_rows,
-    computes_with_wholes,
-    is_owned,
-    knows_its_shards,
-)
+from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DTensorSpec
 from fsdp_wrap._params import to_local
 from fsdp_wrap._state import is_state_offloaded, placed_like
+from fsdp_wrap.optim._probe import TrialGroup, by_rows, computes_with_wholes, knows_its_shards
 from fsdp_wrap.optim._shard_runs import ShardRun, ShardRuns, State, same
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)

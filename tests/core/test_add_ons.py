@@ -68,7 +68,8 @@ ADD_ONS = {
         ["optim/"],
         [
             *("optim/", "seams/", "clients/test_low_bit_optimizers.py", "tools/test_timelines.py"),
-            *("state/test_step_mistakes.py", "whole/test_benchmarks.py", "whole/test_examples.py"),
+            *("state/test_step_mistakes.py", "state/test_optim_input.py", "whole/test_benchmarks.py"),
+            "whole/test_examples.py",
         ],
         "import fsdp_wrap.optim",
         "ModuleNotFoundError: No module named 'fsdp_wrap.optim'",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import operator
 import pickle
+import random
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,8 +33,7 @@ from fronts import FRONTS, assert_tensors, full, full_state
 from fsdp_wrap import CPUOffloadPolicy, IntervalTensor, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import distributed_state_dict as ours
-from fsdp_wrap._core.optimizers import probe
-from fsdp_wrap.optim import Muon, on_shards, steps_on_shards, stochastic_rounding
+from fsdp_wrap.optim import HostAdamW, Muon, _probe, on_shards, steps_on_shards, stochastic_rounding
 from fsdp_wrap.optim._stochastic_rounding import draws_of, rounded
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -577,20 +579,53 @@ class Foreign(torch.optim.Optimizer):
                 elif group["kind"] == "all":
                     update = update * sum(each.grad.sum() for each in group["params"])
                 elif group["kind"] == "noise":
-                    update = update + torch.randn_like(update)
+                    update = update * (random.random() + torch.rand_like(update))
+                    warnings.warn("noisy", stacklevel=1)
                 param.sub_(update, alpha=group["lr"])
 
 
 def test_what_computes_with_wholes_is_found_out_and_refused():
-    params, generator = [nn.Parameter(torch.ones(2, 2))], torch.get_rng_state()
+    params, generator = [nn.Parameter(torch.ones(2, 2))], (torch.get_rng_state(), random.getstate())
     for kind in ("norms", "rows", "later", "all"):
         second = {"params": [nn.Parameter(torch.ones(2, 2))], "kind": kind}
         for optimizer in (Foreign(params, kind), Foreign([{"params": params}, second])):
             with pytest.raises(ValueError, match=r"Foreign computes with whole parameters.*owned_matrices"):
                 on_shards(optimizer)
             assert type(optimizer) is Foreign and not optimizer.state
-    on_shards(Foreign(params)), on_shards(Foreign(params, "noise"))
-    assert torch.equal(torch.get_rng_state(), generator) and bool((params[0] == 1).all())
+    on_shards(Foreign(params))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            warnings.warn("shown once", stacklevel=1)
+            on_shards(Foreign(params, "noise"))
+    assert [str(each.message) for each in told] == ["shown once"]
+    assert torch.equal(torch.get_rng_state(), generator[0]) and random.getstate() == generator[1]
+    assert bool((params[0] == 1).all())
+
+
+def torchs_optimizers() -> list[type[torch.optim.Optimizer]]:
+    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    return [
+        each
+        for each in found
+        if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    ]
+
+
+CUTS = (_probe.by_rows, _probe.in_pieces, _probe.flattened, _probe.joined)
+
+
+@pytest.mark.parametrize("kind", [*torchs_optimizers(), HostAdamW], ids=lambda kind: kind.__name__)
+def test_what_is_known_of_torchs_optimizers_is_what_a_trial_finds(kind):
+    for dims, cut in itertools.product(({1}, {2}, {1, 2}), CUTS):
+        optimizer = kind([nn.Parameter(torch.ones(2, 2))])
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        seen = _probe.TrialGroup(group, frozenset(dims), several=cut is _probe.joined)
+        with mock.patch.object(_probe, "trial_differs", side_effect=AssertionError("tried")):
+            known = _probe.computes_with_wholes(optimizer, seen, cut)
+        if kind is torch.optim.Muon and (cut is not _probe.by_rows or dims != {2}):
+            continue  # it refuses other tensors itself
+        assert known == _probe.trial_differs(optimizer, seen, cut), (dims, cut.__name__)
 
 
 def test_wrong_uses_are_refused_and_nothing_changes():
@@ -809,7 +844,7 @@ def test_a_trial_has_the_gradients_of_its_loss():
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((3, 2), (4,))]
     slopes, offsets = ([torch.randn_like(param) for param in params] for _ in range(2))
-    loss = probe._loss(params, slopes, offsets)
+    loss = _probe._loss(params, slopes, offsets)
     expected: Any = sum((s * p * p / 2 + o * p).sum() for p, s, o in zip(params, slopes, offsets))
     torch.testing.assert_close(loss, expected.detach(), check_dtype=False)
     for param, grad in zip(params, torch.autograd.grad(expected, params)):

@@ -25,7 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_wrap._core.add_ons import Seam
 from fsdp_wrap._core.errors import warn_caller
 from fsdp_wrap._core.modules import is_owned
-from fsdp_wrap._core.optimizers.probe import TrialGroup, computes_with_wholes, flattened, in_pieces, joined
 
 shard_steps: Seam[Callable[..., Any]] = Seam("optimizers", "fsdp_wrap.optim")
 """Takes steps of optimizers over `DTensor`s."""
@@ -135,6 +134,12 @@ class OptimizerPiece:
     reason: Callable[[], str]
 
 
+sees_wholes: Seam[Callable[[torch.optim.Optimizer, dict[str, Any], Sequence[OptimizerPiece]], bool]] = Seam(
+    "optimizers", "fsdp_wrap.optim"
+)
+"""Tells whether an optimizer computes with whole parameters, given one of its groups and the pieces there."""
+
+
 def note_piece(param: nn.Parameter, piece: OptimizerPiece) -> None:
     """Lets optimizers that hold a piece raise, before their first step, if they compute with wholes."""
     _pieces[param] = piece
@@ -154,14 +159,15 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why an optimizer cannot step with its pieces, as the end of a sentence; None if it can.
 
-    Each parameter is looked at once, with all that are in its group then. A trial disturbs the generators and
-    filters of warnings of the process while it runs: call this where nothing runs beside it.
+    Each parameter is looked at once, with all that are in its group then. An optimizer that is not torch's is
+    tried, which draws from the process's generators and puts them back: call this where nothing runs beside
+    it. Without the add-on for optimizers nothing is found.
     """
     tried = _tried.setdefault(optimizer, _Tried(set(), set()))
     for group in optimizer.param_groups:
         params: list[nn.Parameter] = group["params"]
         pieces = [_pieces[param] for param in params if id(param) not in tried.params and param in _pieces]
-        if pieces and _sees_wholes(optimizer, group, pieces):
+        if pieces and sees_wholes.filled is not None and sees_wholes.filled(optimizer, group, pieces):
             return str(pieces[0].reason())
         tried.params.update(map(id, params))
         tried.lists.add((id(params), len(params)))
@@ -204,18 +210,6 @@ def warn_of_lost_decay(optimizer: torch.optim.Optimizer) -> None:
         "matrices from the rest. Make the groups of the module's parameters before wrapping, and wrap with "
         "use_orig_params=True, which keeps these objects; or go by names"
     )
-
-
-def _sees_wholes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[OptimizerPiece]
-) -> bool:
-    options = {name: value for name, value in group.items() if name != "params"}
-    dims = frozenset(chain.from_iterable(piece.dims for piece in pieces))
-    several = any(len(piece.dims) > 1 for piece in pieces)
-    seen = TrialGroup(options, dims, several, group["params"][0].device)
-    if any(piece.cut for piece in pieces):
-        return computes_with_wholes(optimizer, seen, in_pieces)
-    return computes_with_wholes(optimizer, seen, joined if several else flattened)
 
 
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

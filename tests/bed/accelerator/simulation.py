@@ -29,7 +29,6 @@ from bed.accelerator.streams import HOST, Clock, Event, Stream, join
 from fsdp_wrap._comm import device
 from fsdp_wrap._comm.device import Accelerator
 from fsdp_wrap._core import Phase
-from fsdp_wrap._core.optimizers import optimizer_steps
 from fsdp_wrap._runtime.unit import Unit
 
 _OURS = "/fsdp_wrap/"
@@ -508,12 +507,6 @@ def _made(simulation: Simulation, make: Any, *args: Any, device: Any = None, **k
     return tensor
 
 
-def _tried(simulation: Simulation, sees_wholes: Any, *args: Any) -> Any:
-    """Hides the trial of an optimizer: its thousands of operators touch no memory but their own."""
-    with simulation.aside(), _disable_current_modes():
-        return sees_wholes(*args)
-
-
 _REPLACED = (
     (torch.UntypedStorage, "resize_", _resized),
     (torch.Tensor, "tolist", _read),
@@ -521,6 +514,5 @@ _REPLACED = (
     (torch.Tensor, "cpu", _to_host),
     (torch.Tensor, "to", _to),
     (torch, "tensor", _made),
-    (optimizer_steps, "_sees_wholes", _tried),
 )
 """Owner and name of each replaced function, and its replacement."""

@@ -1,8 +1,8 @@
-"""A trial of an optimizer on small tensors: whether it updates each element by itself.
+"""Whether an optimizer updates each element by itself, or computes with whole parameters.
 
-An optimizer of the same class steps whole tensors, and others step the pieces, each by itself, as ranks do.
-Where the pieces become something else, or keep state that is not cut as they are, the optimizer computes
-with whole parameters.
+Torch's own optimizers are known. One of another class is tried on small tensors: an optimizer of that class
+steps whole tensors, and others step the pieces, each by itself, as ranks do. Where the pieces become
+something else, or keep state that is not cut as they are, the optimizer computes with whole parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import nn, optim
 
+from fsdp_wrap._core import OptimizerPiece, sees_wholes
 from fsdp_wrap._core.torch_private import pytree
+from fsdp_wrap.optim._host_adamw import HostAdamW
 
 _SHAPE = (6, 4, 2, 2, 2)
 """Shape of the tensors; one of fewer dimensions takes the beginning."""
@@ -31,6 +34,15 @@ _STEPS, _LR, _NEAR = 10, 0.05, 1e-3
 Tensors = list[torch.Tensor]
 Cut = Callable[[Sequence[torch.Tensor]], list[Tensors]]
 """Takes whole tensors; returns the part of each rank."""
+
+_ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+    (
+        *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam),
+        *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam, HostAdamW),
+    )
+)
+_TENSOR_BY_TENSOR: frozenset[type[optim.Optimizer]] = frozenset((optim.Adafactor, optim.Muon))
+_OVER_ALL_TENSORS: frozenset[type[optim.Optimizer]] = frozenset((optim.LBFGS,))
 
 _know_shards: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -90,15 +102,41 @@ class TrialGroup:
 def computes_with_wholes(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut) -> bool:
     """Whether pieces of parameters, as `cut` makes them, would train otherwise than the whole ones.
 
-    Nothing of the user's changes: other optimizers are made of the class, with its defaults. False also
-    where it cannot be found out: no other can be made or stepped, or it draws random numbers.
+    False also where a trial does not tell.
     """
-    if optimizer in _know_shards or not group.dims:
+    kind = type(optimizer)
+    if optimizer in _know_shards or not group.dims or kind in _ELEMENTWISE:
         return False
+    if kind in _TENSOR_BY_TENSOR:
+        return cut is not flattened or group.dims != {1}
+    if kind in _OVER_ALL_TENSORS:
+        return cut not in (flattened, joined)
+    return trial_differs(optimizer, group, cut)
+
+
+@sees_wholes.fill
+def _sees_wholes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], pieces: Sequence[OptimizerPiece]
+) -> bool:
+    """Whether an optimizer computes with whole parameters, some of which are pieces in one of its groups."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    dims = frozenset(itertools.chain.from_iterable(piece.dims for piece in pieces))
+    several = any(len(piece.dims) > 1 for piece in pieces)
+    seen = TrialGroup(options, dims, several, group["params"][0].device)
+    if any(piece.cut for piece in pieces):
+        return computes_with_wholes(optimizer, seen, in_pieces)
+    return computes_with_wholes(optimizer, seen, joined if several else flattened)
+
+
+def trial_differs(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut) -> bool:
+    """Tries another optimizer of the class, with its defaults, on whole tensors and on pieces.
+
+    Nothing of the user's changes. False also where it cannot be found out: no other can be made or stepped,
+    or it draws random numbers.
+    """
     for dtype in (torch.float64, torch.float32):  # some know only the latter
         try:
-            with torch.no_grad(), warnings.catch_warnings(), _undisturbed(group.device):
-                warnings.simplefilter("ignore")
+            with torch.no_grad(), _without_warnings(), _undisturbed():
                 return _differs(optimizer, group, cut, dtype)
         except Exception:  # whatever a foreign step raises
             continue
@@ -111,7 +149,7 @@ def _differs(optimizer: torch.optim.Optimizer, group: TrialGroup, cut: Cut, dtyp
     pieces = _TrialRun(optimizer, group, data, cut)
     if whole.state != pieces.state or (cut is by_rows and not whole.elementwise):
         return True
-    torch.manual_seed(1)
+    # What draws random numbers draws others this time.
     draws_numbers = not whole.is_near(_TrialRun(optimizer, group, data, _uncut))
     return not draws_numbers and not whole.is_near(pieces)
 
@@ -121,12 +159,30 @@ def _uncut(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Keeps the generators as they are, and compiles nothing."""
-    devices = [] if device.type == "cpu" else [device]
-    kind = device.type if devices else "cuda"
+def _undisturbed() -> Iterator[None]:
+    """Keeps Python's generator and those of all devices as they are, and compiles nothing."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    module = torch.get_device_module(kind)
+    in_use = accelerator is not None and getattr(module, "is_initialized", lambda: True)()
+    devices, of_python = range(module.device_count()) if in_use else (), random.getstate()
     with torch.random.fork_rng(devices, device_type=kind), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Drops warnings. Unlike after `catch_warnings`, what was shown once before is not shown again."""
+    filters: Any = warnings.filters
+    ignoring = ("ignore", None, Warning, None, 0)
+    filters.insert(0, ignoring)
+    try:
         yield
+    finally:
+        filters.remove(ignoring)
 
 
 class _TrialData:
