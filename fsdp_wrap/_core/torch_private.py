@@ -34,6 +34,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY as composable_re
 from torch.distributed._composable_state import _module_state_mapping as module_states
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
 from torch.distributed.fsdp import _fully_shard as torch_fully_shard
@@ -174,6 +175,7 @@ PURPOSES = {
     "torch.distributed._composable.replicate_with_fsdp": "the names of `replicate`, which `compat` rebinds",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "reads state dicts of torch's wrapper",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor._process_group": "gathers one",
+    "torch.distributed._shard.sharded_tensor.shard.Shard": "tells of pieces as a `ShardedTensor` would",
     "torch.distributed.checkpoint._nested_dict.unflatten_state_dict": "undoes what DCP does to state dicts",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": "saves in a group of our choice",
     "torch.distributed.checkpoint.utils._DistWrapper": "saves by a plan that is known, with DCP's errors",

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_wrap._comm import deaths_told
 from fsdp_wrap._core import ceil_div
 from fsdp_wrap._core.torch_private import (
+    ShardOfTensor,
     make_wrapper_subclass,
     no_torch_function,
     object_device_of,
@@ -108,7 +109,6 @@ _aten = torch.ops.aten
 
 _INSTEAD = {
     "_spec": "pieces of state dicts cannot combine with a DTensor, use full_tensor() or to_dtensor()",
-    "local_shards": "it is gone since 0.2, call boxes() for this rank's parts",
     "local_tensor": "it is gone since 0.2, call to_local()",
     "metadata": "it is gone since 0.2, read shape and dtype, and call boxes() for this rank's parts",
 }
@@ -299,6 +299,16 @@ class IntervalTensor(torch.Tensor):
         raise AttributeError(
             f"'IntervalTensor' object has no attribute '{name}'{instead}", name=name, obj=self
         )
+
+    def local_shards(self) -> list[ShardOfTensor]:
+        """Returns this rank's boxes, as a `ShardedTensor` does."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return [
+            ShardOfTensor.from_tensor_and_offsets(box, list(offsets), rank)
+            for offsets, box in self.boxes().items()
+        ]
+
+    _local_shards = property(local_shards)
 
     # The protocol of torch.distributed.checkpoint, which whoever saves has imported; it takes long.
 
