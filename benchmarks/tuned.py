@@ -1,4 +1,4 @@
-"""What `tune` finds: measured beside eight usual recipes on the CPU, and its pages for large models on GPUs.
+"""Recipes that `fit` finds: measured beside eight usual ones on the CPU; pages of large models on GPUs.
 
 python -m benchmarks.tuned --programs gpt,long,layers,wide,uneven
 python -m benchmarks.tuned --gpu 8b,70b-64,70b-512
@@ -25,8 +25,8 @@ from benchmarks.harness import interleave, preload, run_ranks
 from benchmarks.llama import H100, Llama, WholeLlamaBlock
 from benchmarks.meters import tensors
 from benchmarks.models import Block, LinearBlock, Transformer, TransformerBlock
-from fsdp_wrap.tools import Machine, Recipe, UnitRecipe
-from fsdp_wrap.tools.tuning.recipe import FREED, RECOMPUTED, STAY, TO_BACKWARD
+from fsdp_wrap.tools import Choice, Fit, Machine, Recipe, UnitRecipe
+from fsdp_wrap.tools.fitting.recipe import FREED, RECOMPUTED, STAY, TO_BACKWARD
 
 NOISE = 1.03
 """A step counts as clearly slower than another one above this ratio."""
@@ -156,47 +156,56 @@ def ratio_to_best(own: list[float], others: dict[str, list[float]]) -> float:
 
 
 def compare(program: str, ranks: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Tunes a program for its budgets, and measures what was found beside the presets."""
+    """Finds a program's recipes for its budgets, and measures them beside the presets."""
     machine = Machine.from_dict(run_ranks(measured_machine, ranks))
     usual = presets(program, ranks)
     plans = {name: fsdp_wrap.plan(partial(setup, program, recipe), ranks) for name, recipe in usual.items()}
     needs = sorted(made.needed_bytes for made in plans.values())
-    found, seconds = {}, {}
+    found: dict[int, Choice] = {}
+    seconds = {}
     for part in PARTS:
         limit, begin = int(needs[0] + part * (needs[-1] - needs[0])), time.process_time()
-        found[limit] = fsdp_wrap.tune(partial(setup, program), ranks, memory=limit, machine=machine)
+        found[limit] = best_of(
+            fsdp_wrap.fit(partial(setup, program), ranks, device_memory=limit, machine=machine)
+        )
         seconds[limit] = time.process_time() - begin
-    recipes = {**usual, **{f"tuned {limit}": recipe for limit, recipe in found.items()}}
+    recipes = {**usual, **{f"found {limit}": choice.recipe or Recipe() for limit, choice in found.items()}}
     measured = run_ranks(
         measure, ranks, program, {name: each.to_json() for name, each in recipes.items()}, rounds
     )
     rows = {}
     for limit in found:
-        own = measured[f"tuned {limit}"]
+        own = measured[f"found {limit}"]
         fitting = {name: measured[name]["seconds"] for name in usual if measured[name]["peak"] <= limit}
         best = min(fitting, key=lambda name: median(fitting[name]))
         rows[f"{program}, {ranks} ranks, {limit / 1e6:.1f} MB"] = {
             "budget": limit,
-            "planned": found[limit].needed_bytes,
+            "planned": found[limit].peak_bytes,
             "peak": own["peak"],
             "seconds": median(own["seconds"]),
             "best preset": best,
             "preset seconds": median(fitting[best]),
             "ratio": ratio_to_best(own["seconds"], fitting),
-            "tuning seconds": seconds[limit],
+            "search seconds": seconds[limit],
         }
     return rows
 
 
+def best_of(found: Fit) -> Choice:
+    """Returns the fastest that fits; there is one."""
+    assert found.best is not None
+    return found.best
+
+
 def as_table(rows: dict[str, dict[str, Any]]) -> str:
     """Returns the table of all cases."""
-    lines = ["| case | peak MB | of budget | step ms | best preset ms | ratio | tuned in s |"]
+    lines = ["| case | peak MB | of budget | step ms | best preset ms | ratio | found in s |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['peak'] / 1e6:.1f} | {row['peak'] / row['budget']:.0%} | "
             f"{row['seconds'] * 1e3:.1f} | {row['preset seconds'] * 1e3:.1f} ({row['best preset']}) | "
-            f"{row['ratio']:.3f} | {row['tuning seconds']:.1f} |"
+            f"{row['ratio']:.3f} | {row['search seconds']:.1f} |"
         )
     above = sum(row["peak"] > row["budget"] for row in rows.values())
     slower, clearly = (sum(row["ratio"] > least for row in rows.values()) for least in (1.0, NOISE))
@@ -244,16 +253,18 @@ def llama(model: Callable[[], nn.Module], batch: int, recipe: Recipe) -> Any:
     return made, optimizer, step
 
 
-def tune_for_gpus(name: str) -> None:
+def fit_on_gpus(name: str) -> None:
     """Prints one page, and what it took to make it."""
     model, batch, ranks, machine, memory = GPUS[name]
     begin, worked = time.monotonic(), time.process_time()
-    found = fsdp_wrap.tune(partial(llama, model, batch), ranks, device="cuda", memory=memory, machine=machine)
+    found = fsdp_wrap.fit(
+        partial(llama, model, batch), ranks, device="cuda", device_memory=memory, machine=machine
+    )
     seconds, worked = time.monotonic() - begin, time.process_time() - worked
     print(f"## {name}\n\n{found}\n")
-    print(f"{batch * 8192 / (found.predicted_seconds or 1):,.0f} tokens a second on each GPU")
+    print(f"{batch * 8192 / (best_of(found).predicted_seconds or 1):,.0f} tokens a second on each GPU")
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"tuned in {seconds:.0f} s ({worked:.0f} s of one core), {most:.1f} GB at most\n", flush=True)
+    print(f"found in {seconds:.0f} s ({worked:.0f} s of one core), {most:.1f} GB at most\n", flush=True)
 
 
 def main() -> None:
@@ -266,7 +277,7 @@ def main() -> None:
     parser.add_argument("--gpu", type=split, default=[], metavar="A,B", help=f"of {', '.join(GPUS)}")
     options = parser.parse_args()
     for name in options.gpu:
-        tune_for_gpus(name)
+        fit_on_gpus(name)
     preload()
     rows: dict[str, dict[str, Any]] = {}
     for program, ranks in itertools.product(options.programs, map(int, options.ranks)):

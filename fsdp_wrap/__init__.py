@@ -148,7 +148,7 @@ if TYPE_CHECKING:
         verify,
     )
     from fsdp_wrap.tools import explain_memory_errors, measure_machine, preset
-    from fsdp_wrap.tools.fitting import Choice, Fit, fit
+    from fsdp_wrap.tools.fitting import Choice, Fit, Recipe, fit, tune
     from fsdp_wrap.tools.planning import (
         HostMemory,
         Machine,
@@ -160,7 +160,6 @@ if TYPE_CHECKING:
         plan,
     )
     from fsdp_wrap.tools.timeline import Timeline, timeline
-    from fsdp_wrap.tools.tuning import Recipe, tune
     from fsdp_wrap.weights import weight_changes, weight_source
 else:
     __getattr__, __dir__ = _found_when_asked_for(

@@ -888,9 +888,9 @@ def memory_without_unit_in_python(rank: int) -> None:
     fsdp_wrap.fit(lambda: None, device_memory=80)  # type: ignore[arg-type,return-value]
 
 
-@mistake("fsdp-wrap plan train.py:setup --fit", RuntimeError, r"--fit needs --device-memory, such as 80GB")
+@mistake("fsdp-wrap fit train.py:setup", RuntimeError, r"fit needs --device-memory, such as 80GB")
 def fit_without_memory(rank: int) -> None:
-    planning("--fit")
+    command("fit", "train.py:setup")
 
 
 @mistake("fsdp-wrap plan train.py", RuntimeError, r"names no function: write FILE.py:name")

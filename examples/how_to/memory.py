@@ -19,11 +19,11 @@ class Block(nn.Module):
 
 
 def setup(*, batch=8):
-    from fsdp_wrap.tools import shard_as, step_of
+    from fsdp_wrap.tools import Recipe, step_of
 
     with torch.device("meta"):
         model = nn.Sequential(*(Block(64) for _ in range(3)))
-    model = shard_as(model, Block)
+    model = Recipe().apply(model, Block)
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(batch, 64)).square().mean())
 

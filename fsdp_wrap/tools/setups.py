@@ -1,4 +1,4 @@
-"""The setups that `fit` and `tune` vary: the arguments that they take, and errors of plans."""
+"""The setups that `fit` varies: the arguments that they take, and errors of plans."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp_wrap"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-TOP, APART = "top level", ("_comm/shared_memory", "compat/_checking", "compat/_spmd_types", "tools/tuning")
+TOP, APART = "top level", ("_comm/shared_memory", "compat/_checking", "compat/_spmd_types")
 NOT_CORE = {
     "checkpoint",
     "optim",

@@ -102,7 +102,7 @@ def test_a_plan_is_printed_with_whether_it_fits(file, capsys):
 
 
 def test_fit_varies_what_the_setup_takes(file, capsys):
-    arguments = ["plan", f"{file}:setup", "--fit", "--ranks", 2, "--vary", "wide=False,True"]
+    arguments = ["fit", f"{file}:setup", "--ranks", 2, "--vary", "wide=False,True"]
     code, out, _ = run(capsys, *arguments, "--device-memory", "300KB", "--json")
     told = json.loads(out)
     assert code == 0 and told["device_memory"] == 300_000
@@ -133,16 +133,20 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("plan {file}:setup --attained 7 --machine h100", "attained must be above 0 and at most 1"),
         ("plan {file}:setup --attained 0.5", "--attained is a part of a preset's peak"),
         ("plan {file}:setup --attained 0.5 --machine measure", "--attained is a part of a preset's peak"),
-        ("tune {file}:setup --attained 0.5 --machine it.json", "--attained is a part of a preset's peak"),
+        ("fit {file}:setup --attained 0.5 --machine it.json", "--attained is a part of a preset's peak"),
         ("plan {file}:setup --device-memory lots", "--device-memory must look like '80GB'"),
-        ("tune {file}:setup --machine h100 --device-memory 80", "write the unit, as in '80GB' or '80GiB'"),
+        ("fit {file}:setup --machine h100 --device-memory 80", "write the unit, as in '80GB' or '80GiB'"),
         ("plan {file}:setup --ranks-per-host 4", "--ranks-per-host is for predictions of time"),
-        ("plan {file}:setup --vary batch=1", "--vary is for --fit"),
+        (
+            "plan {file}:setup --vary batch=1",
+            "--fit is a command of its own now, which takes --vary: fsdp-wrap fit",
+        ),
+        ("plan {file}:setup --fit --device-memory 1GB", "--fit is a command of its own now"),
         ("plan {file}:setup --device-memory 80", "80 bytes, less than any device has: write the unit"),
-        ("plan {file}:setup --fit", "--fit needs --device-memory"),
-        ("plan {file}:setup --fit --device-memory 1GB --vary depth=1", "takes no argument 'depth'"),
-        ("plan {file}:setup --fit --device-memory 1GB --vary batch", "names no values: write NAME=A,B"),
-        ("plan {file}:setup --fit --device-memory 1GB --plot x.svg", "--plot draws one plan"),
+        ("fit {file}:setup", "fit needs --device-memory"),
+        ("fit {file}:setup --device-memory 1GB --vary depth=1", "takes no argument 'depth'"),
+        ("fit {file}:setup --device-memory 1GB --vary batch", "names no values: write NAME=A,B"),
+        ("fit {file}:setup --device-memory 1MB --out {tmp}/it.json", "--out writes a recipe, and "),
         ("plan {file}:setup --ranks 2,x", "is not a list of ranks"),
         ("plan {file}:setup --ranks 0", "is not a list of ranks"),
         ("timeline report {tmp}/none", "no file or folder of a timeline is at"),
@@ -153,7 +157,7 @@ def test_wrong_input_is_told_in_one_line(file, tmp_path, capsys):
         ("checkpoint export {file}", "is no file that torch.load"),
         ("checkpoint", "the following arguments are required"),
         ("cure", "invalid choice: 'cure'"),
-        ("", "the following arguments are required: plan|tune|timeline|values|verify|checkpoint|doctor"),
+        ("", "the following arguments are required: plan|fit|timeline|values|verify|checkpoint|doctor"),
     ]:
         code, out, err = run(capsys, *arguments.format(file=file, tmp=tmp_path).split())
         assert code == 2 and not out, arguments
@@ -171,7 +175,7 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     file.write_text(SETUP.replace("batch=4, wide", "batch=512, wide"))
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "150KB")
     assert code == 1 and "2 ranks: does not fit, " in out
-    batch = int(re.search(r"but 2 ranks: fits at batch (\d+)", out)[1])
+    batch = int(re.search(r"but 2 ranks, batch=(\d+): fits, ", out)[1])
     setup = runpy.run_path(str(file))["setup"]
     needed = [plan(partial(setup, batch=each), 2).needed_bytes for each in (batch, batch + 1)]
     assert needed[0] <= 150_000 < needed[1]
@@ -181,7 +185,7 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", f"{limit}B")
     assert code == 1 and "but 8 ranks: fits, " in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 2, "--device-memory", "1KB")
-    assert code == 1 and "nor does it on 64 ranks: let setup() take batch" in out
+    assert code == 1 and "nor does it on 64 ranks: let setup() take batch or recipe" in out
     code, out, _ = run(capsys, "plan", f"{file}:setup", "--ranks", 16384, "--device-memory", "1KB")
     assert code == 1 and "nor does it on 16384 ranks" in out, "more cannot be planned"
 
@@ -202,12 +206,12 @@ def test_an_interrupted_fit_reports_and_keeps_what_it_has(file, capsys):
             raise KeyboardInterrupt
         return planned(*args, **kwargs)
 
-    command = "plan", f"{file}:setup", "--fit", "--ranks", 2, "--vary", "wide=False,True", "--device-memory"
+    command = "fit", f"{file}:setup", "--ranks", 2, "--vary", "wide=False,True", "--device-memory"
     with mock.patch("fsdp_wrap.tools.fitting.fit.plan", plan):
         code, out, err = run(capsys, *command, "300KB")
         assert code == 130 and "1 of 1 fit into 300.0 kB" in out and "interrupted before the rest" in out
         begin, first, *_ = err.splitlines()
-        assert begin == SEARCHES.format(2) and first.startswith("2 ranks, wide=False: fits at batch ")
+        assert begin == SEARCHES.format(2) and first.startswith("2 ranks, wide=False, batch=")
         assert err.endswith("\ninterrupted\n")
         code, out, err = run(capsys, *command, "300KB")
         assert (code, out) == (130, ""), "there was nothing to keep"

@@ -16,8 +16,10 @@ from torch import nn
 
 from bed import ranks
 from bed.paths import ROOT
-from fsdp_wrap import fit
-from fsdp_wrap.tools import shard_as, step_of
+from fsdp_wrap import FullyShardedDataParallel, fit
+from fsdp_wrap.tools import Recipe, UnitRecipe, step_of
+from fsdp_wrap.tools.fitting.recipe import FREED, RECOMPUTED
+from fsdp_wrap.wrap import ModuleWrapPolicy
 
 sys.path.insert(0, str(ROOT))  # benchmarks are not installed
 
@@ -42,12 +44,14 @@ class Attention(nn.Module):
 def setup(*, batch=2, length=64, layers=3, checkpointing="none", front_end="fully_shard"):
     """Both planned and run."""
     torch.manual_seed(0)
-    model = shard_as(
-        nn.Sequential(*(Attention() for _ in range(layers))),
-        Attention,
-        checkpointing=checkpointing,
-        front_end=front_end,
-    )
+    model: nn.Module = nn.Sequential(*(Attention() for _ in range(layers)))
+    if front_end == "wrapper":
+        policy = ModuleWrapPolicy({Attention})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+    else:
+        names = ("", *map(str, range(layers)))
+        units = tuple(UnitRecipe((name,), FREED, RECOMPUTED) for name in names)
+        model = Recipe(units=units if checkpointing == "blocks" else ()).apply(model, Attention)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss():

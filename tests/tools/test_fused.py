@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_wrap._core import format_bytes
-from fsdp_wrap.tools import Plan, plan, preset, tune
+from fsdp_wrap.tools import Plan, fit, plan, preset
 from fsdp_wrap.tools.command import main
 
 FRONTS = pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
@@ -20,13 +20,21 @@ WIDTH, DEPTH, RANKS = 64, 24, 4
 FILE = f"""
 import torch
 from torch import nn
-from fsdp_wrap.tools import shard_as
+from fsdp_wrap import FullyShardedDataParallel
+from fsdp_wrap.tools import Recipe
+from fsdp_wrap.wrap import ModuleWrapPolicy
 
 
 def setup(*, front="fully_shard", rows=1, fused=False, device="cuda", make=torch.optim.AdamW):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({DEPTH})))
-    model = shard_as(model, nn.Linear, front_end=front)
+    if front == "wrapper":
+        policy = ModuleWrapPolicy({{nn.Linear}})
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device(device), use_orig_params=True
+        )
+    else:
+        model = Recipe().apply(model, nn.Linear)
     optimizer = make(model.parameters(), **({{"fused": True}} if fused else {{}}))
 
     def step():
@@ -99,15 +107,16 @@ def test_several_optimizers_are_named(front):
     assert "AdamW(fused=True) and Adam(fused=True) makes none" in "".join(found.avoidable())
 
 
-def test_tune_and_the_command_say_it(tmp_path: Path, capsys: Any) -> None:
+def test_fit_and_the_command_say_it(tmp_path: Path, capsys: Any) -> None:
     limit = planned().peak_bytes - 1
 
     def its_own() -> Any:
         return setup()
 
-    words = r"kB of it are temporaries: AdamW\(fused=True\) makes none. It fits on 8 ranks: take those, pass"
-    with pytest.raises(ValueError, match=words):
-        tune(its_own, RANKS, device="cuda", memory=f"{limit}B", machine=preset("h100", attained=0.5))
+    found = fit(its_own, [RANKS, 2 * RANKS], device="cuda", device_memory=f"{limit}B", machine=preset("h100"))
+    assert [(choice.ranks, choice.fits) for choice in found.choices] == [(8, True), (4, False)]
+    found = fit(its_own, RANKS, device="cuda", device_memory=f"{limit}B", machine=preset("h100"))
+    assert "kB of it are temporaries: AdamW(fused=True) makes none. Take more ranks, " in str(found)
     (tmp_path / "mine.py").write_text(FILE)
     command = ["plan", f"{tmp_path}/mine.py:setup", "--device", "cuda", "--ranks", "4", "--device-memory"]
     for machine, page in (([], ""), (["--machine", "h100"], ", does NOT fit in ")):

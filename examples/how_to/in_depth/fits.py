@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fsdp_wrap
-from fsdp_wrap.tools import shard_as, step_of
+from fsdp_wrap import MixedPrecisionPolicy, Recipe
+from fsdp_wrap.tools import step_of
 
 
 class Block(nn.Sequential):
@@ -26,12 +27,13 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-def setup(*, batch=1, length=2048, strategy="full", offload="none", checkpointing="none", accumulation=1):
+POLICY, PLAIN = MixedPrecisionPolicy(torch.bfloat16, torch.float32), Recipe()
+
+
+def setup(*, batch=1, length=2048, accumulation=1, recipe=PLAIN):
     with torch.device("meta"):
         model = Transformer(length)
-    model = shard_as(
-        model, Block, strategy=strategy, offload=offload, checkpointing=checkpointing, precision="bf16"
-    )
+    model = recipe.apply(model, Block, mp_policy=POLICY)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss():
@@ -43,5 +45,7 @@ def setup(*, batch=1, length=2048, strategy="full", offload="none", checkpointin
 
 if __name__ == "__main__":
     machine = fsdp_wrap.preset("h100", attained=0.6)
-    vary = {"checkpointing": ["none", "blocks"], "length": [4096, 8192]}
-    print(fsdp_wrap.fit(setup, ranks=64, device_memory="75GB", vary=vary, device="cuda", machine=machine))
+    vary = {"length": [4096, 8192]}
+    found = fsdp_wrap.fit(setup, ranks=64, device_memory="75GB", vary=vary, device="cuda", machine=machine)
+    print(found)
+    recipe = found.best.recipe

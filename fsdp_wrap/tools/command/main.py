@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fsdp_wrap._core import __version__
-from fsdp_wrap.tools.command import doctor, plans, timelines, tunes
+from fsdp_wrap.tools.command import doctor, fits, plans, timelines
 from fsdp_wrap.tools.command.users_code import UsersError, load_function
 from fsdp_wrap.tools.drawing import drawn
 
@@ -70,10 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fsdp-wrap {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     commands = parser.add_subparsers(
-        required=True, metavar="plan|tune|timeline|values|verify|checkpoint|doctor"
+        required=True, metavar="plan|fit|timeline|values|verify|checkpoint|doctor"
     )
     plans.add_command(commands)
-    tunes.add_command(commands)
+    fits.add_commands(commands)
     timelines.add_commands(commands)
     _add_values(commands)
     _add_checkpoint(commands)

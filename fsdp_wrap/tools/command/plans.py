@@ -7,11 +7,10 @@ The function is as `fsdp_wrap.plan` takes it: it builds and shards the model, ma
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,10 @@ def add_command(commands: Any) -> None:
     )
     add = command.add_argument
     add("setup", metavar="FILE.py:setup", help="the function, and the file in which it is")
-    add("--ranks", type=_counts, default=[8], metavar="N,...", help="numbers of ranks; default: 8")
+    add("--ranks", type=counts, default=[8], metavar="N,...", help="numbers of ranks; default: 8")
     add_machine_options(add)
-    add(
-        "--fit", action="store_true", help="vary the setup's arguments, and list what fits, the fastest first"
-    )
-    vary = "values of an argument of the setup, with --fit; may be repeated"
-    add("--vary", action="append", default=[], metavar="NAME=A,B,...", help=vary)
+    for former in ("--fit", "--vary"):
+        add(former, nargs="?", const=True, action="append", help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the step's memory, such as plan.svg")
     command.set_defaults(run=_run)
@@ -66,7 +62,8 @@ def add_machine_options(add: Callable[..., Any]) -> None:
     add("--ranks-per-host", type=int, metavar="N", help="default: the machine's")
 
 
-def _counts(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
+    """Parses numbers of ranks."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -77,16 +74,10 @@ def _counts(text: str) -> list[int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.vary and not options.fit:
-        raise ValueError("--vary is for --fit: pass both")
-    if options.fit and options.plot:
-        raise ValueError("--plot draws one plan, and --fit makes many: pass one of them")
+    if options.fit or options.vary:
+        raise ValueError("--fit is a command of its own now, which takes --vary: fsdp-wrap fit FILE.py:setup")
     given, limit = given_machine(options)
     setup = load_function(options.setup)
-    if options.fit:
-        if limit is None:
-            raise ValueError("--fit needs --device-memory, such as 80GB, or a --machine with a known memory")
-        return _fit(setup, options, {**given, "device_memory": f"{limit}B"})
     return _plan(setup, options, given, limit)
 
 
@@ -111,7 +102,9 @@ def _plan(
     try:
         inspect.signature(setup).bind()
     except TypeError as error:
-        raise ValueError(f"{options.setup}: {error}: give it a default, or vary it with --fit") from error
+        raise ValueError(
+            f"{options.setup}: {error}: give it a default, or call `fsdp-wrap fit --vary`"
+        ) from error
     plans = []
     with progress_bar(len(options.ranks)) as bar:
         for ranks in options.ranks:
@@ -153,32 +146,7 @@ def _proposals(
             raise KeyboardInterrupt
         if found.best is not None:
             return [f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits]
-    return [f"nor does it on {ranks} ranks: let setup() take batch, checkpointing or offload"]
-
-
-def _fit(setup: Callable[..., Any], options: argparse.Namespace, given: dict[str, Any]) -> int:
-    vary = dict(_varied(text) for text in options.vary) or None
-    with errors_of(file_of(options), "fitting"):
-        found = fit(setup, options.ranks, vary=vary, progress=True, **given)
-    print(found.to_json() if options.json else found)
-    if not found.complete:
-        raise KeyboardInterrupt
-    return int(found.best is None)
-
-
-def _varied(text: str) -> tuple[str, Sequence[Any]]:
-    """Parses NAME=A,B: numbers, True, False and None as in Python, all else as text."""
-    name, equals, values = text.partition("=")
-    if not equals or not name.isidentifier() or not values:
-        raise ValueError(f"--vary {text!r} names no values: write NAME=A,B,..., as in offload=none,all")
-    return name, [_value(part) for part in values.split(",")]
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    return [f"nor does it on {ranks} ranks: let setup() take batch or recipe"]
 
 
 def _machine(options: argparse.Namespace) -> Any:

@@ -1,4 +1,4 @@
-"""`tune`: never above the budget, about as fast as the best recipe, and the model trains alike."""
+"""Recipes that `fit` finds: never above the budget, about as fast as the best, and the model trains alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import random
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -18,38 +17,35 @@ import torch
 from torch import nn
 
 from bed import ranks
-from bed.accelerator import Simulation, run_simulated
 from benchmarks.meters import tensors
-from fronts import assert_tensors, full_state
 from fsdp_wrap import (
-    CPUOffload,
     FullyShardedDataParallel,
     Machine,
+    fit,
     fully_shard,
     iter_full_params,
     plan,
     timeline,
 )
-from fsdp_wrap._runtime import units_in
-from fsdp_wrap.tools import Recipe, UnitRecipe, step_of, tune
+from fsdp_wrap._core import format_bytes
+from fsdp_wrap.tools import Fit, Recipe, UnitRecipe, correct_machine, shard_as, step_of, tune
 from fsdp_wrap.tools.command.main import main
-from fsdp_wrap.tools.planning import Plan, UnitPlan
-from fsdp_wrap.tools.tuning.recipe import (
+from fsdp_wrap.tools.fitting.recipe import (
     ALWAYS,
     FREED,
     INPUTS_ON_HOST,
-    ON_DEVICE,
     ON_HOST,
     RECOMPUTED,
     STAY,
     TO_BACKWARD,
 )
-from fsdp_wrap.tools.tuning.solver import Cost, choose, needed
+from fsdp_wrap.tools.fitting.solver import Cost, choose
+from fsdp_wrap.tools.planning import Plan, UnitPlan
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block, net
 from tools.made_plans import made_plan
 
-tuning = import_module("fsdp_wrap.tools.tuning.tune")
+fitting = import_module("fsdp_wrap.tools.fitting.fit")
 
 MB = 10**6
 MACHINE = Machine(
@@ -71,9 +67,13 @@ def test_the_solver_finds_the_best_of_all_choices(seed):
         {option: Cost(draw.random(), draw.randint(0, 9), draw.randint(0, 9)) for option in range(3)}
         for _ in range(5)
     ]
-    every = [*itertools.product(range(3), repeat=5)]
     budget = draw.randint(10, 40)
-    fitting = [choice for choice in every if needed(units, choice) <= budget]
+
+    def needed(choice: Any) -> int:
+        held = [*itertools.accumulate(of_unit[option].held for of_unit, option in zip(units, choice))]
+        return max(before + of_unit[option].beside for before, of_unit, option in zip(held, units, choice))
+
+    fitting = [choice for choice in itertools.product(range(3), repeat=5) if needed(choice) <= budget]
 
     def seconds(choice: Any) -> float:
         return sum(of_unit[option].seconds for of_unit, option in zip(units, choice))
@@ -81,7 +81,7 @@ def test_the_solver_finds_the_best_of_all_choices(seed):
     found = choose(units, budget)
     assert (found is None) == (not fitting)
     if found is not None:
-        assert needed(units, found) <= budget
+        assert needed(found) <= budget
         assert seconds(found) == pytest.approx(min(map(seconds, fitting)))
 
 
@@ -109,7 +109,7 @@ class Steps:
         by_key = {unit.modules[0]: unit for unit in units}
         inputs = {key: self.activations[key] if by_key[key].activations == STAY else 2 * MB for key in KEYS}
         stays = {key: self.gathered[key] * (by_key[key].parameters != FREED) for key in KEYS}
-        leaves = {key for key in KEYS if recipe.offload == "all" or by_key[key].shards == ON_HOST}
+        leaves = {*KEYS} if recipe.offload == "all" else set()
         held = 10 * MB + sum(nbytes for key, nbytes in self.state.items() if key not in leaves)
         moments, seconds, times = [], 0.0 if recipe.offload != "optimizer" else 100.0, {}
         for key in KEYS:
@@ -132,11 +132,11 @@ class Steps:
         )
         return made_plan(moments, seconds, units=planned)
 
-    def best(self, limit: int, shards: Any = (ON_DEVICE,)) -> float | None:
+    def best(self, limit: int) -> float | None:
         """By planning all recipes."""
         found = []
-        for chosen in itertools.product(itertools.product(OPTIONS, shards), repeat=len(KEYS)):
-            units = tuple(UnitRecipe((key,), *option, there) for key, (option, there) in zip(KEYS, chosen))
+        for chosen in itertools.product(OPTIONS, repeat=len(KEYS)):
+            units = tuple(UnitRecipe((key,), *option) for key, option in zip(KEYS, chosen))
             made = self.plan(Recipe(units=units))
             if made.needed_bytes <= limit:
                 found.append(made.predicted_seconds)
@@ -146,9 +146,9 @@ class Steps:
 def takes_recipe(recipe: Recipe) -> Any: ...
 
 
-def tuned(steps: Any, memory: int, **options: Any) -> Recipe:
-    with mock.patch.object(tuning, "plan", steps):
-        return tune(takes_recipe, 8, memory=memory, machine=MACHINE, **options)
+def fitted(steps: Any, memory: int, **options: Any) -> Fit:
+    with mock.patch.object(fitting, "plan", steps):
+        return fit(takes_recipe, 8, device_memory=memory, machine=MACHINE, **options)
 
 
 def test_an_interrupt_keeps_the_best_recipe_so_far(capsys):
@@ -162,15 +162,14 @@ def test_an_interrupt_keeps_the_best_recipe_so_far(capsys):
         return steps(*args, **options)
 
     last = 6
-    found = tuned(plan, 1 << 40, progress=True)
-    assert asked == last + 1 and found.needed_bytes and "interrupted" in str(found)
-    begin, end = capsys.readouterr().err.splitlines()
-    assert begin.startswith("searching for the fastest recipe that fits into 1.10 TB")
-    assert end == "interrupted: this is the best recipe so far"
-    for last, progress in ((asked, False), (asked, True)):
-        asked = last if progress else 0  # nothing to keep, or nobody to tell
+    found = fitted(plan, int(steps.plan(Recipe()).needed_bytes * 0.9), progress=True)
+    assert asked == last + 1 and found.best is not None and found.best.recipe is not None
+    assert not found.complete and "interrupted before the rest" in str(found)
+    assert capsys.readouterr().err.startswith("searching 1 configurations for what fits into ")
+    for end, progress in ((3, False), (0, True)):  # nobody to tell, or nothing to keep
+        last, asked = end, 0
         with pytest.raises(KeyboardInterrupt):
-            tuned(plan, 1 << 40, progress=progress)
+            fitted(plan, 1 << 40, progress=progress)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -180,48 +179,70 @@ def test_it_is_never_above_the_budget_and_nearly_as_fast_as_the_best_of_all(seed
     for part in (0.5, 0.65, 0.8, 0.95, 1.3):
         limit = int(most * part)
         best = steps.best(limit)
-        if best is None:
-            with pytest.raises(
-                ValueError, match=r"no recipe fits into .* the least is .* at its tightest in"
-            ):
-                tuned(steps, limit)
-            continue
-        found = tuned(steps, limit)
-        checked = steps.plan(found)
-        assert checked.needed_bytes == found.needed_bytes <= limit
-        assert checked.predicted_seconds == found.predicted_seconds
-        assert checked.predicted_seconds <= best * 1.03
-    assert len(steps.planned) < 5 * 45
+        found = fitted(steps, limit).best
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            assert found.recipe is not None and found.predicted_seconds is not None
+            checked = steps.plan(found.recipe)
+            assert checked.needed_bytes == found.peak_bytes <= limit
+            assert checked.predicted_seconds == found.predicted_seconds <= best * 1.03
+    assert len(steps.planned) < 5 * 15
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_shards_of_as_many_units_leave_as_makes_the_step_fastest(seed):
-    steps, gains = Steps(seed), 0
-    for part in (0.65, 0.75, 0.85, 0.95):
-        limit = int(max(steps.plan(Recipe()).needed_bytes, 200 * MB) * part)
-        best = steps.best(limit, (ON_DEVICE, ON_HOST))
-        if best is None:
-            continue
-        found = tuned(steps, limit, device="cuda")
-        assert steps.plan(found).needed_bytes == found.needed_bytes <= limit
-        assert found.predicted_seconds is not None
-        alike = [steps.best(limit, (there,)) or 100.0 for there in (ON_DEVICE, ON_HOST)]
-        gains += found.predicted_seconds < 0.99 * min(alike)
-        assert found.predicted_seconds <= best * 1.03
-    assert gains, "shards of some units on the host: faster than those of none, and of all"
-    assert len(steps.planned) < 4 * 90
+def test_what_does_not_fit_says_how_much_is_missing_and_where():
+    steps = Steps(0)
+    least = min(
+        steps.plan(Recipe(units=tuple(UnitRecipe((key,), FREED, RECOMPUTED) for key in KEYS))).needed_bytes,
+        steps.plan(Recipe()).needed_bytes,
+    )
+    found = fitted(steps, least // 2)
+    assert found.best is None and not any(choice.fits for choice in found.choices)
+    text = str(found)
+    assert f"nothing fits into {format_bytes(least // 2)}: the least is {format_bytes(least)}" in text
+    assert "too much (8 ranks, recipe=" in text and "at its tightest in " in text
 
 
-def test_what_is_alike_is_decided_by_few_plans_and_told_on_the_page():
+def test_what_is_alike_is_decided_by_few_plans():
     steps = Steps(3)
-    found = tuned(steps, steps.plan(Recipe()).needed_bytes * 2)
-    assert {unit.parameters for unit in found.units} == {TO_BACKWARD}
-    assert len(steps.planned) <= 14, "where all fits, units are not looked at one by one"
-    tight = tuned(steps, int(steps.plan(Recipe()).needed_bytes * 0.85))
+    found = fitted(steps, steps.plan(Recipe()).needed_bytes * 2)
+    recipe = found.best and found.best.recipe
+    assert recipe is not None and {unit.parameters for unit in recipe.units} == {TO_BACKWARD}
+    assert len(steps.planned) <= 8, "where all fits, units are not looked at one by one"
+    tight = fitted(steps, int(steps.plan(Recipe()).needed_bytes * 0.85))
     text = str(tight)
-    for part in ("by the plan, on 8 ranks", "of", "recomputed", "Tightest in", "costs", "frees", "Tried"):
+    for part in ("predicted for one", "recomputed", "The first one is tightest in", "yes"):
         assert part in text
-    assert Recipe.from_json(tight.to_json()) == tight and str(Recipe.from_json(tight.to_json())) == text
+    recipe = tight.best and tight.best.recipe
+    assert recipe is not None and Recipe.from_json(recipe.to_json()) == recipe
+    told = json.loads(tight.to_json())["choices"][0]["recipe"]
+    assert Recipe.from_json(json.dumps(told)) == recipe
+
+
+def test_the_batch_and_the_recipe_are_found_together():
+    """The largest batch with all kept, and the largest with all computed again."""
+
+    def setup(*, batch: int, recipe: Recipe) -> Any: ...
+
+    def plan(made: Any, ranks: int, **_: Any) -> Plan:
+        batch, recipe = made.keywords["batch"], made.keywords["recipe"]
+        units = recipe.units or tuple(UnitRecipe((key,)) for key in KEYS)
+        moments, seconds, held, planned = [], 0.1, 10 * MB, []
+        for unit in units:
+            own = batch * MB * (10 if unit.activations == STAY else 1)
+            held += own
+            moments.append((unit.modules[0], "forward", held + 9 * batch * MB))
+            computes = batch * COMPUTES[unit.activations] / 1e3
+            planned.append(UnitPlan(unit.modules[0], 0, 0, 0, 1, 1, 0, {}, computes, 0.0, 0.0, 0, own))
+            seconds += computes
+        return made_plan(moments, seconds, units=tuple(planned))
+
+    with mock.patch.object(fitting, "plan", plan):
+        found = fit(setup, 8, device_memory=500 * MB, machine=MACHINE)
+    answers = {choice.batch: choice for choice in found.choices}
+    kept, computed = answers[10], answers[37]  # 10 + 49 * 10 MB, and 10 + 13 * 37 MB
+    assert kept.recipe is not None and {unit.activations for unit in kept.recipe.units} == {STAY}
+    assert computed.recipe is not None and RECOMPUTED in {unit.activations for unit in computed.recipe.units}
+    assert found.best is max((kept, computed), key=lambda choice: choice.speed)
 
 
 # the model
@@ -243,7 +264,7 @@ RECIPES = [
     Recipe(together=0),
     Recipe(units=MIXED, prefetch=1),
     Recipe(units=(UnitRecipe(("",), FREED, RECOMPUTED),), together=0),
-    Recipe(units=(UnitRecipe(("",)), UnitRecipe(BLOCKS, TO_BACKWARD, RECOMPUTED)), batch_bytes=0, prefetch=2),
+    Recipe(units=(UnitRecipe(("",)), UnitRecipe(BLOCKS, TO_BACKWARD, RECOMPUTED)), prefetch=2),
     Recipe(units=MIXED, ranks_per_replica=1, offload="all"),
     Recipe(together=2, offload="optimizer", ranks_per_replica=2),
 ]
@@ -308,58 +329,6 @@ def test_blocks_of_a_recipe_are_found_and_recomputed(rank, world_size):
         Recipe(ranks_per_replica=3).apply(net(1))
 
 
-ON_HOST_TOO = (
-    UnitRecipe(("",), TO_BACKWARD),
-    UnitRecipe(("blocks.0",), FREED, RECOMPUTED, ON_HOST),
-    UnitRecipe(("blocks.1",)),
-)
-
-
-def whole_on_host(model: nn.Module) -> dict[str, bool]:
-    """Returns which units have all of their shards offloaded."""
-    return {name: all(layout.offloaded for layout in unit.layouts) for name, unit in units_in(model).items()}
-
-
-def nested(recipe: Recipe, model: Any) -> nn.Module:
-    """Wraps the blocks of a net by the wrapper, the first with its parameters on the host."""
-    for at, block in enumerate(model.blocks):
-        model.blocks[at] = FullyShardedDataParallel(
-            block, cpu_offload=CPUOffload(at == 0), use_orig_params=True
-        )
-    return recipe.apply(FullyShardedDataParallel(model, use_orig_params=True))
-
-
-@pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
-def test_shards_of_single_units_lie_on_the_host_and_train_as_the_plain_ones(front):
-    recipe = Recipe.from_json(Recipe(units=ON_HOST_TOO).to_json())
-    assert "shards      on host                     blocks.0" in str(recipe)
-    plain, begin = net(1), net(1)  # made once: ranks are threads, with one random generator
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for step in range(3):
-        (sum(plain(batch(each, step)).square().mean() for each in range(2)) / 2).backward()
-        reference.step(), reference.zero_grad()
-    state = plain.state_dict()
-
-    def program(rank: int, device: Simulation) -> None:
-        make = partial(nested, recipe) if front == "wrapper" else recipe.apply
-        model = make(copy.deepcopy(begin))
-        assert whole_on_host(model) == {"": False, "blocks.0": True, "blocks.1": False}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for step in range(3):
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step(), optimizer.zero_grad()
-            device.end_step()
-        with device.aside():
-            assert_tensors(full_state(model), state, rtol=1e-12, atol=1e-12)
-        loaded = make(copy.deepcopy(begin))
-        loaded.load_state_dict(model.state_dict())
-        x = batch(rank, 9)
-        with torch.no_grad():
-            assert torch.equal(loaded(x), model(x))
-
-    run_simulated(2, program)
-
-
 # plans
 
 
@@ -387,22 +356,18 @@ def shards_itself() -> Any:
     return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(4096, 32)).square().mean())
 
 
-def test_a_recipe_may_shard_state_over_replicas():
-    plans = [
-        plan(partial(small, Recipe(ranks_per_replica=2, state_over_replicas=each)), 4, machine=MACHINE)
-        for each in (False, True)
-    ]
-    assert plans[1].needed_bytes < 0.8 * plans[0].needed_bytes
-    with pytest.raises(ValueError, match="pass ranks_per_replica"):
-        Recipe(state_over_replicas=True)
-
-
 def test_a_setup_that_shards_by_itself_keeps_its_units():
     least = plan(shards_itself, 2, machine=MACHINE)
-    found = tune(shards_itself, 2, memory=int(least.needed_bytes * 0.8), machine=MACHINE)
-    assert [unit.modules for unit in found.units] == [("",), ("0",), ("1",), ("2",)]
-    assert found.needed_bytes is not None and found.needed_bytes <= int(least.needed_bytes * 0.8)
-    assert RECOMPUTED in {unit.activations for unit in found.units}
+
+    def setup(recipe: Recipe) -> Any:
+        model, *rest = shards_itself()
+        return recipe.apply(model), *rest
+
+    limit = int(least.needed_bytes * 0.8)
+    found = fit(setup, 2, device_memory=limit, machine=MACHINE).best
+    assert found is not None and found.recipe is not None and found.peak_bytes <= limit
+    assert [unit.modules for unit in found.recipe.units] == [("",), ("0",), ("1",), ("2",)]
+    assert RECOMPUTED in {unit.activations for unit in found.recipe.units}
 
 
 def test_activations_leave_for_the_host_where_there_is_a_device():
@@ -428,56 +393,9 @@ def test_activations_leave_for_the_host_where_there_is_a_device():
 
     stay, leave = planned(units), planned(there)
     assert leave.needed_bytes < 0.8 * stay.needed_bytes
-    found = tune(setup, 2, device="cuda", memory=leave.needed_bytes, machine=fast)
-    assert ON_HOST in {unit.activations for unit in found.units}
-
-
-def on_gpus(recipe: Recipe = UNTUNED) -> Any:
-    with torch.device("meta"):
-        model = three_parts(64, 2048)
-    made = recipe.apply(model)
-    optimizer = torch.optim.AdamW(made.parameters(), fused=True)
-    loss = lambda: made(torch.randn(16, 64, device="cuda")).square().mean()  # noqa: E731
-    return made, optimizer, step_of(made, optimizer, loss)
-
-
-def wrapped_on_gpus(recipe: Recipe) -> Any:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in "ab"))
-    model[0] = FullyShardedDataParallel(model[0], cpu_offload=CPUOffload(True), device_id=0)
-    made: Any = recipe.apply(FullyShardedDataParallel(model, device_id=0))
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    loss = lambda: made(torch.randn(16, 64, device="cuda")).square().mean()  # noqa: E731
-    return made, optimizer, step_of(made, optimizer, loss)
-
-
-def test_what_leaves_the_device_is_planned_and_found():
-    names, machine = ("", "0", "1", "2"), replace(MACHINE, host_bandwidth=1e7)
-
-    def planned(*on_host: str) -> Plan:
-        units = [UnitRecipe((each,), shards=ON_HOST if each in on_host else ON_DEVICE) for each in names]
-        return plan(partial(on_gpus, Recipe(units=tuple(units))), 2, device="cuda", machine=machine)
-
-    none, one, every = planned(), planned("1"), planned(*names)
-    state = 3 * next(unit.shard_bytes for unit in none.units if unit.name == "1")
-    assert none.rest_bytes - one.rest_bytes == pytest.approx(state, abs=100)
-    assert one.host.offloaded - none.host.offloaded == pytest.approx(state, abs=100)
-    assert every.rest_bytes < 1000 and every.host.offloaded > 2.9 * state
-    assert none.predicted_seconds < one.predicted_seconds < every.predicted_seconds  # type: ignore[operator]
-    limit = (one.needed_bytes + planned("1", "2").needed_bytes) // 2
-    found = tune(on_gpus, 2, device="cuda", memory=limit, machine=machine)
-    on_host = [unit.modules[0] for unit in found.units if unit.shards == ON_HOST]
-    assert 0 < len(on_host) < 3 and found.needed_bytes <= limit  # type: ignore[operator]
-    assert "of 1 units on the host" in str(found)
-
-
-def test_shards_of_a_sharded_model_lie_where_they_were_put():
-    for name, fits in (("0", True), ("", False)):
-        recipe = Recipe(units=(UnitRecipe((name,), shards=ON_HOST),))
-        if fits:
-            assert plan(partial(wrapped_on_gpus, recipe), 2, device="cuda").host.offloaded > 0
-        else:
-            with pytest.raises(ValueError, match="has the shards of '' on the host, and this"):
-                plan(partial(wrapped_on_gpus, recipe), 2, device="cuda")
+    found = fit(setup, 2, device="cuda", device_memory=leave.needed_bytes, machine=fast).best
+    assert found is not None and found.recipe is not None
+    assert ON_HOST in {unit.activations for unit in found.recipe.units}
 
 
 def test_a_plan_shows_each_word_of_a_recipe():
@@ -508,15 +426,16 @@ def test_a_plan_shows_each_word_of_a_recipe():
 def test_of_a_small_program_no_recipe_is_much_faster():
     for part in (0.75, 0.9):
         limit = int(plan(lambda: small(rows=4096), 2).needed_bytes * part)
-        found = tune(lambda recipe: small(recipe, 4096), 2, memory=limit, machine=MACHINE)
+        found = fit(lambda recipe: small(recipe, 4096), 2, device_memory=limit, machine=MACHINE).best
+        assert found is not None and found.recipe is not None and found.predicted_seconds is not None
         times = []
         for chosen in itertools.product(OPTIONS, repeat=4):
             units = tuple(UnitRecipe((name,), *option) for name, option in zip(("", "0", "1", "2"), chosen))
-            tried = Recipe(units=units, prefetch=found.prefetch)
+            tried = Recipe(units=units, prefetch=found.recipe.prefetch)
             made = plan(lambda tried=tried: small(tried, 4096), 2, machine=MACHINE)  # type: ignore[misc]
             if made.needed_bytes <= limit:
                 times.append(made.predicted_seconds)
-        assert found.predicted_seconds <= 1.03 * min(times)  # type: ignore[type-var,operator]
+        assert found.predicted_seconds <= 1.03 * min(times)  # type: ignore[type-var]
 
 
 def trains(recipe: Recipe = UNTUNED) -> Any:
@@ -556,16 +475,18 @@ def measure(rank, world_size, path):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_found_takes_no_more_than_the_budget_when_it_runs(world_size, tmp_path):
     most = plan(trains, world_size).needed_bytes
-    found = [
-        tune(trains, world_size, memory=int(part * most), machine=MACHINE) for part in (0.65, 0.75, 0.9, 1.2)
+    limits = [int(part * most) for part in (0.65, 0.75, 0.9, 1.2)]
+    found: list[Any] = [
+        fit(trains, world_size, device_memory=limit, machine=MACHINE).best for limit in limits
     ]
-    assert len({recipe.units for recipe in found}) > 2
+    assert len({choice.recipe.units for choice in found}) > 2
     path = tmp_path / "recipes.json"
-    path.write_text(json.dumps([recipe.to_json() for recipe in found]))
+    path.write_text(json.dumps([choice.recipe.to_json() for choice in found]))
     measure(path=path, world_size=world_size)
     for rank in range(world_size):
-        for recipe, peak in zip(found, json.loads((tmp_path / f"{rank}").read_text())):
-            assert 0.98 * recipe.needed_bytes < peak <= recipe.memory, f"rank {rank}: {recipe}"
+        peaks = json.loads((tmp_path / f"{rank}").read_text())
+        for choice, limit, peak in zip(found, limits, peaks):
+            assert 0.98 * choice.peak_bytes < peak <= limit, f"rank {rank}: {choice}"
 
 
 @ranks(2)
@@ -578,28 +499,25 @@ def record(rank, world_size, path):
         step(), step()
 
 
-def test_a_timeline_corrects_the_machine_and_the_page_says_by_how_much(tmp_path):
+def test_a_timeline_corrects_a_machine_which_says_by_how_much(tmp_path):
     from fsdp_wrap.tools.timeline.recording import merge
 
     record(path=tmp_path, world_size=2)
     recorded = merge([tmp_path], tmp_path / "both.json")
     slow = replace(MACHINE, operator_seconds=0.0)
-    found = tune(small, 2, memory="1GB", machine=slow, timeline=recorded)
-    again, told = import_module("fsdp_wrap.tools.tuning.corrected").corrected(
-        slow, plan(small, 2, machine=slow), recorded
-    )
-    assert told and all(line in str(found) for line in told) and "one, corrected" in str(found)
-    off, told = import_module("fsdp_wrap.tools.tuning.corrected").corrected(
-        again, plan(small, 2, machine=again), recorded
-    )
-    computed = [line for line in told if "computation" in line]
-    assert not computed, "the corrected machine computes as long as was measured"
+    again = correct_machine(plan(small, 2, machine=slow), recorded)
+    assert again.name == "one, corrected" and "by a timeline: computation " in again.source
+    faster = slow.flops["float32"] / again.flops["float32"]
+    assert faster == pytest.approx(slow.memory_bandwidth / again.memory_bandwidth)
+    off = correct_machine(plan(small, 2, machine=again), recorded)
+    assert off.flops["float32"] == pytest.approx(again.flops["float32"], rel=0.02), "it was right already"
     # Of a machine with a range the middle is corrected, and no range is left.
     ranged = replace(slow, flops={dtype: 2 * each for dtype, each in slow.flops.items()}, attained=(0.4, 0.6))
     ranged = replace(ranged, memory_bandwidth=2 * slow.memory_bandwidth)
-    assert "of its peak" in str(tune(small, 2, memory="1GB", machine=ranged))
-    middle = tune(small, 2, memory="1GB", machine=ranged, timeline=recorded)
-    assert middle.predicted_seconds == found.predicted_seconds and "of its peak" not in str(middle)
+    middle = correct_machine(plan(small, 2, machine=ranged), recorded)
+    assert middle.attained is None and middle.flops == pytest.approx(again.flops)
+    with pytest.raises(ValueError, match="scales the plan's machine: pass one to plan"):
+        correct_machine(plan(small, 2), recorded)
 
 
 # wrong uses, and the command
@@ -614,23 +532,22 @@ def nothing() -> Any:
     [
         (lambda: UnitRecipe(("",), "there"), ValueError, "parameters must be one of freed, "),
         (lambda: UnitRecipe(("",), FREED, "gone"), ValueError, "activations must be one of stay, "),
-        (lambda: UnitRecipe(("",), shards="gone"), ValueError, "shards must be one of on device, on host"),
         (lambda: UnitRecipe(()), ValueError, "modules must name a module"),
         (lambda: Recipe(offload="half"), ValueError, "offload must be one of none, "),
         (lambda: Recipe(prefetch=-1), ValueError, "prefetch counts units: pass 0 or a positive int, not -1"),
         (lambda: Recipe(units=(UnitRecipe(("a",)), UnitRecipe(("a",)))), ValueError, "'a' is in two units"),
         (lambda: Recipe.from_json("{}"), ValueError, "this is not what Recipe.to_json.. writes"),
-        (lambda: tune(small, machine=None), TypeError, "tune.. needs a machine, such as"),  # type: ignore[arg-type]
-        (lambda: tune(small, machine=MACHINE), ValueError, "tune.. needs memory, such as '80GB'"),
+        (lambda: fit(small, device_memory="1GB"), ValueError, "fit.. chooses the recipe .* pass a machine"),
+        (lambda: fit(small, machine=MACHINE), ValueError, "fit.. needs device_memory, such as '80GB'"),
         (
-            lambda: tune(small, machine=MACHINE, memory="1GB", ran=Recipe()),
+            lambda: fit(nothing, device_memory="1GB", machine=MACHINE),
             ValueError,
-            "ran= is the recipe of a recording",
+            "no configuration can be planned: setup.. must return",
         ),
         (
-            lambda: tune(nothing, memory="1GB", machine=MACHINE),
-            ValueError,
-            "the setup cannot be planned: setup.. must return",
+            lambda: shard_as(nn.Linear(1, 1), nn.Linear),
+            TypeError,
+            "shard_as.. is gone: let setup.. take recipe",
         ),
     ],
 )
@@ -639,7 +556,25 @@ def test_wrong_uses_are_refused(make, error, message):
         make()
 
 
-def test_the_command_prints_the_page_and_writes_the_recipe(tmp_path, capsys):
+def test_the_former_name_gives_the_recipe_of_the_best(recwarn):
+    limit = int(plan(shards_itself, 2).needed_bytes * 0.8)
+    with pytest.warns(FutureWarning, match=r"tune\(\) is fit\(\) now: call fit"):
+        found = tune(shards_itself, 2, memory=limit, machine=MACHINE)
+    assert RECOMPUTED in {unit.activations for unit in found.units}, "applied to what setup() has sharded"
+    with pytest.warns(FutureWarning):
+        assert (
+            tune(small, 2, memory="1GB", machine=MACHINE)
+            == fit(small, 2, device_memory="1GB", machine=MACHINE).best.recipe
+        )  # type: ignore[union-attr]
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="nothing fits into 1.00 kB: the least"):
+        tune(small, 2, memory="1KB", machine=MACHINE)
+    gone: dict[str, Any]
+    for gone in ({"timeline": object()}, {"ran": Recipe()}):
+        with pytest.warns(FutureWarning), pytest.raises(TypeError, match="pass machine=correct_machine"):
+            tune(small, 2, memory="1GB", machine=MACHINE, **gone)
+
+
+def test_the_command_prints_the_answer_and_writes_the_recipe(tmp_path, capsys):
     script_file = tmp_path / "mine.py"
     script_file.write_text(
         "import torch\nfrom torch import nn\nfrom fsdp_wrap.tools import Recipe, step_of\n"
@@ -650,10 +585,15 @@ def test_the_command_prints_the_page_and_writes_the_recipe(tmp_path, capsys):
     )
     machine = tmp_path / "machine.json"
     machine.write_text(json.dumps(MACHINE.to_dict()))
-    asked = ["tune", f"{script_file}:setup", "--ranks", "2", "--machine", str(machine)]
-    assert main([*asked, "--device-memory", "1GB", "--out", str(tmp_path / "recipe.json")]) == 0
+    asked = [f"{script_file}:setup", "--ranks", "2", "--machine", str(machine)]
+    assert main(["fit", *asked, "--device-memory", "1GB", "--out", str(tmp_path / "recipe.json")]) == 0
     page = capsys.readouterr().out
     found = Recipe.from_json((tmp_path / "recipe.json").read_text())
-    assert page.strip() == str(found) and found.ranks == 2
-    assert main([*asked, "--device-memory", "100B"]) == 2
-    assert "no recipe fits into 100 B on 2 ranks" in capsys.readouterr().err
+    assert str(found) in page and page.splitlines()[3].endswith("recipe")
+    assert main(["fit", *asked, "--device-memory", "100B"]) == 1
+    assert "nothing fits into 100 B: the least is" in capsys.readouterr().out
+    assert main(["tune", *asked, "--device-memory", "1GB"]) == 0
+    told = capsys.readouterr()
+    assert str(found) in told.out and "fsdp-wrap tune is fsdp-wrap fit now" in told.err
+    assert main(["tune", *asked, "--device-memory", "1GB", "--ran", "recipe.json"]) == 2
+    assert "--ran is gone" in capsys.readouterr().err

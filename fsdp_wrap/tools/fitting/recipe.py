@@ -1,4 +1,4 @@
-"""`Recipe`: the decisions that `tune` makes for a training step, and how a model gets them."""
+"""`Recipe`: the decisions that `fit` makes for a training step, and how a model gets them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, format_bytes, format_seconds, own_output, walk
-from fsdp_wrap._params import Layout
-from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
+from fsdp_wrap._comm import default_mesh
+from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, own_output, walk
+from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap.api import CPUOffloadPolicy, OffloadPolicy
 from fsdp_wrap.fully_shard import fully_shard
-from fsdp_wrap.tools.fitting.variants import OFFLOADS, allocate, check_word, mesh_of, modules_of
 
 PARAMETERS = FREED, TO_BACKWARD, ALWAYS = "freed", "kept to backward", "kept"
 ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
@@ -28,11 +31,15 @@ ACTIVATIONS = STAY, RECOMPUTED, ON_HOST, INPUTS_ON_HOST = (
     "on host",
     "recomputed, inputs on host",
 )
-ON_DEVICE = "on device"
-OFFLOADS_ACTIVATIONS, SHARDS_STATE = (
-    find_spec(f"fsdp_wrap.{folder}") is not None for folder in ("_activations", "_state_over_replicas")
-)
-"""Whether the add-ons are there that move activations to the host, and shard state over replicas."""
+OFFLOADS = {
+    "none": OffloadPolicy(),
+    "optimizer": CPUOffloadPolicy(offload_params=False, offload_optimizer_state=True),
+    "all": CPUOffloadPolicy(),
+}
+"""What is kept in host memory between steps, as `fully_shard` takes it."""
+
+OFFLOADS_ACTIVATIONS = find_spec("fsdp_wrap._activations") is not None
+"""Whether the add-on is there that moves activations to the host."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,11 @@ class UnitRecipe:
         parameters: Its full parameters are "freed" after forward and backward, "kept to backward", or "kept".
         activations: Tensors that its forward saves for backward "stay" on the device, are "recomputed" from
             the inputs of its blocks, are "on host" meanwhile, or "recomputed, inputs on host".
-        shards: Its shards, with their gradients and optimizer state, lie "on device" or "on host".
     """
 
     modules: tuple[str, ...]
     parameters: str = FREED
     activations: str = STAY
-    shards: str = ON_DEVICE
 
     def __post_init__(self) -> None:
         """Checks the words.
@@ -58,48 +63,29 @@ class UnitRecipe:
         Raises:
             ValueError: If one is unknown, or there is no module.
         """
-        check_word("parameters", self.parameters, PARAMETERS)
-        check_word("activations", self.activations, ACTIVATIONS)
-        check_word("shards", self.shards, (ON_DEVICE, ON_HOST))
+        _check_word("parameters", self.parameters, PARAMETERS)
+        _check_word("activations", self.activations, ACTIVATIONS)
         if not self.modules:
             raise ValueError("modules must name a module of the unit at least; the root's name is ''")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a training step is sharded, what is kept, computed again or moved: the answer of `tune`.
-
-    A recipe that was not tuned has no `units` yet: each block becomes one, or `together` of them.
+    """How a training step is sharded, what is kept, computed again or moved: a part of the answer of `fit`.
 
     Attributes:
-        units: The units in the order in which they run.
-        together: How many neighbouring blocks make a unit where there are no `units` yet; 0 for one unit in
-            all.
+        units: The units in the order in which they run; empty to make units of all blocks alike.
+        together: How many neighbouring blocks make a unit where there are no `units`; 0 for one unit in all.
         prefetch: How many units ahead all-gathers are issued; 0 for the runtime's default.
-        batch_bytes: Memory for collectives that small units share; None for the device's default.
         ranks_per_replica: How many ranks hold a copy of the model between them; None for all.
-        state_over_replicas: Whether replicas shard the optimizer's state between them as well.
-        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all"; of units whose
-            shards are on the host, all.
-        ranks: The ranks that it was tuned for; None if it was not.
-        memory: The budget in bytes of each rank.
-        needed_bytes: The most bytes that a rank holds, by the plan.
-        predicted_seconds: Seconds of a step, by the plan.
-        notes: Lines of the page: what decisions cost and gain, what else was tried.
+        offload: Kept in host memory between steps: "none", the "optimizer"'s state, or "all".
     """
 
     units: tuple[UnitRecipe, ...] = ()
     together: int = 1
     prefetch: int = 0
-    batch_bytes: int | None = None
     ranks_per_replica: int | None = None
-    state_over_replicas: bool = False
     offload: str = "none"
-    ranks: int | None = None
-    memory: int | None = None
-    needed_bytes: int | None = None
-    predicted_seconds: float | None = None
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the decisions.
@@ -107,7 +93,7 @@ class Recipe:
         Raises:
             ValueError: If one is out of range, or a module is in two units.
         """
-        check_word("offload", self.offload, OFFLOADS)
+        _check_word("offload", self.offload, OFFLOADS)
         for name in ("together", "prefetch"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -115,8 +101,6 @@ class Recipe:
         times = Counter(name for unit in self.units for name in unit.modules)
         if twice := [name for name, count in times.items() if count > 1]:
             raise ValueError(f"the module '{twice[0]}' is in two units of the recipe: name it once")
-        if self.state_over_replicas and self.ranks_per_replica is None:
-            raise ValueError("state_over_replicas=True shards state over replicas: pass ranks_per_replica")
 
     def apply(
         self,
@@ -128,7 +112,7 @@ class Recipe:
 
         A plain model is sharded by `fully_shard`; parameters on the meta device get memory, and have to be
         initialised or loaded afterwards. A model that is sharded or wrapped keeps its units, precision and
-        offload: it gets the decisions for parameters, activations, prefetch and batches.
+        offload: it gets the decisions for parameters, activations and prefetch.
 
         Args:
             model: The model.
@@ -155,32 +139,23 @@ class Recipe:
 
     def _shard(self, model: nn.Module, blocks: dict[str, nn.Module], options: dict[str, Any]) -> None:
         """Makes units of a plain model."""
-        for name in (
-            "reshard_after_forward",
-            "offload_policy",
-            "travel_together_bytes",
-            "state_over_replicas",
-        ):
+        for name in ("reshard_after_forward", "offload_policy"):
             if name in options:
                 raise TypeError(f"the recipe decides {name}: leave it out")
         mesh = options.pop("mesh", None)
         if mesh is not None and self.ranks_per_replica is not None:
             raise ValueError("mesh is given, and the recipe has replicas: let it make the mesh")
         if mesh is None:
-            mesh = mesh_of(self.ranks_per_replica, "Recipe.apply()")
-        options |= {"mesh": mesh, "state_over_replicas": self.state_over_replicas}
-        on_host = {unit.modules[0] for unit in self.units if unit.shards == ON_HOST}
-        policy, policy_on_host = OFFLOADS[self.offload][0], OFFLOADS["all"][0]
+            mesh = _mesh_of(self.ranks_per_replica)
+        options |= {"mesh": mesh, "offload_policy": OFFLOADS[self.offload]}
         modules = dict(model.named_modules())
         for names in self._borders([*blocks]):
             if missing := [name for name in names if name not in modules]:
                 raise ValueError(f"the recipe has a unit '{missing[0]}', and {type(model).__name__} has not")
             members = [modules[name] for name in names]
-            options["offload_policy"] = policy_on_host if names[0] in on_host else policy
             fully_shard(members if len(members) > 1 else members[0], **options)
-        options["offload_policy"] = policy_on_host if "" in on_host else policy
         fully_shard(model, **options)
-        allocate(model, mesh)
+        _allocate(model, mesh)
 
     def _borders(self, blocks: Sequence[str]) -> Iterator[Sequence[str]]:
         """Yields the modules of each unit below the root."""
@@ -199,13 +174,6 @@ class Recipe:
                 raise ValueError(
                     f"'{', '.join(unit.modules)}' is no unit of this {type(model).__name__}, which has "
                     f"{[*there]}: apply the recipe to the plain model"
-                )
-            made = there[unit.modules[0]]
-            if unit.shards == ON_HOST and not all(map(_may_lie_on_host, made.layouts)):
-                raise ValueError(
-                    f"the recipe has the shards of '{unit.modules[0]}' on the host, and this "
-                    f"{type(model).__name__} is sharded already with those on the device: pass "
-                    "offload_policy=CPUOffloadPolicy() or cpu_offload=CPUOffload(True) where that is sharded"
                 )
         if self.offload != "none" or self.ranks_per_replica is not None:
             raise ValueError(
@@ -230,9 +198,6 @@ class Recipe:
                 _recompute(part, unit.activations in (RECOMPUTED, INPUTS_ON_HOST))
         if self.prefetch and self.units:
             _prefetch([there[unit.modules[0]] for unit in self.units], self.prefetch)
-        if self.batch_bytes is not None:
-            for root in {schedule_of(unit).root for unit in there.values()}:
-                root.set(travel_together_bytes=self.batch_bytes)
         if on_host:
             from fsdp_wrap._activations import offload_activations  # an add-on, which may be left out
 
@@ -264,53 +229,38 @@ class Recipe:
         try:
             plain: dict[str, Any] = json.loads(text)
             units = [{**unit, "modules": tuple(unit["modules"])} for unit in plain["units"]]
-            made = tuple(UnitRecipe(**unit) for unit in units)
-            return cls(**{**plain, "units": made, "notes": tuple(plain["notes"])})
+            return cls(**{**plain, "units": tuple(UnitRecipe(**unit) for unit in units)})
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not what Recipe.to_json() writes: {error}") from error
 
     def __str__(self) -> str:
-        """The page that a person reads."""
-        return "\n".join([*self._head(), "", *self._decisions(), *(f"\n{note}" for note in self.notes)])
-
-    def _head(self) -> Iterator[str]:
-        if self.needed_bytes is None or self.memory is None:
-            yield "A recipe that was not tuned"
-            return
-        yield f"A step of {format_seconds(self.predicted_seconds)} by the plan, on {self.ranks} ranks"
-        yield f"{format_bytes(self.needed_bytes)} of {format_bytes(self.memory)} are needed"
-
-    def _decisions(self) -> Iterator[str]:
-        yield f"ranks of a replica  {self.ranks_per_replica or 'all'}"
-        if self.state_over_replicas:
-            yield "optimizer state     sharded over the replicas"
-        yield f"kept on the host    {self.offload}"
-        yield f"prefetch            {self.prefetch or 'default'}"
-        yield f"batched bytes       {'default' if self.batch_bytes is None else self.batch_bytes}"
-        if not self.units:
-            yield f"blocks in a unit    {self.together or 'all'}"
-        for title in ("parameters", "activations", "shards"):
-            words = [getattr(unit, title) for unit in self.units]
-            for word in dict.fromkeys(words):
-                names = [unit.modules for unit, its in zip(self.units, words) if its == word]
-                if word != ON_DEVICE:
-                    yield f"{title:<12}{word:<28}{format_names(names)}"
+        """The decisions in one line; nothing of what is as `fully_shard` has it by default."""
+        parts = [] if self.offload == "none" else [f"{self.offload} offloaded"]
+        if self.ranks_per_replica is not None:
+            parts.append(f"replicas of {self.ranks_per_replica} ranks")
+        if self.together != 1:
+            parts.append(f"{self.together} blocks in a unit" if self.together else "one unit")
+        for field in ("parameters", "activations"):
+            for word in dict.fromkeys(getattr(unit, field) for unit in self.units):
+                if word not in (FREED, STAY):
+                    names = [
+                        name for unit in self.units if getattr(unit, field) == word for name in unit.modules
+                    ]
+                    parts.append(f"{_format_names(names)} {word}")
+        return "; ".join(parts) or "all freed"
 
 
-def format_names(units: Sequence[tuple[str, ...]]) -> str:
-    """Names units: neighbours with numbers as a range, those of several modules by a plus."""
+def _format_names(names: Sequence[str]) -> str:
+    """Returns names in a list, neighbours with numbers as a range."""
     runs: list[list[str]] = []
-    for name in (name for unit in units for name in unit):
-        before = runs[-1][-1] if runs else None
-        if before is not None and _successor(before) == name:
+    for name in names:
+        if runs and _successor(runs[-1][-1]) == name:
             runs[-1].append(name)
         else:
             runs.append([name])
-    parts = [
-        (run[0] or "(root)") if len(run) == 1 else f"{run[0]} .. {run[-1].rpartition('.')[2]}" for run in runs
-    ]
-    count = f" ({len(units)} units)" if len(units) > 1 else ""
-    return f"{', '.join(parts)}{count}"
+    return ", ".join(
+        f"{run[0]} .. {run[-1].rpartition('.')[2]}" if len(run) > 1 else run[0] or "the root" for run in runs
+    )
 
 
 def _successor(name: str) -> str | None:
@@ -322,8 +272,7 @@ def _blocks_of(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
     """Returns the blocks by name: modules of the classes, or of equal classes beside each other in a list."""
     named = {clean_fqn(name): module for name, module in walk(model)}
     if blocks is not None:
-        found = {*modules_of(model, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))}
-        return {name: module for name, module in named.items() if module in found}
+        return _modules_of(named, (blocks,) if isinstance(blocks, (type, str)) else tuple(blocks))
     chosen: dict[str, nn.Module] = {}
     for name, module in named.items():
         inside = any(f"{name}.".startswith(f"{block}.") for block in chosen)
@@ -339,9 +288,19 @@ def _blocks_of(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
     return chosen
 
 
-def _may_lie_on_host(layout: Layout) -> bool:
-    """Whether a layout's shards are offloaded, or lie in the host's memory anyway."""
-    return layout.offloaded or all(param.device.type == "cpu" for param in layout.sharded_params)
+def _modules_of(named: dict[str, nn.Module], blocks: tuple[Any, ...]) -> dict[str, nn.Module]:
+    """Returns the modules of some classes, or of classes of some names."""
+    classes = tuple(block for block in blocks if isinstance(block, type))
+    chosen = {
+        name: module
+        for name, module in named.items()
+        if isinstance(module, classes) or type(module).__name__ in blocks
+    }
+    if not chosen:
+        asked = ", ".join(block if isinstance(block, str) else block.__name__ for block in blocks)
+        there = ", ".join(dict.fromkeys(type(module).__name__ for module in named.values()))
+        raise ValueError(f"the model has no module of {asked}; its classes are {there}")
+    return chosen
 
 
 class _Recomputed(partial[Any]):
@@ -367,3 +326,38 @@ def _prefetch(units: Sequence[Unit], ahead: int) -> None:
             forward_targets=tuple(units[at + 1 : at + 1 + ahead]),
             backward_targets=tuple(reversed(units[max(at - ahead, 0) : at])),
         )
+
+
+def _check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Checks that a word is one of some.
+
+    Raises:
+        ValueError: If it is another one.
+    """
+    if word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, not {word!r}")
+
+
+def _mesh_of(ranks_per_replica: int | None) -> DeviceMesh:
+    """Returns a mesh of all ranks, of two dimensions where some of them hold a replica between them."""
+    whole = default_mesh("Recipe.apply()")
+    if ranks_per_replica is None:
+        return whole
+    ranks = dist.get_world_size()
+    replicas, rest = divmod(ranks, ranks_per_replica)
+    if rest:
+        raise ValueError(f"Recipe.apply(): {ranks} ranks are no replicas of {ranks_per_replica}")
+    names = ("replicate", "shard")
+    return init_device_mesh(whole.device_type, (replicas, ranks_per_replica), mesh_dim_names=names)
+
+
+def _allocate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives parameters on the meta device memory: on the mesh's device, or on the host if offloaded."""
+    layouts = [layout for unit in units_in(model).values() for layout in unit.layouts if layout.offloaded]
+    on_host = {id(param) for layout in layouts for param in layout.sharded_params}
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else mesh.device_type)
+
+    if any(param.is_meta for param in model.parameters()):
+        model._apply(empty)  # type: ignore[no-untyped-call]

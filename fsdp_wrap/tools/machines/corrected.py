@@ -8,27 +8,33 @@ from fsdp_wrap.tools.planning import Machine, Plan
 from fsdp_wrap.tools.timeline import Timeline
 from fsdp_wrap.tools.timeline.analysis import Analysis
 
-_NOTED = 0.02
-"""The least relative change that is told."""
 
-
-def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine, list[str]]:
-    """Scales a machine's speeds so that the plan takes the time that was measured.
+def correct_machine(plan: Plan, timeline: Timeline) -> Machine:
+    """Scales the speeds of a plan's machine so that the plan takes the time that was measured.
 
     All speeds of the device change by one factor, and those of all links by another: a timeline knows how
-    long units compute and transfers run, not which operators and links they wait for.
+    long units compute and transfers run, not which operators and links they wait for. `Machine.source` tells
+    the factors.
 
     Args:
-        machine: The machine of the plan.
-        plan: The plan of the step that was recorded.
+        plan: The plan of the step that was recorded, with a machine.
         timeline: The recording.
 
     Returns:
-        The corrected machine, and a line for each change.
+        The corrected machine; of one with a range, the middle is corrected.
 
     Raises:
-        ValueError: If the timeline is of other units or ranks than the plan.
+        ValueError: If the plan has no machine, or the timeline is of other units or ranks than the plan.
+
+    Example:
+        ```python
+        machine = correct_machine(plan(setup, 64, device="cuda", machine=preset("h100")), load("trace.json"))
+        found = fit(setup, 64, device="cuda", device_memory="75GB", machine=machine)
+        ```
     """
+    if plan.machine is None:
+        raise ValueError("correct_machine() scales the plan's machine: pass one to plan()")
+    machine = plan.machine.expected
     compared = plan.compare(timeline)
     computes = _ratio(
         sum(unit.measured_compute for unit in compared.units),
@@ -41,7 +47,8 @@ def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine
         nanoseconds / 1e9 / len(timeline.ranks) / analysis.passes,
         sum(unit.communication_seconds or 0.0 for unit in plan.units),
     )
-    measured = replace(
+    changes = _format_change("computation", computes), _format_change("collectives", sends)
+    return replace(
         machine,
         name=f"{machine.name}, corrected",
         flops={dtype: flops / computes for dtype, flops in machine.flops.items()},
@@ -51,10 +58,8 @@ def corrected(machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Machine
         bandwidth_between=machine.bandwidth_between / sends,
         latency_within=machine.latency_within * sends,
         latency_between=machine.latency_between * sends,
-        source=f"{machine.source}; corrected by a timeline",
+        source=f"{machine.source}; by a timeline: {', '.join(changes)}",
     )
-    told = [_format_change("computation", computes), _format_change("collectives", sends)]
-    return measured, [line for line in told if line]
 
 
 def _ratio(measured: float, planned: float) -> float:
@@ -62,8 +67,6 @@ def _ratio(measured: float, planned: float) -> float:
     return measured / planned if measured > 0 and planned > 0 else 1.0
 
 
-def _format_change(what: str, ratio: float) -> str:
-    if abs(ratio - 1) < _NOTED:
-        return ""
+def _format_change(kind: str, ratio: float) -> str:
     slower = f"{ratio:.2f} times slower" if ratio > 1 else f"{1 / ratio:.2f} times faster"
-    return f"Corrected by the timeline: {what} {slower} than the machine's figures say"
+    return f"{kind} {slower}"
