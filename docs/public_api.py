@@ -4,8 +4,9 @@
     python docs/public_api.py --release  writes public_api/release.txt too, of the version that is released
 
 A line is a name with its arguments and defaults, without types. What classes have from torch is left out:
-it differs from version to version. `tests/core/test_api_table.py` compares the files with the package, and
-what changed between them with CHANGELOG.md.
+it differs from version to version. Fields of FSDP's configurations are recorded, as these are ours.
+`tests/core/test_api_table.py` compares the files with the package, and what changed between them with
+CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _class_lines(path: str, cls: type, package: str) -> Iterator[str]:
     if issubclass(cls, Enum):
         yield from (f"{path}.{member.name} = {member.value!r}" for member in cls)
         return
-    own = [base for base in cls.__mro__ if base.__module__.split(".")[0] == package]
+    own = [base for base in cls.__mro__ if _is_own(base, package)]
     makes = next(
         (vars(base)[name] for base in own for name in ("__init__", "__new__") if name in vars(base)), None
     )
@@ -76,6 +77,12 @@ def _class_lines(path: str, cls: type, package: str) -> Iterator[str]:
         if not name.startswith("_"):
             function = getattr(member, "__func__", member)
             yield f"{path}.{name}" + (_arguments(function) if inspect.isfunction(function) else "")
+
+
+def _is_own(cls: type, package: str) -> bool:
+    """Whether a class is the package's, or a configuration of torch's FSDP."""
+    of_fsdp = cls.__module__.startswith("torch.distributed.fsdp") and dataclasses.is_dataclass(cls)
+    return of_fsdp or cls.__module__.split(".")[0] == package
 
 
 def _arguments(function: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator, device_of, ranks_of
@@ -27,6 +28,7 @@ from fsdp_wrap._core import (
     check_kind,
     find_replicated,
     watch_distributed_steps,
+    with_our_fields,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
 from fsdp_wrap._params import DataMesh, DTensorLayout, ExtensionLayout, Layout, is_extension
@@ -148,13 +150,16 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
     return [module for module in dict.fromkeys(modules) if id(module) not in inner]
 
 
-def checked_offload(mp_policy: Any, offload_policy: Any) -> CPUOffloadPolicy | None:
-    """Checks the types of both policies; returns the offload policy if it offloads anything."""
-    check_kind("mp_policy", mp_policy, MixedPrecisionPolicy, optional=False)
-    offloads = type(offload_policy).__name__ == CPUOffloadPolicy.__name__  # ours or another package's
-    kind = CPUOffloadPolicy if offloads else OffloadPolicy
-    check_kind("offload_policy", offload_policy, kind)
-    return offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+def checked_policies(
+    mp_policy: Any, offload_policy: Any
+) -> tuple[MixedPrecisionPolicy, CPUOffloadPolicy | None]:
+    """Returns both policies as ours, torch's too; None for one that offloads nothing."""
+    check_kind("mp_policy", mp_policy, torch_fsdp.MixedPrecisionPolicy, optional=False)
+    check_kind("offload_policy", offload_policy, OffloadPolicy)
+    precision = with_our_fields(mp_policy, MixedPrecisionPolicy)
+    if not isinstance(offload_policy, torch_fsdp.CPUOffloadPolicy):
+        return precision, None
+    return precision, with_our_fields(offload_policy, CPUOffloadPolicy)
 
 
 def check_mesh(mesh: Any, dims: Any) -> None:

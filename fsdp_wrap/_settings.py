@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator, ShardMesh, destroyed, resolve_mesh
@@ -39,10 +40,12 @@ from fsdp_wrap._core import (
     StateDictType,
     WrongConfigError,
     WrongKindError,
+    check_dtypes,
     check_kind,
     check_own,
     find_replicated,
     warn_caller,
+    with_our_fields,
 )
 from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
 from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions, over_replicas
@@ -92,7 +95,7 @@ class Settings:
     process_group: Any = None
     device_mesh: DeviceMesh | None = None
     sharding_strategy: ShardingStrategy | None = None
-    cpu_offload: CPUOffload | None = None
+    cpu_offload: torch_fsdp.CPUOffload | None = None
     backward_prefetch: BackwardPrefetch | None = None
     mixed_precision: MixedPrecision | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
@@ -117,12 +120,12 @@ class Settings:
         if init is not None and not callable(init):
             raise ValueError(f"param_init_fn needs to be callable with a module, or None, not {init!r}")
         check_kind("sharding_strategy", self.sharding_strategy, ShardingStrategy)
-        check_kind("cpu_offload", self.cpu_offload, CPUOffload)
+        check_kind("cpu_offload", self.cpu_offload, torch_fsdp.CPUOffload)
         check_kind("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
         check_own(self.shared_memory, self.travel_together_bytes, self.state_over_replicas)
         ShardAlignment.of(self.shard_alignment)
-        self.policy.check()
+        check_dtypes(self.policy)
         mesh = resolve_mesh(self.process_group, self.device_mesh, self.strategy)
         if self.state_over_replicas:
             mesh = over_replicas.needed("state_over_replicas=True").flat_ranks(mesh, self.strategy.name)
@@ -138,11 +141,16 @@ class Settings:
         """The mixed precision, by default without casts."""
         return self.mixed_precision or MixedPrecision()
 
+    @property
+    def offload(self) -> CPUOffload:
+        """What is kept in host memory, by default nothing."""
+        return with_our_fields(self.cpu_offload or CPUOffload(), CPUOffload)
+
     def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
         """Returns a function that makes the layout of a segment."""
         plain = SliceLayout if self.use_orig_params else FlatParameterLayout
-        offload = self.cpu_offload is not None and self.cpu_offload.offload_params
-        options: dict[str, Any] = {"module": module, "sharded": mesh.shard is not None, "offload": offload}
+        options: dict[str, Any] = {"module": module, "sharded": mesh.shard is not None}
+        options["offload"] = self.offload.offload_params
         alignment = ShardAlignment.of(self.shard_alignment)
 
         def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:
@@ -208,7 +216,7 @@ class ShowsSettings(nn.Module):
     @property
     def cpu_offload(self) -> CPUOffload:
         """Whether shards, or optimizer state, are kept in host memory."""
-        return self._settings.cpu_offload or CPUOffload()
+        return self._settings.offload
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -257,7 +265,5 @@ def resolve_settings(
 def _completed(name: str, kind: StateDictType, given: Any, wanted: type) -> Any:
     given = wanted() if given is None else given
     if type(given) is not wanted:
-        if type(given).__name__ == wanted.__name__:  # of another package
-            check_kind(name, given, wanted)
         raise WrongConfigError(f"{kind.name} takes a {wanted.__name__} as {name}, not {given!r}")
     return given

@@ -1,4 +1,4 @@
-"""Enums and configuration dataclasses, under the path that torch has for them."""
+"""Enums and configurations under torch's path: torch's own, or subclasses with fields of ours."""
 
 from fsdp_wrap._core import (
     BackwardPrefetch,
@@ -55,4 +55,5 @@ __all__ = [
 ]
 
 for _public in map(globals().__getitem__, __all__):
-    _public.__module__ = __name__  # the path that errors and pickles name
+    if not _public.__module__.startswith("torch."):
+        _public.__module__ = __name__  # the path that errors and pickles name

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -19,14 +20,13 @@ from fsdp_wrap._composable import (
     Composition,
     Location,
     check_mesh,
-    checked_offload,
+    checked_policies,
     compose,
     outermost,
     without_dimensions,
 )
 from fsdp_wrap._core import (
     DataParallelMeshDims,
-    MixedPrecisionPolicy,
     NoDimensionError,
     OffloadPolicy,
     ParamSlot,
@@ -79,7 +79,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: _Placements | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -97,7 +97,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: _Placements | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -115,7 +115,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: _Placements | None = None,
-    mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = OWN_DTYPES,
     offload_policy: OffloadPolicy | None = ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -146,8 +146,9 @@ def fully_shard(
             chooses a mesh for the parameter: its gathers and reductions run there, and its gradient is
             divided by the number of ranks there. If experts see the tokens of more ranks, give that number to
             `set_gradient_divide_factor`.
-        mp_policy: Dtypes of computation and communication.
-        offload_policy: Whether shards, or optimizer state, are kept in host memory; None for no.
+        mp_policy: Dtypes of computation and communication: a `MixedPrecisionPolicy`, ours or torch's.
+        offload_policy: A `CPUOffloadPolicy`, ours or torch's, keeps shards in host memory; ours may also keep
+            optimizer state alone there. None, or an `OffloadPolicy`, offloads nothing.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: The dimensions of `mesh` to shard and replicate over, if all parameters are `DTensor`s
             on that mesh, or have types of the package `spmd_types` that say how they lie on it. Gradients are
@@ -176,13 +177,13 @@ def fully_shard(
         TypeError: If an argument is of the wrong type, a parameter is of a class that sharding would lose, or
             a module was made by TorchScript.
         ValueError: If there is no process group, this rank is not in the mesh, a module is in a unit already
-            or has no forward, a parameter cannot be cut, or not with this `shard_alignment`, or the override
-            of a parameter's dtype is not allowed.
+            or has no forward, a parameter cannot be cut, or not with this `shard_alignment`, or a dtype of
+            `mp_policy` or the override of a parameter's dtype is not allowed.
 
     The API is that of `torch.distributed.fsdp.fully_shard`.
     """
     parts = outermost(module, "fully_shard")
-    offload = checked_offload(mp_policy, offload_policy)
+    precision, offload = checked_policies(mp_policy, offload_policy)
     check_own(shared_memory, travel_together_bytes, state_over_replicas)
     alignment = ShardAlignment.of(shard_alignment)
     mesh = default_mesh("fully_shard") if mesh is None else mesh
@@ -203,7 +204,7 @@ def fully_shard(
         kind=FSDPModule,
         data=data,
         location_of=location_of,
-        mp_policy=mp_policy,
+        mp_policy=precision,
         offload=offload,
         ignored_params=ignored_params,
         options=UnitOptions(

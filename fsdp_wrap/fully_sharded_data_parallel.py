@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -160,11 +161,13 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             `rank()` and `size()` stands in for a group: the module is wrapped as on that rank, but cannot
             run unless the size is 1.
         sharding_strategy: FULL_SHARD by default.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory, or optimizer state alone.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory, or optimizer state alone: a
+            `CPUOffload`, ours or torch's.
         auto_wrap_policy: Chooses the submodules that become units of their own; see `fsdp_wrap.wrap`.
         backward_prefetch: When backward gathers the next unit.
-        mixed_precision: Dtypes of computation and communication. With an `auto_wrap_policy`, modules of
-            its `_module_classes_to_ignore` become units of their own that stay in full precision.
+        mixed_precision: Dtypes of computation and communication: floating-point ones of 16 bits or more. With
+            an `auto_wrap_policy`, modules of its `_module_classes_to_ignore` become units of their own that
+            stay in full precision.
         ignored_modules: Modules not to shard, with all modules below them.
         param_init_fn: Materialises and initialises the tensors that a module holds directly on the meta
             device. It is called for the modules of a unit that hold such tensors, and for their parents,
@@ -199,7 +202,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If the process group is missing or does not contain this rank, the module is wrapped
-            already, a parameter cannot be sharded, or an ignored object is no module or parameter.
+            already, a parameter cannot be sharded, an ignored object is no module or parameter, or nothing
+            can be computed in a dtype of `mixed_precision`.
         RuntimeError: If `param_init_fn` leaves a tensor on the meta device.
 
     The API is that of `torch.distributed.fsdp.FullyShardedDataParallel`; the method is ZeRO stage 3
@@ -212,7 +216,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         module: nn.Module,
         process_group: dist.ProcessGroup | None = None,
         sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
+        cpu_offload: torch_fsdp.CPUOffload | None = None,
         auto_wrap_policy: Any = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import default_mesh
@@ -15,12 +16,12 @@ from fsdp_wrap._composable import (
     Composition,
     Location,
     check_mesh,
-    checked_offload,
+    checked_policies,
     compose,
     outermost,
     without_dimensions,
 )
-from fsdp_wrap._core import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ParamSlot, check_own
+from fsdp_wrap._core import DataParallelMeshDims, OffloadPolicy, ParamSlot, check_own
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import DataMesh, to_local
 from fsdp_wrap._runtime import UnitOptions
@@ -43,7 +44,7 @@ def replicate(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -57,7 +58,7 @@ def replicate(
     module: list[_Module],
     *,
     mesh: DeviceMesh | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -70,7 +71,7 @@ def replicate(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy = OWN_DTYPES,
+    mp_policy: torch_fsdp.MixedPrecisionPolicy = OWN_DTYPES,
     offload_policy: OffloadPolicy | None = ON_DEVICE,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -89,9 +90,10 @@ def replicate(
         module: The module, or a list of modules for one unit.
         mesh: A mesh of one dimension; by default all ranks, in a dimension named "replicate". Parameters of
             tensor parallelism must be `DTensor`s on another part of the same mesh.
-        mp_policy: Dtypes of computation and communication. A parameter that computes in another dtype has a
-            copy from forward to backward.
-        offload_policy: Whether parameters, or optimizer state, are kept in host memory; None for no.
+        mp_policy: Dtypes of computation and communication: a `MixedPrecisionPolicy`, ours or torch's. A
+            parameter that computes in another dtype has a copy from forward to backward.
+        offload_policy: A `CPUOffloadPolicy`, ours or torch's, keeps parameters in host memory; ours may also
+            keep optimizer state alone there. None, or an `OffloadPolicy`, offloads nothing.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: The dimensions of `mesh` to replicate over, if all parameters are `DTensor`s on that
             mesh. It must not name dimensions to shard over.
@@ -107,13 +109,13 @@ def replicate(
         TypeError: If an argument is of the wrong type, a parameter is of a class that would be lost, or a
             module was made by TorchScript.
         ValueError: If there is no process group, this rank is not in the mesh, the mesh or `dp_mesh_dims` is
-            not for replicas alone, a module is in a unit already (also a `RuntimeError`) or has no forward,
-            or a parameter has no dimension.
+            not for replicas alone, a module is in a unit already (also a `RuntimeError`) or has no forward, a
+            parameter has no dimension, or a dtype of `mp_policy` is not allowed.
 
     The API is that of `torch.distributed._composable.replicate_with_fsdp.replicate`.
     """
     parts = outermost(module, "replicate")
-    offload = checked_offload(mp_policy, offload_policy)
+    precision, offload = checked_policies(mp_policy, offload_policy)
     check_own(shared_memory, travel_together_bytes)
     data = _data_mesh(default_mesh("replicate", "replicate") if mesh is None else mesh, dp_mesh_dims)
     wanted = Composition(
@@ -121,7 +123,7 @@ def replicate(
         kind=ReplicateModule,
         data=data,
         location_of=partial(_location_of, data=data),
-        mp_policy=mp_policy,
+        mp_policy=precision,
         offload=offload,
         ignored_params=ignored_params,
         options=UnitOptions(reshard_after_forward=False, travel_together_bytes=travel_together_bytes),

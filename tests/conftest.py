@@ -20,6 +20,7 @@ CORE = {
     "test_precision.py",
     "test_state_dict.py",
     "test_torch_private.py",
+    "test_torchs_configurations.py",
 }
 """Files of the fast tier that together prove the main behaviours, in five minutes: `pytest -m core`."""
 

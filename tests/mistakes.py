@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store as store
 
@@ -415,15 +414,6 @@ def precision_as_dtype(rank: int) -> None:
 @mistake("FSDP(model, cpu_offload=True)", TypeError, r"cpu_offload must be a CPUOffload")
 def offload_as_flag(rank: int) -> None:
     FSDP(Net(), cpu_offload=True)  # type: ignore[arg-type]
-
-
-@mistake(
-    "fully_shard(model, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())",
-    TypeError,
-    r"from fsdp_wrap",
-)
-def policy_of_torch(rank: int) -> None:
-    fully_shard(Net(), mp_policy=torch_fsdp.MixedPrecisionPolicy())  # type: ignore[call-overload]
 
 
 @mistake("fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16))", TypeError, r"MixedPrecisionPolicy")

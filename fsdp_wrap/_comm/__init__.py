@@ -19,7 +19,6 @@ from fsdp_wrap._comm.device import (
 from fsdp_wrap._comm.group_memory import GroupMemory, SymmetricMemory, registered_memory, symmetric_memory
 from fsdp_wrap._comm.groups import (
     CARRY_NOTHING,
-    HYBRID_STRATEGIES,
     PLANNED,
     PlannedRounds,
     Ranks,

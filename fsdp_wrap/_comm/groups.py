@@ -292,7 +292,7 @@ def listening(rank: int, size: int) -> dist.ProcessGroup:
     return group
 
 
-HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID_STRATEGIES = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard over some ranks and replicate over others."""
 
 
@@ -342,7 +342,7 @@ def resolve_mesh(process_group: Any, device_mesh: Any, strategy: ShardingStrateg
     if device_mesh is not None:
         groups = _mesh_groups(device_mesh, strategy is not ShardingStrategy.NO_SHARD)
         check_present(torch.device(device_mesh.device_type), "device_mesh")
-    if strategy in HYBRID_STRATEGIES:
+    if strategy in _HYBRID_STRATEGIES:
         groups = groups_by_host(default_group("FullyShardedDataParallel")) if groups == (None,) else groups
         if len(groups) != 2:
             raise ValueError(

@@ -6,19 +6,13 @@ May import: torch, and nothing else of the package.
 Must never know: units, and communication.
 """
 
-from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
-from fsdp_wrap._core.alignment import ShardAlignment, ceil_div, round_up
-from fsdp_wrap._core.api import (
+from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
@@ -28,12 +22,23 @@ from fsdp_wrap._core.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+)
+
+from fsdp_wrap._core.add_ons import Seam, found_when_asked_for
+from fsdp_wrap._core.alignment import ShardAlignment, ceil_div, round_up
+from fsdp_wrap._core.api import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    check_dtypes,
     check_flag,
     check_kind,
     check_nbytes,
     check_own,
     memory_of,
     nbytes_of,
+    with_our_fields,
 )
 from fsdp_wrap._core.errors import (
     AlreadyShardedError,

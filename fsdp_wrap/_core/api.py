@@ -1,97 +1,39 @@
-"""Enums and configuration dataclasses of the wrapper; names, values and defaults equal torch's."""
+"""Configurations with fields that torch's lack, as subclasses of torch's, and checks of arguments."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 
-from fsdp_wrap._core.torch_private import BatchNorm
-
-
-class ShardingStrategy(Enum):
-    """Which tensors are sharded over the ranks, and for how long parameters stay unsharded.
-
-    Attributes:
-        FULL_SHARD: Parameters, gradients and optimizer state are sharded; a unit unshards for its
-            forward and again for its backward.
-        SHARD_GRAD_OP: Like FULL_SHARD, but parameters stay unsharded from forward to backward.
-        NO_SHARD: Everything is replicated, gradients are averaged over the ranks.
-        HYBRID_SHARD: FULL_SHARD within a host, replicated across hosts.
-        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a host, replicated across hosts.
-    """
-
-    FULL_SHARD = 1
-    SHARD_GRAD_OP = 2
-    NO_SHARD = 3
-    HYBRID_SHARD = 4
-    _HYBRID_SHARD_ZERO2 = 5
+_Config = TypeVar("_Config")
 
 
-class BackwardPrefetch(Enum):
-    """When the backward issues the all-gather of the unit that comes next in backward order.
-
-    Attributes:
-        BACKWARD_PRE: Before the running unit's gradients are computed: most overlap, one more unit
-            in memory.
-        BACKWARD_POST: After the running unit's backward is over: less memory, less overlap.
-    """
-
-    BACKWARD_PRE = 1
-    BACKWARD_POST = 2
+def with_our_fields(given: Any, kind: type[_Config]) -> _Config:
+    """Returns a configuration, ours or torch's, as `kind` of ours; our own fields get their defaults."""
+    if isinstance(given, kind):
+        return given
+    names = {option.name for option in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: value for name, value in vars(given).items() if name in names})
 
 
-@dataclass
-class MixedPrecision:
-    """Dtypes of computation and communication, of floating-point tensors of 16 bits and more.
-
-    Optimizers, full parameters and state dicts always see the parameters' and buffers' own dtypes.
-
-    Attributes:
-        param_dtype: Dtype of parameters in forward, backward and gathers; None for the parameters' own.
-        reduce_dtype: Dtype of gradients while they are reduced; None for `param_dtype`.
-        buffer_dtype: Dtype of buffers from the first forward on; None for their own.
-        keep_low_precision_grads: Leave the sharded gradients in `reduce_dtype`.
-        cast_forward_inputs: Cast the unit's inputs to `param_dtype`.
-        cast_root_forward_inputs: Cast them if the unit is the root.
-        _module_classes_to_ignore: Modules of these classes become units of their own in full precision,
-            which take inputs of any precision, if there is an `auto_wrap_policy`.
-
-    Raises:
-        ValueError: If a dtype is not a floating-point one of 16 bits or more.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
-
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Refuses dtypes that nothing can be computed in; clients may have set fields since."""
-        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+def _equal(ours: Any, other: Any) -> bool:
+    """Compares with ours or torch's; one that lacks a field has its default."""
+    return all(
+        getattr(ours, option.name) == getattr(other, option.name, option.default) for option in fields(ours)
+    )
 
 
 def check_kind(name: str, value: object, kind: type, optional: bool = True) -> None:
-    """Raises a TypeError for an argument of another type, also one of the same name in another package."""
+    """Raises a TypeError for an argument of another type."""
     if isinstance(value, kind) or (optional and value is None):
         return
-    found, path = type(value), f"{kind.__module__}.{kind.__qualname__}"
-    if found.__name__ == kind.__name__:
-        raise TypeError(
-            f"{name} must be a {path}, not a {found.__module__}.{found.__qualname__}, which is another class "
-            f"of that name: import {kind.__name__} from fsdp_wrap (given: {value!r})"
-        )
-    wanted = f"{'an' if kind is int else 'a'} {kind.__name__}{' or None' if optional else ''}"
+    wanted = f"{'an' if kind.__name__[0] in 'iO' else 'a'} {kind.__name__}{' or None' if optional else ''}"
     raise TypeError(f"{name} must be {wanted}, not {value!r}")
 
 
@@ -148,8 +90,9 @@ def memory_of(size: int | str, name: str) -> int:
     return nbytes
 
 
-def _check_dtypes(policy: object, *names: str) -> None:
-    for name in names:
+def check_dtypes(policy: torch_fsdp.MixedPrecision | torch_fsdp.MixedPrecisionPolicy) -> None:
+    """Raises a ValueError for dtypes of a policy that nothing can be computed in."""
+    for name in (option.name for option in fields(policy) if option.name.endswith("_dtype")):
         dtype = getattr(policy, name)
         known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         if dtype is not None and not known:
@@ -160,8 +103,10 @@ def _check_dtypes(policy: object, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     """Dtypes of computation and communication of a `fully_shard`ed module.
+
+    A subclass of torch's, whose fields come first. Torch's has `param_dtype_override_fn` from 2.15 on.
 
     Attributes:
         param_dtype: Dtype of parameters in forward, backward and gathers; None for the parameters' own.
@@ -178,22 +123,23 @@ class MixedPrecisionPolicy:
         TypeError: If `param_dtype_override_fn` cannot be called.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
 
     def __post_init__(self) -> None:
-        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+        check_dtypes(self)
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
             raise TypeError(
                 "MixedPrecisionPolicy(param_dtype_override_fn=...) takes a function of a parameter or None, "
                 f"not {override!r}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other) if isinstance(other, torch_fsdp.MixedPrecisionPolicy) else NotImplemented
+
+    __hash__ = torch_fsdp.MixedPrecisionPolicy.__hash__
 
 
 class _Offload:
@@ -216,13 +162,10 @@ class _Offload:
 
 
 @dataclass
-class OffloadPolicy:
-    """No offload of a `fully_shard`ed module."""
-
-
-@dataclass
-class CPUOffloadPolicy(_Offload, OffloadPolicy):
+class CPUOffloadPolicy(_Offload, torch_fsdp.CPUOffloadPolicy):
     """Sharded parameters, gradients and so optimizer state live in host memory, or optimizer state alone.
+
+    A subclass of torch's, whose field `pin_memory` comes first.
 
     Attributes:
         pin_memory: Whether that is pinned, where there is an accelerator that copies from it.
@@ -233,7 +176,6 @@ class CPUOffloadPolicy(_Offload, OffloadPolicy):
         ValueError: If the parameters are offloaded and the state is not, or neither is.
     """
 
-    pin_memory: bool = True
     offload_params: bool = field(default=True, kw_only=True)
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
 
@@ -242,48 +184,16 @@ class CPUOffloadPolicy(_Offload, OffloadPolicy):
         if not self.offload_params and not self.offload_optimizer_state:
             raise ValueError("this CPUOffloadPolicy offloads nothing; pass OffloadPolicy(), the default")
 
-
-@dataclass
-class DataParallelMeshDims:
-    """The dimensions for data parallelism of a mesh on which all parameters are `DTensor`s.
-
-    Attributes:
-        shard: Name of the dimension over which parameters are sharded, or names of several, which become one.
-        replicate: Name of the dimension over which they are replicated, or names of several.
-
-    Raises:
-        ValueError: If it names none.
-    """
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.shard_names and not self.replicate_names:
-            raise ValueError(
-                "DataParallelMeshDims needs at least one of shard and replicate: names of a mesh's dimensions"
-            )
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The names in `shard`."""
-        return _names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The names in `replicate`."""
-        return _names(self.replicate)
-
-
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other) if isinstance(other, torch_fsdp.CPUOffloadPolicy) else NotImplemented
 
 
 @dataclass
-class CPUOffload(_Offload):
+class CPUOffload(_Offload, torch_fsdp.CPUOffload):
     """Whether sharded parameters and gradients, or optimizer state, live in host memory.
 
-    Gradients are where their parameters are, as torch wants it.
+    A subclass of torch's, whose field `offload_params` comes first. Gradients are where their parameters are,
+    as torch wants it.
 
     Attributes:
         offload_params: Keep parameters and gradients there, and so optimizer state: steps run on the host.
@@ -296,131 +206,34 @@ class CPUOffload(_Offload):
         ValueError: If the parameters are offloaded and the state is not.
     """
 
-    offload_params: bool = False
     offload_optimizer_state: bool | None = field(default=None, kw_only=True)
 
-
-class StateDictType(Enum):
-    """The kind of state dict that `state_dict()` returns and `load_state_dict()` takes.
-
-    Attributes:
-        FULL_STATE_DICT: Full tensors, the same on every rank; collective.
-        LOCAL_STATE_DICT: This rank's flat shards, as `IntervalTensor`s of the flat buffers, which fit only
-            the same ranks and wrapping.
-        SHARDED_STATE_DICT: This rank's pieces as tensors of the full shape (`IntervalTensor`), for
-            `torch.distributed.checkpoint`, which fits them to any ranks and wrapping.
-    """
-
-    FULL_STATE_DICT = auto()
-    LOCAL_STATE_DICT = auto()
-    SHARDED_STATE_DICT = auto()
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other) if isinstance(other, torch_fsdp.CPUOffload) else NotImplemented
 
 
-class OptimStateKeyType(Enum):
-    """The keys of parameters in an optimizer state dict.
+if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
+else:  # torch 2.11
 
-    Attributes:
-        PARAM_NAME: By the names of the unwrapped module.
-        PARAM_ID: By their position in the optimizer, as `torch.optim` does.
-    """
+    @dataclass
+    class DataParallelMeshDims:
+        """The dimensions for data parallelism of a mesh on which all parameters are `DTensor`s.
 
-    PARAM_NAME = auto()
-    PARAM_ID = auto()
+        Attributes:
+            shard: Name of the dimension over which parameters are sharded, or names of several.
+            replicate: Name of the dimension over which they are replicated, or names of several.
+        """
 
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
 
-@dataclass
-class StateDictConfig:
-    """Options of a model's state dict.
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            """The names in `shard`."""
+            return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
-    Attributes:
-        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
-            model's own memory.
-    """
-
-    offload_to_cpu: bool = False
-
-
-@dataclass
-class FullStateDictConfig(StateDictConfig):
-    """Options of a state dict of full tensors.
-
-    Attributes:
-        rank0_only: The first rank alone gets them; the others get nothing, and their state-dict hooks see
-            tensors without memory (on the meta device). Loading takes full tensors on every rank.
-    """
-
-    rank0_only: bool = False
-
-
-@dataclass
-class LocalStateDictConfig(StateDictConfig):
-    """Options of a state dict of flat shards."""
-
-
-@dataclass
-class ShardedStateDictConfig(StateDictConfig):
-    """Options of a state dict of the pieces that this rank holds.
-
-    Attributes:
-        _use_dtensor: Values are `DTensor`s of rows, for which the ranks gather one parameter after the other,
-            instead of pieces, which need no communication. Wrappers that were given a `device_mesh` do so in
-            any case, as torch's.
-    """
-
-    _use_dtensor: bool = False
-
-
-@dataclass
-class OptimStateDictConfig:
-    """Options of an optimizer's state dict.
-
-    Attributes:
-        offload_to_cpu: Copy the tensors to host memory. Without it those that are not gathered are the
-            optimizer's own memory.
-    """
-
-    offload_to_cpu: bool = True
-
-
-@dataclass
-class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Options of an optimizer state dict of full tensors.
-
-    Attributes:
-        rank0_only: The first rank alone gets them, and gives them to the others when they are loaded.
-    """
-
-    rank0_only: bool = False
-
-
-@dataclass
-class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of an optimizer state dict beside a model's flat shards; the same as of pieces."""
-
-    offload_to_cpu: bool = False
-
-
-@dataclass
-class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of an optimizer state dict of the pieces that this rank holds.
-
-    Attributes:
-        _use_dtensor: The field of `ShardedStateDictConfig`.
-    """
-
-    _use_dtensor: bool = False
-
-
-@dataclass
-class StateDictSettings:
-    """The kinds of state dicts that a wrapped module makes now.
-
-    Attributes:
-        state_dict_type: The kind.
-        state_dict_config: Options of the model's state dicts.
-        optim_state_dict_config: Options of the optimizer's.
-    """
-
-    state_dict_type: StateDictType
-    state_dict_config: StateDictConfig
-    optim_state_dict_config: OptimStateDictConfig
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            """The names in `replicate`."""
+            return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())

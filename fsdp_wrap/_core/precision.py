@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_wrap._core.api import MixedPrecision, MixedPrecisionPolicy
+from fsdp_wrap._core.api import MixedPrecisionPolicy
 from fsdp_wrap._core.formatting import format_dtype
 from fsdp_wrap._core.pytree import Replaced, iter_tensors, map_tensors
 

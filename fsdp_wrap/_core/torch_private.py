@@ -47,7 +47,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils import _pytree as pytree
@@ -118,7 +117,6 @@ PURPOSES = {
     "torch.nn.Module._apply": "moves and casts of wrapped modules go to the shards",
     "torch.nn.MultiheadAttention._reset_parameters": "initialises it from the meta device",
     "torch.nn.modules.module._IncompatibleKeys": "the result of `load_state_dict`",
-    "torch.nn.modules.batchnorm._BatchNorm": "the default of `MixedPrecision`, as in torch",
     "torch.nn.modules.batchnorm._NormBase": "its way of loading needs no full parameters",
     "torch._C._distributed_c10d.AllgatherOptions": "gathers without the cost of torch's function",
     "torch._C._distributed_c10d.ReduceScatterOptions": "reductions without the cost of torch's function",
@@ -183,6 +181,9 @@ PURPOSES = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "is admitted when metadata are unpickled",
     "torch.serialization._get_layout": "is admitted when metadata are unpickled",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms": "sums up bytes on their way",
+    "torch.distributed.fsdp.MixedPrecision._module_classes_to_ignore": "a field of what we take",
+    "torch.distributed.fsdp.ShardedStateDictConfig._use_dtensor": "a field of what we take",
+    "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2": "a strategy that programs name",
     "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
     "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper",

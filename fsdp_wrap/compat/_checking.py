@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fsdp_wrap import api
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap.compat.installation import Installation
@@ -39,13 +40,9 @@ _IMITATED = (torchs.FSDPState, torchs.FSDPStateContext, torchs.FSDPParamGroup, t
 """Classes whose instances our units pass for."""
 
 _AS_IN_TORCH = {
-    "DDPMeshInfo",
-    "DataParallelMeshInfo",
-    "FSDPMeshInfo",
+    *api.__all__,
     "FSDP_WRAPPED_MODULE",
-    "HSDPMeshInfo",
     "ParamModuleInfo",
-    "ShardPlacementResult",
     "TrainingState",
     "_get_mesh_info",
     "_get_module_fsdp_state",
@@ -53,7 +50,7 @@ _AS_IN_TORCH = {
     "_get_post_forward_mesh_info",
     "_or_policy",
 }
-"""Names of torch's own runtime whose objects ours takes, shows or answers."""
+"""Names whose objects are torch's own here, or which ours takes, shows or answers."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +204,8 @@ def _judge(name: str, before: _Held, after: _Held) -> tuple[str, str]:
         if after.of_holder and not name.endswith("__"):
             return "not served", "our units pass for instances of this class, and run none of its code"
         return "torch's own", "our units pass for instances"
-    short = name.rpartition(":")[2].partition(".")[0]
-    if short in _AS_IN_TORCH or not _home(name, before.holder).startswith(_FSDP):
+    known = not _AS_IN_TORCH.isdisjoint(name.replace(":", ".").split("."))
+    if known or not _home(name, before.holder).startswith(_FSDP):
         return "torch's own", ""
     return "not served", "it belongs to torch's own runtime"
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from torch import nn
 
+from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
@@ -277,7 +278,10 @@ def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
 _CLASSES = ("FSDPModule", "ReplicateModule")
 """Torch's own modules hold these only for `isinstance`."""
 
-_TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in torchs.torch_fully_shard.__all__}
+_NAMES = [name for name in torchs.torch_fully_shard.__all__ if name not in api.__all__]
+"""Names of FSDP2 but for configurations: we take torch's."""
+
+_TORCHS = {name: getattr(torchs.torch_fully_shard, name) for name in _NAMES}
 _TORCHS |= {name: getattr(torchs.torch_replicate, name) for name in ("replicate", "ReplicateModule")}
 """Torch's objects by the public names of FSDP2, before any installation."""
 
@@ -303,7 +307,7 @@ _BY_CLASS = (f"{torchs.torch_fully_shard.__name__}._", torchs.torch_replicate.__
 
 
 def fully_shard_names() -> dict[str, tuple[Any, Any]]:
-    """Returns (torch's, ours) for every public name of torch's FSDP2 that we have."""
+    """Returns (torch's, ours) for every public name of torch's FSDP2 for which we have another object."""
     ours = vars(sys.modules["fsdp_wrap"])  # by now all of it
     return {name: (old, ours[name]) for name, old in _TORCHS.items() if name in ours}
 
@@ -318,7 +322,7 @@ def adapt_fully_shard(installation: Installation) -> list[tuple[Any, Any]]:
         installation: Takes the changes back at its end.
 
     Returns:
-        (torch's, ours) of functions and policies.
+        (torch's, ours) of functions and of `UnshardHandle`.
     """
     importlib.import_module(_IMPORTER)
     names = fully_shard_names()

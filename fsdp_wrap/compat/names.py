@@ -2,7 +2,8 @@
 
 `install()` makes the names of torch's wrapper resolve to ours, by rebinding attributes in place: those of
 torch's own modules, and those of every module that has imported them already. FSDP2's names stay as they are,
-unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it.
+unless `install(fully_shard=True)` makes them resolve to our `fully_shard` and what belongs to it. Names of
+enums and configurations stay as they are in any case, since we take torch's.
 Torch's private helpers that programs call for a wrapper (`compat/helpers.py`) answer for ours as well.
 From the command line: `python -m fsdp_wrap.compat [--fully-shard] [--cpu] script.py arguments...`, or
 `-m module` in place of the script.
@@ -17,15 +18,13 @@ import sys
 from typing import Any
 
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp import fully_sharded_data_parallel as torch_wrapper
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_wrap
-from fsdp_wrap import sharded_grad_scaler, wrap
-from fsdp_wrap._comm import HYBRID_STRATEGIES
+from fsdp_wrap import api, sharded_grad_scaler, wrap
 from fsdp_wrap._core.torch_private import torch_fully_shard
 from fsdp_wrap.compat._checking import report, warn_of_held
 from fsdp_wrap.compat.clients import adapt_clients
@@ -40,10 +39,14 @@ _KEPT = (f"{torch_fsdp.__name__}._", "fsdp_wrap.")
 
 
 def _wrapper_names() -> dict[str, Any]:
-    """Returns the public names of torch's wrapper with what they stand for before any installation."""
+    """Returns the public names of torch's wrapper with what they stand for before any installation.
+
+    Without enums and configurations, which are ours as well.
+    """
     public = {"FlatParameter": torch_fsdp, "ShardedGradScaler": torch_scaler}
+    others = {*torch_fully_shard.__all__, *api.__all__}
     for module in (torch_fsdp, torch_api, torch_wrap, torch_wrapper):
-        public.update((name, module) for name in module.__all__ if name not in torch_fully_shard.__all__)
+        public.update((name, module) for name in module.__all__ if name not in others)
     return {name: getattr(module, name) for name, module in public.items()}
 
 
@@ -51,7 +54,7 @@ _WRAPPER_NAMES = _wrapper_names()
 
 
 def replacements() -> dict[str, tuple[Any, Any]]:
-    """Returns (torch's, ours) for every public name of torch's wrapper that we have."""
+    """Returns (torch's, ours) for every public name of torch's wrapper for which we have another object."""
     ours = {
         name: value
         for module in (fsdp_wrap, wrap, sharded_grad_scaler)
@@ -80,8 +83,8 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     Args:
         cpu: Let accelerate (with it transformers' `Trainer`) and Lightning accept FSDP on a host without
             accelerators, over gloo. They refuse it otherwise.
-        fully_shard: Let the names of FSDP2 (`fully_shard`, `FSDPModule`, `MixedPrecisionPolicy` and so on)
-            resolve to ours as well. Modules that it has sharded are instances of torch's `FSDPModule`, too.
+        fully_shard: Let the names of FSDP2 (`fully_shard`, `FSDPModule`, `UnshardHandle` and so on) resolve
+            to ours as well. Modules that it has sharded are instances of torch's `FSDPModule`, too.
 
     Returns:
         A context manager that takes the changes of this call back, if used in a `with` statement.
@@ -90,9 +93,6 @@ def install(cpu: bool = False, fully_shard: bool = False) -> Installation:
     pairs = [*replacements().values()]
     installation.replace(pairs, kept=_KEPT)
     installation.replace(HELPERS, kept=("fsdp_wrap.",))
-    # torch 2.11 does not look for hybrid strategies there.
-    if hasattr(torch_state_dict, "HYBRID_SHARDING_STRATEGIES"):
-        installation.rebind(torch_state_dict, "HYBRID_SHARDING_STRATEGIES", set(HYBRID_STRATEGIES))
     if fully_shard:
         pairs += adapt_fully_shard(installation)
     adapt_clients(installation, cpu)

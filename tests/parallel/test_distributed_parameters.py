@@ -261,6 +261,7 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, wo
         (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": dims}, "'0.weight' is a plain tensor"),
         (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": Dims(shard="data")}, r"names \('data',\)"),
         (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": Dims("dp", "dp")}, "each once"),
+        (stack(5, 6, 5), {"mesh": mesh, "dp_mesh_dims": Dims(())}, r"names \(\), and mesh has"),
         (distribute(stack(5, 6, 5), mesh), {"mesh": mesh, "dp_mesh_dims": Dims("tp")}, "must be Replicate"),
         (
             distribute(stack(5, 6, 5), mesh),
@@ -278,5 +279,3 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_changes(rank, wo
         assert type(model) is nn.Sequential
     with pytest.raises(TypeError, match="dp_mesh_dims must be a"):
         fully_shard(distribute(stack(5, 6, 5), mesh), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="at least one of shard and replicate"):
-        DataParallelMeshDims()

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bed import ranks
@@ -22,7 +21,6 @@ from fronts import either_front, shard
 from fsdp_wrap import (
     BackwardPrefetch,
     ShardingStrategy,
-    StateDictType,
     fully_shard,
     iter_full_params,
     param_aliases,
@@ -518,46 +516,6 @@ def test_pickling_says_what_to_do_instead(rank, world_size):
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def assert_names_both(name: str, call: Callable[[], Any]) -> None:
-    path = rf"fsdp_wrap\.api\.{name}, not a torch\.distributed\.fsdp[\w.]*\.{name}"
-    with pytest.raises(TypeError, match=path) as error:
-        call()
-    assert f"import {name} from fsdp_wrap" in str(error.value)
-
-
-OF_TORCH: dict[str, Any] = {
-    "sharding_strategy": torch_fsdp.ShardingStrategy.FULL_SHARD,
-    "cpu_offload": torch_fsdp.CPUOffload(),
-    "backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
-    "mixed_precision": torch_fsdp.MixedPrecision(torch.bfloat16),
-}
-
-
-@ranks(2)
-def test_torchs_objects_are_told_from_ours(rank, world_size):
-    model = net()
-    before = list(model.parameters())
-    for argument, value in OF_TORCH.items():
-        assert_names_both(type(value).__name__, partial(FSDP, model, **{argument: value}))
-        policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and {argument: value})  # noqa: B023
-        assert_names_both(type(value).__name__, partial(FSDP, model, auto_wrap_policy=policy))
-    with pytest.raises(TypeError, match="must be a ShardingStrategy or None, not 'FULL_SHARD'"):
-        FSDP(model, sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-
-    wrapped, kind = FSDP(net()), StateDictType.FULL_STATE_DICT
-    setting: Any = partial(FSDP.set_state_dict_type, wrapped)
-    assert_names_both("StateDictType", partial(setting, torch_fsdp.StateDictType.FULL_STATE_DICT))
-    for call, argument, value in (
-        (partial(setting, kind), "state_dict_config", torch_fsdp.FullStateDictConfig()),
-        (partial(setting, kind), "optim_state_dict_config", torch_fsdp.FullOptimStateDictConfig()),
-        (partial(fully_shard, net()), "mp_policy", torch_fsdp.MixedPrecisionPolicy()),
-        (partial(fully_shard, net()), "offload_policy", torch_fsdp.OffloadPolicy()),
-        (partial(fully_shard, net()), "offload_policy", torch_fsdp.CPUOffloadPolicy()),
-    ):
-        assert_names_both(type(value).__name__, partial(call, **{argument: value}))
 
 
 @either_front

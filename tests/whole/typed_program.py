@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from typing_extensions import assert_type
 
 import fsdp_wrap
@@ -66,6 +67,7 @@ def train_wrapper(folder: str) -> None:
         Net(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
+        cpu_offload=torch_fsdp.CPUOffload(offload_params=False),
         use_orig_params=True,
     )
     assert_type(model, FSDP)
@@ -120,9 +122,11 @@ def train_composable() -> None:
     assert_type(optim.Muon(fully_shard(Net())), optim.Muon)
 
     pair = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    assert_type(fully_shard(pair), list[FSDPModule])
+    of_torch = torch_fsdp.MixedPrecisionPolicy()  # as of a program that changes one import
+    assert_type(fully_shard(pair, mp_policy=of_torch), list[FSDPModule])
     assert_type(fully_shard([nn.Linear(4, 4), nn.ReLU()]), list[FSDPModule])
-    assert_type(replicate(Net()), ReplicateModule)
+    of_host = torch_fsdp.CPUOffloadPolicy()
+    assert_type(replicate(Net(), mp_policy=of_torch, offload_policy=of_host), ReplicateModule)
     assert_type(replicate([nn.Linear(4, 4)]), list[ReplicateModule])
 
 

@@ -80,7 +80,7 @@ class DataMesh:
         """
         names, wanted = whole.mesh_dim_names or (), (*dims.replicate_names, *dims.shard_names)
         missing = [name for name in wanted if name not in names]
-        if missing or len({*wanted}) < len(wanted):
+        if missing or not wanted or len({*wanted}) < len(wanted):
             raise ValueError(
                 f"dp_mesh_dims names {wanted}, and mesh has the dimensions {names}: name some of these, "
                 "each once (init_device_mesh takes mesh_dim_names)"
