@@ -29,10 +29,9 @@ def _sharded_by(fully_shard: Callable[..., object], module: nn.Module, mesh: Dev
 
 
 def _wrapped_by(wrapper: Any, policy: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    strategies = fsdp_wrap.ShardingStrategy if wrapper is _OUR_WRAPPER else torch_fsdp.ShardingStrategy
     wrapped: nn.Module = wrapper(
         module,
-        sharding_strategy=strategies["HYBRID_SHARD" if mesh.ndim > 1 else "FULL_SHARD"],
+        sharding_strategy=torch_fsdp.ShardingStrategy["HYBRID_SHARD" if mesh.ndim > 1 else "FULL_SHARD"],
         auto_wrap_policy=policy,
         device_mesh=mesh,
         device_id=next(module.parameters()).device,

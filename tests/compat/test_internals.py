@@ -33,8 +33,6 @@ def net(seed: int = 0) -> nn.Sequential:
 
 def wrapped(library: Any, module: nn.Module, use_orig_params: bool, **options: Any) -> Any:
     """By either library, every block and the whole."""
-    if "sharding_strategy" in options:
-        options["sharding_strategy"] = library.ShardingStrategy[options["sharding_strategy"].name]
     options |= {"auto_wrap_policy": library.wrap.ModuleWrapPolicy({Block})} | _on_cpu(library)
     return library.FullyShardedDataParallel(module, use_orig_params=use_orig_params, **options)
 
@@ -96,7 +94,7 @@ def makes_roots_before_the_first_forward(
     library: Any, rank: int, use_orig_params: bool
 ) -> dict[str, torch.Tensor]:
     """As OLMo and litgpt do it, before tracing or saving."""
-    policy = library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = wrapped(library, net(), use_orig_params, mixed_precision=policy)
     _runtime_utils._lazy_init(model, model)
     _runtime_utils._lazy_init(model, model)
