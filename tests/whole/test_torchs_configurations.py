@@ -37,7 +37,6 @@ OF_BOTH = [
     "MixedPrecisionPolicy",
 ]
 
-
 Dims = getattr(torch_fsdp, "DataParallelMeshDims", fsdp_wrap.DataParallelMeshDims)  # torch 2.11 has none
 
 
@@ -72,15 +71,9 @@ def test_ours_and_torchs_are_equal_where_their_fields_are(name, given, others, a
             assert made == ours and ours == made and made == theirs and theirs == made
             assert not (made != ours or ours != made or made != theirs or theirs != made)
             assert [ours].index(made) == [theirs].index(made) == 0
-    for different in (
-        kind(*others),
-        getattr(torch_fsdp, name)(*others),
-        kind(*given, **added),
-        object(),
-        None,
-    ):
-        assert ours != different and different != ours
-        assert different is None or theirs != different and different != theirs
+    different = [kind(*others), getattr(torch_fsdp, name)(*others), kind(*given, **added), object()]
+    for one, other in itertools.product((ours, theirs), different):
+        assert one != other and other != one
     assert ours == mock.ANY and kind(*given, **added) == kind(*given, **added)
     if name == "MixedPrecisionPolicy":  # the others have no hash
         assert {ours: 1}[theirs] == {theirs: 1}[ours] == 1 and len({ours, theirs, kind(*others)}) == 2
@@ -228,7 +221,9 @@ def test_torchs_policies_offload_as_ours():
                 policies = (
                     (library.CPUOffloadPolicy(), Told()) if offloads else (library.OffloadPolicy(), None)
                 )
-                composed = [shard(Net(), offload_policy=each) for shard in COMPOSABLE for each in policies]
+                composed = [
+                    shard(Net(), offload_policy=policy) for shard in COMPOSABLE for policy in policies
+                ]
                 found.append([offloads, *(offloaded(model) for model in (wrapped, *composed))])
 
     run_simulated(2, program)
