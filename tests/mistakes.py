@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store as store
 
 import fsdp_wrap
+import told
 from bed import run_ranks
 from bed.patience import NEVER
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -50,38 +51,291 @@ from nets import WIDTH, Block, Net
 TIME_LIMIT = 3.0
 """Seconds after which a rank that does not come is given up, by this package."""
 
+TABLE = r"""
+# wrapping
+FSDP(model)  # before init_process_group
+    > dist.destroy_process_group(); FSDP(model)
+    ValueError: needs a process group.*init_process_group
+fully_shard(model)  # before init_process_group
+    > dist.destroy_process_group(); fully_shard(model)
+    ValueError: needs a process group.*init_process_group
+FSDP(FSDP(model))
+    ValueError: already wrapped.*wrap a module once
+FSDP(nn.Linear)  # the class
+    TypeError: wraps a torch.nn.Module, not type
+FSDP(model.blocks)  # a ModuleList
+    UserWarning: ModuleList.*has no forward
+fully_shard(model.blocks)  # a ModuleList
+    ValueError: ModuleList has none.*pass them as a list
+fully_shard(model); fully_shard(model)
+    ValueError: already wrapped.*each once
+fully_shard(model); fully_shard(model.blocks[0])  # before its blocks
+    ValueError: wrap parts before the whole
+FSDP(model on the meta device), without values
+    > with torch.device("meta"): model = nn.Sequential(nn.Linear(4, 4), Scale())
+    > FSDP(model)
+    ValueError: meta.*param_init_fn
+FSDP(model, device_id=0)  # no accelerator here
+    ValueError: device_id=0.*accelerator
+FSDP(model, device_id="cuda")  # no CUDA here
+    ValueError: device_id.*cuda
 
-class Mistake(NamedTuple):
-    """A program with a mistake, and what it is told.
+# policies
+FSDP(model, auto_wrap_policy=ModuleWrapPolicy(Block))
+    TypeError: a set of module classes, not the class Block: write ModuleWrapPolicy\(\{Block\}\)
+FSDP(model, auto_wrap_policy=ModuleWrapPolicy("Block"))
+    TypeError: NameWrapPolicy\('Block'\)
+FSDP(model, auto_wrap_policy=ModuleWrapPolicy)
+    TypeError: not the class ModuleWrapPolicy: write ModuleWrapPolicy\(\{Block\}\)
+FSDP(model, auto_wrap_policy={Block})
+    TypeError: ModuleWrapPolicy
+FSDP(model, auto_wrap_policy=Block)
+    TypeError: ModuleWrapPolicy\(\{Block\}\)
+FSDP(model, auto_wrap_policy=size_based_auto_wrap_policy(min_num_params=10))
+    TypeError: functools.partial
+FSDP(model, auto_wrap_policy=transformer_auto_wrap_policy)
+    TypeError: functools.partial.*transformer_layer_cls
+FSDP(model, auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=Block))
+    TypeError: \{Block\}
+FSDP(model, auto_wrap_policy=NameWrapPolicy("Blok"))
+    ValueError: did you mean 'Block'
+FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))  # there is none
+    UserWarning: no module is an instance of .*Conv2d
 
-    Attributes:
-        code: The mistake as a reader sees it.
-        run: The program, given the rank.
-        kind: The type of the error or warning.
-        says: A pattern of its first line.
-        ranks: Those that are told; empty if it is one or the other.
-    """
+# keywords
+FSDP(model, mesh=mesh)
+    > FSDP(model, mesh=init_device_mesh("cpu", (2,)))
+    TypeError: 'mesh'.*device_mesh
+fully_shard(model, device_mesh=mesh)
+    > fully_shard(model, device_mesh=init_device_mesh("cpu", (2,)))
+    TypeError: 'device_mesh'.*mesh
+FSDP(model, mp_policy=MixedPrecisionPolicy())
+    TypeError: 'mp_policy'.*mixed_precision
+fully_shard(model, mixed_precision=MixedPrecision())
+    TypeError: 'mixed_precision'.*mp_policy
+FSDP(model, reshard_after_forward=False)
+    TypeError: 'reshard_after_forward'.*sharding_strategy
+fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    TypeError: 'auto_wrap_policy'.*apply fully_shard to
+FSDP(model, sharding_stratgy=ShardingStrategy.FULL_SHARD)
+    TypeError: did you mean.*sharding_strategy
+fully_shard(model, reshard_after_foward=True)
+    TypeError: did you mean.*reshard_after_forward
+checkpoint.save(dir, model, optimizer=optimizer)
+    > model = wrapped(); checkpoint.save("/tmp/nowhere", model, optimizer=sgd(model))
+    TypeError: save\(\) has no argument 'optimizer': pass it as optim
+fsdp_wrap.plan(lambda: None, 2, machin=None)
+    TypeError: did you mean.*machine
 
-    code: str
-    run: Callable[[int], object]
-    kind: type[BaseException]
-    says: str
-    ranks: tuple[int, ...]
+# values of arguments
+FSDP(model, sharding_strategy="FULL_SHARD")
+    TypeError: must be a ShardingStrategy.*'FULL_SHARD'
+FSDP(model, mixed_precision=torch.bfloat16)
+    TypeError: mixed_precision must be a MixedPrecision
+FSDP(model, cpu_offload=True)
+    TypeError: cpu_offload must be a CPUOffload
+fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16))
+    TypeError: MixedPrecisionPolicy
+FSDP(model, ignored_modules=["head"])
+    ValueError: ignored_modules must hold Module objects only
+HYBRID_SHARD on a mesh of one dimension
+    > FSDP(model, device_mesh=init_device_mesh("cpu", (2,)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    ValueError: HYBRID_SHARD takes .* two dimensions
+FULL_SHARD on a mesh of two dimensions
+    > FSDP(model, device_mesh=init_device_mesh("cpu", (1, 2)))
+    ValueError: FULL_SHARD takes one .*HYBRID_SHARD takes two
+FSDP(model, process_group=group of rank 0)  # on all ranks
+    > FSDP(model, dist.new_group([0]))
+    ValueError on rank 1: rank 1 is not part of
+
+# training
+SGD(model.parameters()) before FSDP(model)
+    > optimizer = sgd(model); step(FSDP(model), optimizer)
+    RuntimeError: this SGD was made before the model was sharded.*after sharding
+SGD(model.parameters()) before fully_shard(model)
+    > optimizer = sgd(model); step(fully_shard(model), optimizer)
+    RuntimeError: this SGD was made before the model was sharded.*after sharding
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # of FSDP
+    > clip_by_the_norm_of_each_part(rank)
+    RuntimeError: ranks have scaled parts of one gradient differently.*model\.clip_grad_norm_\(max_norm\)
+for block in model.blocks: fully_shard(block)  # and not the model
+    > forget_the_root(rank)
+    RuntimeError: a gradient differs between ranks 0 and 1: that of 'stem\.weight'.*fully_shard\(model\)
+torch.amp.GradScaler  # with FSDP
+    > scale_by_torchs_scaler(rank)
+    RuntimeError: ranks have taken different numbers of optimizer steps.*ShardedGradScaler
+loss.backward() inside summon_full_params
+    > model = wrapped(); loss = model(batch()).sum()
+    > with FSDP.summon_full_params(model): loss.backward()
+    RuntimeError: summon_full_params; leave its context
+model(batch) inside summon_full_params
+    > model = wrapped()
+    > with FSDP.summon_full_params(model): model(batch())
+    RuntimeError: summon_full_params; leave its context
+model.blocks[0].no_sync()
+    > wrapped().module.blocks[0].no_sync()
+    RuntimeError: no_sync\(\).*root
+loss.backward(create_graph=True)
+    > wrapped()(batch()).square().sum().backward(create_graph=True)
+    RuntimeError: create_graph=True.*torch.autograd.grad
+model.to("meta")  # after wrapping
+    > wrapped().to("meta")
+    ValueError: sharded parameters.*before wrapping
+layer.weight = nn.Parameter(...)  # after fully_shard
+    > model = sharded(); model.head.weight = nn.Parameter(torch.ones(3, WIDTH)); step(model)
+    ValueError: weight.*replaced|replaced.*weight
+the ranks run different blocks
+    > model = wrapped(); model(batch())
+    > if rank == 0: del model.module.blocks[0]
+    > step(model)
+    RuntimeError: ranks communicate for different units: rank 0
+a rank has fewer batches
+    > have_fewer_batches(rank)
+    RuntimeError on rank 0: has not completed: rank 1 did not come
+ranks begin with other values
+    > torch.manual_seed(rank); step(FSDP(Net()))
+    UserWarning on some rank: began with other values.*same seed
+
+# names of the last release
+FSDP(model, keep_unsharded_bytes=2**30)
+    TypeError: is gone since 0.2.*SHARD_GRAD_OP
+fully_shard(model, keep_unsharded_bytes=2**30)
+    TypeError: gone.*set_reshard_after_backward
+model.set_keep_unsharded_bytes(0)  # of FSDP
+    > wrapped().set_keep_unsharded_bytes(0)
+    AttributeError: is gone since 0.2.*SHARD_GRAD_OP
+model.set_keep_unsharded_bytes(0)  # of fully_shard
+    > sharded().set_keep_unsharded_bytes(0)
+    AttributeError: set_reshard_after_backward
+
+# methods of the other front-end
+model.no_sync()  # of fully_shard
+    > sharded().no_sync()
+    AttributeError: no_sync.*set_requires_gradient_sync
+model.clip_grad_norm_(1.0)  # of fully_shard
+    > sharded().clip_grad_norm_(1.0)
+    AttributeError: fsdp_wrap.clip_grad_norm_
+model.summon_full_params()  # of fully_shard
+    > sharded().summon_full_params()
+    AttributeError: summon_full_params
+model.set_requires_gradient_sync(False)  # of FSDP
+    > wrapped().set_requires_gradient_sync(False)
+    AttributeError: no_sync\(\)
+model.unshard()  # of FSDP
+    > wrapped().unshard()
+    AttributeError: summon_full_params
+
+# state dicts
+load_state_dict of a DDP checkpoint ("module." names)
+    > wrapped().load_state_dict(state_of(model, "module."))
+    RuntimeError: 'module.' of DistributedDataParallel.*consume_prefix
+load_state_dict of a DDP checkpoint ("module." names), with fully_shard
+    > sharded().load_state_dict(state_of(model, "module."))
+    RuntimeError: 'module.' of DistributedDataParallel.*consume_prefix
+load_state_dict of a compiled model ("_orig_mod." names)
+    > wrapped().load_state_dict(state_of(model, "_orig_mod."))
+    RuntimeError: '_orig_mod.' of torch.compile.*consume_prefix
+load_state_dict of a model with more layers
+    > wrapped().load_state_dict({f"{n}.weight": torch.ones(1) for n in range(30)} | state_of(model))
+    RuntimeError: Unexpected key.*"9.weight" and 20 more
+load_state_dict of a head of other classes
+    > wrapped().load_state_dict(state_of(model) | {"head.weight": torch.ones(7, WIDTH)})
+    RuntimeError: size mismatch for head.weight: .*\[7, 6\].*\[3, 6\]
+load_state_dict(list(...))
+    > wrapped().load_state_dict([])
+    TypeError: must map names to tensors, and is a list
+load_state_dict(..., assign=True)
+    > wrapped().load_state_dict(state_of(model), assign=True)
+    ValueError: leave assign out
+torch.save(model)
+    > torch.save(wrapped(), io.BytesIO())
+    TypeError: cannot be pickled.*state_dict\(\)
+set_state_dict_type(model, SHARDED..., FullStateDictConfig())
+    > FSDP.set_state_dict_type(wrapped(), StateDictType.SHARDED_STATE_DICT, fsdp_wrap.FullStateDictConfig())
+    TypeError: takes a ShardedStateDictConfig
+
+# one rank alone
+if rank == 0: torch.save(model.state_dict()); the other trains on
+    > alone(lambda model, _: model.state_dict(), wrapped(), rank)
+    RuntimeError: state_dict\(\).*rank 1
+if rank == 0: torch.save(model.state_dict()); the other waits
+    > alone(lambda model, _: model.state_dict(), wrapped(), rank, waits=True)
+    RuntimeError on rank 0: state_dict\(\).*rank 1
+if rank == 0: FSDP.optim_state_dict(model, optimizer)
+    > alone(FSDP.optim_state_dict, wrapped(), rank)
+    RuntimeError: optim_state_dict\(\).*rank 1
+if rank == 0: get_model_state_dict(model, full)
+    > alone(get_full, wrapped(), rank)
+    RuntimeError: get_model_state_dict\(\).*rank 1
+if rank == 0: get_model_state_dict(model, full), with fully_shard
+    > alone(get_full, sharded(), rank)
+    RuntimeError: get_model_state_dict\(\).*rank 1
+if rank == 0: with FSDP.summon_full_params(model)
+    > alone(summon, wrapped(), rank)
+    RuntimeError: summon_full_params\(\).*rank 1
+if rank == 0: dict(iter_full_params(model))
+    > alone(lambda model, _: dict(iter_full_params(model)), sharded(), rank)
+    RuntimeError: iter_full_params\(\).*rank 1
+if rank == 0: model.clip_grad_norm_(1.0)
+    > alone(lambda model, _: fsdp_wrap.clip_grad_norm_(model, 1.0), wrapped(), rank)
+    RuntimeError: rank 0 takes part in ALL_REDUCE|rank 1 takes part in ALL_GATHER
+if rank == 0: checkpoint.save(...)
+    > with tempfile.TemporaryDirectory() as folder: alone(partial(checkpoint.save, folder), wrapped(), rank)
+    RuntimeError: checkpoint.save.*rank 1
+if rank == 0: model(batch)
+    > alone(lambda model, _: model(batch()), wrapped(), rank, waits=True)
+    RuntimeError on rank 0: has not completed: rank 1 did not come
+if rank == 0: model.load_state_dict(...)
+    > alone(lambda model, _: model.load_state_dict(Net().state_dict()), wrapped(), rank)
+    RuntimeError: have loaded or edited apart: rank 0
+
+# checkpoints
+checkpoint.save(a file, model)
+    > with somewhere() as folder: checkpoint.save(a_file(folder), wrapped())
+    ValueError: is a file
+checkpoint.save(a folder below a file, model)
+    > with somewhere() as folder: checkpoint.save(a_file(folder) / "steps", wrapped())
+    ValueError: is a file
+checkpoint.save("/proc/run", model)
+    > checkpoint.save("/proc/run", wrapped())
+    ValueError: /proc.*cannot be written
+export_safetensors(model, "/proc/run")
+    > checkpoint.export_safetensors(wrapped(), "/proc/run")
+    ValueError: /proc.*cannot be written
+checkpoint.load(an empty folder, model)
+    > with somewhere() as folder: checkpoint.load(folder, wrapped())
+    ValueError: no complete checkpoint.*holds no step folder
+checkpoint.load(a torch.save file, model)
+    > with somewhere() as folder: checkpoint.load(saved_by_torch(folder, rank), wrapped())
+    ValueError: is a file; name the folder
+checkpoint.save(dir, model, model)  # for the optimizer
+    > model = wrapped()
+    > with somewhere() as folder: checkpoint.save(folder, model, model)
+    TypeError: optim
+export_safetensors(model, dir, max_shard_size="big")
+    > with somewhere() as folder: checkpoint.export_safetensors(wrapped(), folder, max_shard_size="big")
+    ValueError: max_shard_size must look like '80GB'
+
+# plans
+fsdp-wrap plan train.py:setup --device-memory 80
+    > planning("--device-memory", "80")
+    RuntimeError: 80 bytes.*80GB
+fsdp_wrap.fit(lambda: None, device_memory=80)
+    ValueError: 80 bytes.*80GB
+fsdp-wrap fit train.py:setup
+    > command("fit", "train.py:setup")
+    RuntimeError: fit needs --device-memory, such as 80GB
+fsdp-wrap plan train.py
+    > command("plan", "train.py")
+    RuntimeError: names no function: write FILE.py:name
+fsdp-wrap plan train.py:setup --machine h1000
+    > planning("--machine", "h1000")
+    RuntimeError: h1000
+"""
+"""Programs have the names of this file, `rank`, and a plain `model`."""
 
 
-MISTAKES: dict[str, Mistake] = {}
-
-
-def mistake(
-    code: str, kind: type[BaseException], says: str, ranks: tuple[int, ...] = (0, 1)
-) -> Callable[[Callable[[int], object]], Callable[[int], object]]:
-    """Adds a program to the table, under its function's name."""
-
-    def add(run: Callable[[int], object]) -> Callable[[int], object]:
-        MISTAKES[run.__name__] = Mistake(code, run, kind, says, ranks)
-        return run
-
-    return add
+MISTAKES = told.read(TABLE)
 
 
 class Told(NamedTuple):
@@ -91,12 +345,13 @@ class Told(NamedTuple):
     line: str
 
 
-def observe(rank: int, world_size: int, name: str) -> Told | None:
+def observe(rank: int, world_size: int, code: str) -> Told | None:
     """Runs one program on this rank; returns what it was told, if anything."""
+    torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            MISTAKES[name].run(rank)
+            exec(MISTAKES[code].source, {**globals(), "rank": rank, "model": Net()})
         except Exception as error:
             return _told(error)
         finally:
@@ -117,17 +372,17 @@ def _told(error: BaseException) -> Told:
 # parts of programs
 
 
-def wrapped(**options: Any) -> FSDP:
+def wrapped() -> FSDP:
     torch.manual_seed(0)
-    return FSDP(Net(), **{"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, **options})
+    return FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
 
 
-def sharded(**options: Any) -> Any:
+def sharded() -> Any:
     torch.manual_seed(0)
     net = Net()
     for block in net.blocks:
-        fully_shard(block, **options)
-    return fully_shard(net, **options)
+        fully_shard(block)
+    return fully_shard(net)
 
 
 def batch() -> torch.Tensor:
@@ -148,6 +403,19 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def state_of(net: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {prefix + name: value for name, value in net.state_dict().items()}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def impatient() -> Any:
     """Lets this package wait for three seconds only."""
     return mock.patch.object(_watch, "time_limit", lambda *_: timedelta(seconds=TIME_LIMIT))
@@ -158,12 +426,92 @@ def stays_away() -> None:
     store().wait(["0 has ended"], timedelta(seconds=NEVER))
 
 
+def alone(
+    call: Callable[[nn.Module, torch.optim.Optimizer], object],
+    model: nn.Module,
+    rank: int,
+    waits: bool = False,
+) -> None:
+    """Trains a step; calls on the first rank alone, while the other trains on, or waits elsewhere."""
+    optimizer = sgd(model)
+    step(model, optimizer)
+    with impatient():
+        if rank == 0:
+            call(model, optimizer)
+        if rank == 1 and waits:
+            return stays_away()
+        step(model)
+
+
+def get_full(model: nn.Module, _: Any) -> None:
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def summon(model: nn.Module, _: Any) -> None:
+    with FSDP.summon_full_params(model):
+        pass
+
+
+def have_fewer_batches(rank: int) -> None:
+    model = wrapped()
+    with impatient():
+        for _ in range(2 - rank):
+            step(model)
+        if rank == 1:
+            stays_away()
+
+
+def clip_by_the_norm_of_each_part(rank: int) -> None:
+    model = FSDP(nn.Linear(WIDTH, 16), use_orig_params=True)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(own_batch(rank)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def forget_the_root(rank: int) -> None:
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block)
+    optimizer = sgd(net)
+    for _ in range(2):
+        net(own_batch(rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scale_by_torchs_scaler(rank: int) -> None:
+    model = wrapped()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(2):
+        scaler.scale(model(batch()).square().sum()).backward()
+        if rank == 0:  # an infinite gradient in the part of this rank alone
+            next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
 @contextlib.contextmanager
 def somewhere() -> Iterator[Path]:
     """Yields a folder that all ranks see."""
     box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     yield Path(box[0])
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "model.pt").write_text("")
+    return folder / "model.pt"
+
+
+def saved_by_torch(folder: Path, rank: int) -> Path:
+    if rank == 0:
+        torch.save(Net().state_dict(), folder / "model.pt")
+    dist.barrier()
+    return folder / "model.pt"
 
 
 def command(*words: str) -> None:
@@ -185,725 +533,24 @@ def setup():
 """
 
 
-def planning(*words: str, source: str = SETUP) -> None:
+def planning(*words: str) -> None:
     """Runs `fsdp-wrap plan` on a file with a setup."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "train.py").write_text(source)
+        (Path(folder) / "train.py").write_text(SETUP)
         command("plan", f"{folder}/train.py:setup", *words)
-
-
-# wrapping
-
-
-@mistake("FSDP(model)  # before init_process_group", ValueError, r"needs a process group.*init_process_group")
-def no_process_group_for_the_wrapper(rank: int) -> None:
-    dist.destroy_process_group()
-    FSDP(Net())
-
-
-@mistake(
-    "fully_shard(model)  # before init_process_group",
-    ValueError,
-    r"needs a process group.*init_process_group",
-)
-def no_process_group_for_fully_shard(rank: int) -> None:
-    dist.destroy_process_group()
-    fully_shard(Net())
-
-
-@mistake("FSDP(FSDP(model))", ValueError, r"already wrapped.*wrap a module once")
-def wrapped_twice(rank: int) -> None:
-    FSDP(FSDP(Net()))
-
-
-@mistake("FSDP(nn.Linear)  # the class", TypeError, r"wraps a torch.nn.Module, not type")
-def a_class_is_wrapped(rank: int) -> None:
-    FSDP(nn.Linear)  # type: ignore[arg-type]
-
-
-@mistake("FSDP(model.blocks)  # a ModuleList", UserWarning, r"ModuleList.*has no forward")
-def a_list_is_wrapped(rank: int) -> None:
-    FSDP(nn.ModuleList([nn.Linear(2, 2)]))
-
-
-@mistake("fully_shard(model.blocks)  # a ModuleList", ValueError, r"ModuleList has none.*pass them as a list")
-def a_list_is_sharded(rank: int) -> None:
-    fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
-
-
-@mistake("fully_shard(model); fully_shard(model)", ValueError, r"already wrapped.*each once")
-def sharded_twice(rank: int) -> None:
-    net = Net()
-    fully_shard(net)
-    fully_shard(net)
-
-
-@mistake("fully_shard(model) before its blocks", ValueError, r"wrap parts before the whole")
-def root_sharded_first(rank: int) -> None:
-    net = Net()
-    fully_shard(net)
-    fully_shard(net.blocks[0])
-
-
-@mistake("FSDP(model on the meta device), without values", ValueError, r"meta.*param_init_fn")
-def no_values(rank: int) -> None:
-    with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(4, 4), Scale())
-    FSDP(net)
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
-
-
-@mistake("FSDP(model, device_id=0)  # no accelerator here", ValueError, r"device_id=0.*accelerator")
-def device_id_without_accelerator(rank: int) -> None:
-    FSDP(Net(), device_id=0)
-
-
-@mistake('FSDP(model, device_id="cuda")  # no CUDA here', ValueError, r"device_id.*cuda")
-def device_name_without_accelerator(rank: int) -> None:
-    FSDP(Net(), device_id="cuda")  # type: ignore[arg-type]
-
-
-# policies
-
-
-@mistake(
-    "ModuleWrapPolicy(Block)",
-    TypeError,
-    r"a set of module classes, not the class Block: write ModuleWrapPolicy\(\{Block\}\)",
-)
-def policy_of_a_class(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy(Block))  # type: ignore[arg-type]
-
-
-@mistake('ModuleWrapPolicy("Block")', TypeError, r"NameWrapPolicy\('Block'\)")
-def policy_of_a_name(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy("Block"))  # type: ignore[arg-type]
-
-
-@mistake(
-    "auto_wrap_policy=ModuleWrapPolicy",
-    TypeError,
-    r"not the class ModuleWrapPolicy: write ModuleWrapPolicy\(\{Block\}\)",
-)
-def policy_class(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy)
-
-
-@mistake("auto_wrap_policy={Block}", TypeError, r"ModuleWrapPolicy")
-def policy_set(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy={Block})
-
-
-@mistake("auto_wrap_policy=Block", TypeError, r"ModuleWrapPolicy\(\{Block\}\)")
-def policy_module_class(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=Block)
-
-
-@mistake("auto_wrap_policy=size_based_auto_wrap_policy(min_num_params=10)", TypeError, r"functools.partial")
-def policy_called(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=size_based_auto_wrap_policy(min_num_params=10))  # type: ignore[call-arg]
-
-
-@mistake(
-    "auto_wrap_policy=transformer_auto_wrap_policy", TypeError, r"functools.partial.*transformer_layer_cls"
-)
-def policy_without_partial(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=transformer_auto_wrap_policy)
-
-
-@mistake("partial(transformer_auto_wrap_policy, transformer_layer_cls=Block)", TypeError, r"\{Block\}")
-def policy_with_a_class(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=Block))
-
-
-@mistake('NameWrapPolicy("Blok")', ValueError, r"did you mean 'Block'")
-def policy_misspelt(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=NameWrapPolicy("Blok"))
-
-
-@mistake(
-    "ModuleWrapPolicy({nn.Conv2d})  # there is none", UserWarning, r"no module is an instance of .*Conv2d"
-)
-def policy_that_matches_nothing(rank: int) -> None:
-    FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
-
-
-# keywords
-
-
-@mistake("FSDP(model, mesh=mesh)", TypeError, r"'mesh'.*device_mesh")
-def mesh_for_the_wrapper(rank: int) -> None:
-    FSDP(Net(), mesh=init_device_mesh("cpu", (2,)))  # type: ignore[call-arg]
-
-
-@mistake("fully_shard(model, device_mesh=mesh)", TypeError, r"'device_mesh'.*mesh")
-def device_mesh_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), device_mesh=init_device_mesh("cpu", (2,)))  # type: ignore[call-overload]
-
-
-@mistake("FSDP(model, mp_policy=...)", TypeError, r"'mp_policy'.*mixed_precision")
-def mp_policy_for_the_wrapper(rank: int) -> None:
-    FSDP(Net(), mp_policy=MixedPrecisionPolicy())  # type: ignore[call-arg]
-
-
-@mistake("fully_shard(model, mixed_precision=...)", TypeError, r"'mixed_precision'.*mp_policy")
-def mixed_precision_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), mixed_precision=MixedPrecision())  # type: ignore[call-overload]
-
-
-@mistake("FSDP(model, reshard_after_forward=False)", TypeError, r"'reshard_after_forward'.*sharding_strategy")
-def reshard_for_the_wrapper(rank: int) -> None:
-    FSDP(Net(), reshard_after_forward=False)  # type: ignore[call-arg]
-
-
-@mistake("fully_shard(model, auto_wrap_policy=...)", TypeError, r"'auto_wrap_policy'.*apply fully_shard to")
-def auto_wrap_policy_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}))  # type: ignore[call-overload]
-
-
-@mistake("FSDP(model, sharding_stratgy=...)", TypeError, r"did you mean.*sharding_strategy")
-def misspelt_for_the_wrapper(rank: int) -> None:
-    FSDP(Net(), sharding_stratgy=ShardingStrategy.FULL_SHARD)  # type: ignore[call-arg]
-
-
-@mistake("fully_shard(model, reshard_after_foward=True)", TypeError, r"did you mean.*reshard_after_forward")
-def misspelt_for_fully_shard(rank: int) -> None:
-    fully_shard(Net(), reshard_after_foward=True)  # type: ignore[call-overload]
-
-
-@mistake(
-    "checkpoint.save(dir, model, optimizer=optimizer)",
-    TypeError,
-    r"save\(\) has no argument 'optimizer': pass it as optim",
-)
-def misspelt_for_save(rank: int) -> None:
-    model = wrapped()
-    checkpoint.save("/tmp/nowhere", model, optimizer=sgd(model))  # type: ignore[call-arg]
-
-
-@mistake("fsdp_wrap.plan(setup, 2, machin=...)", TypeError, r"did you mean.*machine")
-def misspelt_for_plan(rank: int) -> None:
-    fsdp_wrap.plan(lambda: None, 2, machin=None)  # type: ignore[call-arg,arg-type,return-value]
-
-
-# values of arguments
-
-
-@mistake(
-    'FSDP(model, sharding_strategy="FULL_SHARD")', TypeError, r"must be a ShardingStrategy.*'FULL_SHARD'"
-)
-def strategy_as_text(rank: int) -> None:
-    FSDP(Net(), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
-
-
-@mistake(
-    "FSDP(model, mixed_precision=torch.bfloat16)", TypeError, r"mixed_precision must be a MixedPrecision"
-)
-def precision_as_dtype(rank: int) -> None:
-    FSDP(Net(), mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
-
-
-@mistake("FSDP(model, cpu_offload=True)", TypeError, r"cpu_offload must be a CPUOffload")
-def offload_as_flag(rank: int) -> None:
-    FSDP(Net(), cpu_offload=True)  # type: ignore[arg-type]
-
-
-@mistake("fully_shard(model, mp_policy=MixedPrecision(torch.bfloat16))", TypeError, r"MixedPrecisionPolicy")
-def policy_of_the_wrapper(rank: int) -> None:
-    fully_shard(Net(), mp_policy=MixedPrecision(torch.bfloat16))  # type: ignore[call-overload]
-
-
-@mistake(
-    'FSDP(model, ignored_modules=["head"])', ValueError, r"ignored_modules must hold Module objects only"
-)
-def ignored_by_name(rank: int) -> None:
-    FSDP(Net(), ignored_modules=["head"])  # type: ignore[list-item]
-
-
-@mistake("HYBRID_SHARD on a mesh of one dimension", ValueError, r"HYBRID_SHARD takes .* two dimensions")
-def hybrid_on_a_line(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-@mistake(
-    "FULL_SHARD on a mesh of two dimensions", ValueError, r"FULL_SHARD takes one .*HYBRID_SHARD takes two"
-)
-def full_shard_on_a_square(rank: int) -> None:
-    FSDP(Net(), device_mesh=init_device_mesh("cpu", (1, 2)))
-
-
-@mistake(
-    "FSDP(model, process_group=group of rank 0)  # on all ranks", ValueError, r"rank 1 is not part of", (1,)
-)
-def group_of_others(rank: int) -> None:
-    FSDP(Net(), dist.new_group([0]))
-
-
-# training
-
-
-@mistake(
-    "AdamW(model.parameters()) before FSDP(model)",
-    RuntimeError,
-    r"this SGD was made before the model was sharded.*after sharding",
-)
-def optimizer_before_the_wrapper(rank: int) -> None:
-    net = Net()
-    optimizer = sgd(net)
-    step(FSDP(net), optimizer)
-
-
-@mistake(
-    "AdamW(model.parameters()) before fully_shard(model)",
-    RuntimeError,
-    r"this SGD was made before the model was sharded.*after sharding",
-)
-def optimizer_before_fully_shard(rank: int) -> None:
-    net = Net()
-    optimizer = sgd(net)
-    step(fully_shard(net), optimizer)
-
-
-@mistake(
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # of FSDP",
-    RuntimeError,
-    r"ranks have scaled parts of one gradient differently.*model\.clip_grad_norm_\(max_norm\)",
-)
-def clipped_by_the_norm_of_each_part(rank: int) -> None:
-    model = FSDP(nn.Linear(WIDTH, 16), use_orig_params=True)
-    optimizer = sgd(model)
-    for _ in range(2):
-        model(own_batch(rank)).square().sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@mistake(
-    "for block in model.blocks: fully_shard(block)  # and not the model",
-    RuntimeError,
-    r"a gradient differs between ranks 0 and 1: that of 'stem\.weight'.*fully_shard\(model\)",
-)
-def root_forgotten(rank: int) -> None:
-    torch.manual_seed(0)
-    net = Net()
-    for block in net.blocks:
-        fully_shard(block)
-    optimizer = sgd(net)
-    for _ in range(2):
-        net(own_batch(rank)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@mistake(
-    "torch.amp.GradScaler  # with FSDP",
-    RuntimeError,
-    r"ranks have taken different numbers of optimizer steps.*ShardedGradScaler",
-)
-def scaler_of_one_rank(rank: int) -> None:
-    model = wrapped()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
-    for _ in range(2):
-        scaler.scale(model(batch()).square().sum()).backward()
-        if rank == 0:  # an infinite gradient in the part of this rank alone
-            next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-@mistake("loss.backward() inside summon_full_params", RuntimeError, r"summon_full_params; leave its context")
-def backward_inside_summon(rank: int) -> None:
-    model = wrapped()
-    loss = model(batch()).sum()
-    with FSDP.summon_full_params(model):
-        loss.backward()
-
-
-@mistake("model(batch) inside summon_full_params", RuntimeError, r"summon_full_params; leave its context")
-def forward_inside_summon(rank: int) -> None:
-    model = wrapped()
-    with FSDP.summon_full_params(model):
-        model(batch())
-
-
-@mistake("model.blocks[0].no_sync()", RuntimeError, r"no_sync\(\).*root")
-def no_sync_below_the_root(rank: int) -> None:
-    wrapped().module.blocks[0].no_sync()  # type: ignore[union-attr,operator]
-
-
-@mistake("loss.backward(create_graph=True)", RuntimeError, r"create_graph=True.*torch.autograd.grad")
-def graph_of_a_backward(rank: int) -> None:
-    wrapped()(batch()).square().sum().backward(create_graph=True)
-
-
-@mistake('model.to("meta")  # after wrapping', ValueError, r"sharded parameters.*before wrapping")
-def moved_after_wrapping(rank: int) -> None:
-    wrapped().to("meta")
-
-
-@mistake(
-    "layer.weight = nn.Parameter(...)  # after fully_shard", ValueError, r"weight.*replaced|replaced.*weight"
-)
-def parameter_replaced(rank: int) -> None:
-    model = sharded()
-    model.head.weight = nn.Parameter(torch.ones(3, WIDTH))
-    step(model)
-
-
-@mistake("the ranks run different blocks", RuntimeError, r"ranks communicate for different units: rank 0")
-def other_blocks(rank: int) -> None:
-    model = wrapped()
-    model(batch())
-    if rank == 0:
-        del model.module.blocks[0]  # type: ignore[union-attr,operator]
-    step(model)
-
-
-@mistake("a rank has fewer batches", RuntimeError, r"has not completed: rank 1 did not come", (0,))
-def fewer_batches(rank: int) -> None:
-    model = wrapped()
-    with impatient():
-        for _ in range(2 - rank):
-            step(model)
-        if rank == 1:
-            stays_away()
-
-
-@mistake("ranks begin with other values", UserWarning, r"began with other values.*same seed", ())
-def other_values(rank: int) -> None:
-    torch.manual_seed(rank)
-    step(FSDP(Net()))
-
-
-# names of the last release
-
-
-@mistake("FSDP(model, keep_unsharded_bytes=2**30)", TypeError, r"is gone since 0.2.*SHARD_GRAD_OP")
-def kept_segments_of_the_wrapper(rank: int) -> None:
-    FSDP(Net(), keep_unsharded_bytes=2**30)  # type: ignore[call-arg]
-
-
-@mistake("fully_shard(model, keep_unsharded_bytes=2**30)", TypeError, r"gone.*set_reshard_after_backward")
-def kept_segments_of_fully_shard(rank: int) -> None:
-    fully_shard(Net(), keep_unsharded_bytes=2**30)  # type: ignore[call-overload]
-
-
-@mistake("model.set_keep_unsharded_bytes(0)  # of FSDP", AttributeError, r"is gone since 0.2.*SHARD_GRAD_OP")
-def set_kept_segments_of_the_wrapper(rank: int) -> None:
-    wrapped().set_keep_unsharded_bytes(0)
-
-
-@mistake("model.set_keep_unsharded_bytes(0)  # of fully_shard", AttributeError, r"set_reshard_after_backward")
-def set_kept_segments_of_fully_shard(rank: int) -> None:
-    sharded().set_keep_unsharded_bytes(0)
-
-
-# methods of the other front-end
-
-
-@mistake("model.no_sync()  # of fully_shard", AttributeError, r"no_sync.*set_requires_gradient_sync")
-def no_sync_of_fully_shard(rank: int) -> None:
-    sharded().no_sync()
-
-
-@mistake("model.clip_grad_norm_(1.0)  # of fully_shard", AttributeError, r"fsdp_wrap.clip_grad_norm_")
-def clip_of_fully_shard(rank: int) -> None:
-    sharded().clip_grad_norm_(1.0)
-
-
-@mistake("model.summon_full_params()  # of fully_shard", AttributeError, r"summon_full_params")
-def summon_of_fully_shard(rank: int) -> None:
-    sharded().summon_full_params()
-
-
-@mistake("model.set_requires_gradient_sync(False)  # of FSDP", AttributeError, r"no_sync\(\)")
-def gradient_sync_of_the_wrapper(rank: int) -> None:
-    wrapped().set_requires_gradient_sync(False)
-
-
-@mistake("model.unshard()  # of FSDP", AttributeError, r"summon_full_params")
-def unshard_of_the_wrapper(rank: int) -> None:
-    wrapped().unshard()
-
-
-# state dicts
-
-
-def state_of(net: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    return {prefix + name: value for name, value in net.state_dict().items()}
-
-
-@mistake(
-    'load_state_dict of a DDP checkpoint ("module." names)',
-    RuntimeError,
-    r"'module.' of DistributedDataParallel.*consume_prefix",
-)
-def prefix_of_ddp(rank: int) -> None:
-    wrapped().load_state_dict(state_of(Net(), "module."))
-
-
-@mistake("the same with fully_shard", RuntimeError, r"'module.' of DistributedDataParallel.*consume_prefix")
-def prefix_of_ddp_for_fully_shard(rank: int) -> None:
-    sharded().load_state_dict(state_of(Net(), "module."))
-
-
-@mistake(
-    'load_state_dict of a compiled model ("_orig_mod." names)',
-    RuntimeError,
-    r"'_orig_mod.' of torch.compile.*consume_prefix",
-)
-def prefix_of_compile(rank: int) -> None:
-    wrapped().load_state_dict(state_of(Net(), "_orig_mod."))
-
-
-@mistake(
-    "load_state_dict of a model with more layers", RuntimeError, r'Unexpected key.*"9.weight" and 20 more'
-)
-def many_unexpected(rank: int) -> None:
-    wrapped().load_state_dict({f"{n}.weight": torch.ones(1) for n in range(30)} | state_of(Net(), ""))
-
-
-@mistake(
-    "load_state_dict of a head of other classes",
-    RuntimeError,
-    r"size mismatch for head.weight: .*\[7, 6\].*\[3, 6\]",
-)
-def other_shape(rank: int) -> None:
-    wrapped().load_state_dict(state_of(Net(), "") | {"head.weight": torch.ones(7, WIDTH)})
-
-
-@mistake("load_state_dict(list(...))", TypeError, r"must map names to tensors, and is a list")
-def state_as_list(rank: int) -> None:
-    wrapped().load_state_dict([])  # type: ignore[arg-type]
-
-
-@mistake("load_state_dict(..., assign=True)", ValueError, r"leave assign out")
-def assigning(rank: int) -> None:
-    wrapped().load_state_dict(state_of(Net(), ""), assign=True)
-
-
-@mistake("torch.save(model)", TypeError, r"cannot be pickled.*state_dict\(\)")
-def model_pickled(rank: int) -> None:
-    torch.save(wrapped(), io.BytesIO())
-
-
-@mistake(
-    "set_state_dict_type(model, SHARDED..., FullStateDictConfig())",
-    TypeError,
-    r"takes a ShardedStateDictConfig",
-)
-def config_of_another_kind(rank: int) -> None:
-    FSDP.set_state_dict_type(wrapped(), StateDictType.SHARDED_STATE_DICT, fsdp_wrap.FullStateDictConfig())  # type: ignore[attr-defined]
-
-
-# one rank alone
-
-
-def alone(
-    call: Callable[[nn.Module, torch.optim.Optimizer], object], model: nn.Module, rank: int, then: str
-) -> None:
-    """Trains a step; calls on the first rank alone, while the other trains on, or waits elsewhere."""
-    optimizer = sgd(model)
-    step(model, optimizer)
-    with impatient():
-        if rank == 0:
-            call(model, optimizer)
-        if rank == 1 and then == "waits":
-            return stays_away()
-        step(model)
-
-
-@mistake(
-    "if rank == 0: torch.save(model.state_dict()); the other trains on",
-    RuntimeError,
-    r"state_dict\(\).*rank 1",
-)
-def state_dict_alone(rank: int) -> None:
-    alone(lambda model, _: model.state_dict(), wrapped(), rank, "trains")
-
-
-@mistake(
-    "if rank == 0: torch.save(model.state_dict()); the other waits",
-    RuntimeError,
-    r"state_dict\(\).*rank 1",
-    (0,),
-)
-def state_dict_alone_before_a_barrier(rank: int) -> None:
-    alone(lambda model, _: model.state_dict(), wrapped(), rank, "waits")
-
-
-@mistake(
-    "if rank == 0: FSDP.optim_state_dict(model, optimizer)", RuntimeError, r"optim_state_dict\(\).*rank 1"
-)
-def optim_state_dict_alone(rank: int) -> None:
-    alone(FSDP.optim_state_dict, wrapped(), rank, "trains")
-
-
-@mistake("if rank == 0: get_model_state_dict(model, full)", RuntimeError, r"get_model_state_dict\(\).*rank 1")
-def get_model_state_dict_alone(rank: int) -> None:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    alone(lambda model, _: get_model_state_dict(model, options=options), wrapped(), rank, "trains")
-
-
-@mistake("the same with fully_shard", RuntimeError, r"get_model_state_dict\(\).*rank 1")
-def get_model_state_dict_of_fully_shard_alone(rank: int) -> None:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    alone(lambda model, _: get_model_state_dict(model, options=options), sharded(), rank, "trains")
-
-
-def enter_alone(model: nn.Module, _: Any) -> None:
-    with FSDP.summon_full_params(model):
-        pass
-
-
-@mistake("if rank == 0: with FSDP.summon_full_params(model)", RuntimeError, r"summon_full_params\(\).*rank 1")
-def summon_alone(rank: int) -> None:
-    alone(enter_alone, wrapped(), rank, "trains")
-
-
-@mistake("if rank == 0: dict(iter_full_params(model))", RuntimeError, r"iter_full_params\(\).*rank 1")
-def iter_full_params_alone(rank: int) -> None:
-    alone(lambda model, _: dict(iter_full_params(model)), sharded(), rank, "trains")
-
-
-@mistake(
-    "if rank == 0: model.clip_grad_norm_(1.0)",
-    RuntimeError,
-    r"rank 0 takes part in ALL_REDUCE|rank 1 takes part in ALL_GATHER",
-)
-def clip_alone(rank: int) -> None:
-    alone(lambda model, _: fsdp_wrap.clip_grad_norm_(model, 1.0), wrapped(), rank, "trains")  # type: ignore[attr-defined]
-
-
-@mistake("if rank == 0: checkpoint.save(...)", RuntimeError, r"checkpoint.save.*rank 1")
-def save_alone(rank: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        alone(partial(checkpoint.save, folder), wrapped(), rank, "trains")
-
-
-@mistake("if rank == 0: model(batch)", RuntimeError, r"has not completed: rank 1 did not come", (0,))
-def forward_alone(rank: int) -> None:
-    alone(lambda model, _: model(batch()), wrapped(), rank, "waits")
-
-
-@mistake("if rank == 0: model.load_state_dict(...)", RuntimeError, r"have loaded or edited apart: rank 0")
-def load_alone(rank: int) -> None:
-    alone(lambda model, _: model.load_state_dict(Net().state_dict()), wrapped(), rank, "trains")
-
-
-# checkpoints
-
-
-@mistake("checkpoint.save(a file, model)", ValueError, r"is a file")
-def save_to_a_file(rank: int) -> None:
-    with somewhere() as folder:
-        path = folder / "model.pt"
-        path.write_text("")
-        checkpoint.save(path, wrapped())
-
-
-@mistake("checkpoint.save(a folder below a file, model)", ValueError, r"is a file")
-def save_below_a_file(rank: int) -> None:
-    with somewhere() as folder:
-        path = folder / "model.pt"
-        path.write_text("")
-        checkpoint.save(path / "steps", wrapped())
-
-
-@mistake('checkpoint.save("/proc/run", model)', ValueError, r"/proc.*cannot be written")
-def save_to_proc(rank: int) -> None:
-    checkpoint.save("/proc/run", wrapped())
-
-
-@mistake('export_safetensors(model, "/proc/run")', ValueError, r"/proc.*cannot be written")
-def export_to_proc(rank: int) -> None:
-    checkpoint.export_safetensors(wrapped(), "/proc/run")
-
-
-@mistake(
-    "checkpoint.load(an empty folder, model)", ValueError, r"no complete checkpoint.*holds no step folder"
-)
-def load_of_nothing(rank: int) -> None:
-    with somewhere() as folder:
-        checkpoint.load(folder, wrapped())
-
-
-@mistake("checkpoint.load(a torch.save file, model)", ValueError, r"is a file; name the folder")
-def load_of_a_file(rank: int) -> None:
-    with somewhere() as folder:
-        if rank == 0:
-            torch.save(Net().state_dict(), folder / "model.pt")
-        dist.barrier()
-        checkpoint.load(folder / "model.pt", wrapped())
-
-
-@mistake("checkpoint.save(dir, model, model)  # for the optimizer", TypeError, r"optim")
-def model_for_optimizer(rank: int) -> None:
-    model = wrapped()
-    with somewhere() as folder:
-        checkpoint.save(folder, model, model)  # type: ignore[arg-type]
-
-
-@mistake(
-    'export_safetensors(model, dir, max_shard_size="big")',
-    ValueError,
-    r"max_shard_size must look like '80GB'",
-)
-def shard_size(rank: int) -> None:
-    with somewhere() as folder:
-        checkpoint.export_safetensors(wrapped(), folder, max_shard_size="big")
-
-
-# plans
-
-
-@mistake("fsdp-wrap plan train.py:setup --device-memory 80", RuntimeError, r"80 bytes.*80GB")
-def memory_without_unit(rank: int) -> None:
-    planning("--device-memory", "80")
-
-
-@mistake("fsdp_wrap.fit(setup, device_memory=80)", ValueError, r"80 bytes.*80GB")
-def memory_without_unit_in_python(rank: int) -> None:
-    fsdp_wrap.fit(lambda: None, device_memory=80)  # type: ignore[arg-type,return-value]
-
-
-@mistake("fsdp-wrap fit train.py:setup", RuntimeError, r"fit needs --device-memory, such as 80GB")
-def fit_without_memory(rank: int) -> None:
-    command("fit", "train.py:setup")
-
-
-@mistake("fsdp-wrap plan train.py", RuntimeError, r"names no function: write FILE.py:name")
-def plan_without_function(rank: int) -> None:
-    command("plan", "train.py")
-
-
-@mistake("fsdp-wrap plan train.py:setup --machine h1000", RuntimeError, r"h1000")
-def unknown_machine(rank: int) -> None:
-    planning("--machine", "h1000")
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """Yields each mistake, what is said first, and the ranks that are told."""
-    for name, row in MISTAKES.items():
+    for code in MISTAKES:
         try:
-            told = run_ranks(2, observe, name, timeout=20)
+            by_rank = run_ranks(2, observe, code, timeout=20)
         except BaseException as error:
-            yield row.code, f"({str(error).splitlines()[0]})", ""
+            yield code, f"({str(error).splitlines()[0]})", ""
             continue
-        lines = dict.fromkeys(f"{each.kinds[0]}: {each.line}" for each in told if each)
-        ranks = ", ".join(str(rank) for rank, each in enumerate(told) if each)
-        yield row.code, " / ".join(lines) or "(nothing)", ranks
+        lines = dict.fromkeys(f"{each.kinds[0]}: {each.line}" for each in by_rank if each)
+        ranks = ", ".join(str(rank) for rank, each in enumerate(by_rank) if each)
+        yield code, " / ".join(lines) or "(nothing)", ranks
 
 
 def main() -> None:

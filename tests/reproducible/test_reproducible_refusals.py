@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import told
 import tp_nets
 from bed import ranks, run_ranks
 from composable import shard_blocks
@@ -33,72 +34,42 @@ def run(model: nn.Module, indices: Any) -> None:
         loss_of(model, tokens(index, 0)).backward()
 
 
-def step_early(model: nn.Module, work: Any) -> None:
-    run(model, work.indices[:-1])
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def run_more(model: nn.Module, work: Any) -> None:
-    run(model, [*work.indices, 0])
-
-
-def pass_over(model: nn.Module, work: Any) -> None:
-    for _ in work.micro_batches(0):
-        pass
-
-
-def step_fused(model: nn.Module, work: Any) -> None:
-    run(model, work.indices)
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-
-
-def step_on_host(model: nn.Module, work: Any) -> None:
-    run(model, work.indices)
-    HostAdamW(model.parameters()).step()
-
-
-def clip_by_other_norm(model: nn.Module, work: Any) -> None:
-    run(model, work.indices)
-    model.clip_grad_norm_(1.0, 3.0)
-
-
-def hook(model: nn.Module, work: Any) -> None:
-    register_comm_hook(model, LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-    run(model, work.indices)
-
-
-def squeeze(model: nn.Module, work: Any) -> None:
-    compress(model, gathers="int8", reductions=None)
-    run(model, work.indices)
-
-
-def update_in_backward(model: nn.Module, work: Any) -> None:
-    step_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))
-    run(model, work.indices)
-
-
-def join(model: nn.Module, work: Any) -> None:
-    with uneven(model):
-        pass
-
-
-def twice(model: nn.Module, work: Any) -> None:
-    reproducible(model, micro_batches=COUNT)
-
-
-BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
-    "a step too early": (step_early, RuntimeError, r"a step came after 1 of this rank's 2 micro-batches"),
-    "a backward too many": (run_more, RuntimeError, "while the gradients of a complete step are still there"),
-    "no backward": (pass_over, RuntimeError, r"micro-batch \d of step 0 had 0 backwards"),
-    "fused": (step_fused, RuntimeError, "this AdamW is fused"),
-    "HostAdamW": (step_on_host, RuntimeError, "this HostAdamW is fused"),
-    "a norm": (clip_by_other_norm, ValueError, "takes norms of order 1, 2 and inf, not 3.0"),
-    "a hook": (hook, RuntimeError, "has a hook of its reductions"),
-    "compression": (squeeze, RuntimeError, "is compressed, or has collectives of the user's"),
-    "step_in_backward": (update_in_backward, RuntimeError, "is updated in its backward"),
-    "uneven": (join, RuntimeError, r"is reproducible, and uneven\(\) lets ranks"),
-    "twice": (twice, RuntimeError, "is reproducible already"),
-}
+MISTAKES = told.read(r"""
+a step too early
+    > run(model, work.indices[:-1]); torch.optim.SGD(model.parameters(), lr=0.1).step()
+    RuntimeError: a step came after 1 of this rank's 2 micro-batches
+a backward too many
+    > run(model, [*work.indices, 0])
+    RuntimeError: while the gradients of a complete step are still there
+no backward
+    > [*work.micro_batches(0)]
+    RuntimeError: micro-batch \d of step 0 had 0 backwards
+fused
+    > run(model, work.indices); torch.optim.AdamW(model.parameters(), fused=True).step()
+    RuntimeError: this AdamW is fused
+HostAdamW
+    > run(model, work.indices); HostAdamW(model.parameters()).step()
+    RuntimeError: this HostAdamW is fused
+a norm
+    > run(model, work.indices); model.clip_grad_norm_(1.0, 3.0)
+    ValueError: takes norms of order 1, 2 and inf, not 3.0
+a hook
+    > register_comm_hook(model, LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
+    > run(model, work.indices)
+    RuntimeError: has a hook of its reductions
+compression
+    > compress(model, gathers="int8", reductions=None); run(model, work.indices)
+    RuntimeError: is compressed, or has collectives of the user's
+step_in_backward
+    > step_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1)); run(model, work.indices)
+    RuntimeError: is updated in its backward
+uneven
+    > with uneven(model): pass
+    RuntimeError: is reproducible, and uneven\(\) lets ranks
+twice
+    > reproducible(model, micro_batches=COUNT)
+    RuntimeError: is reproducible already
+""")
 
 
 @ranks(2)
@@ -118,12 +89,12 @@ def test_a_compression_that_has_been_ended_does_not_count(rank, world_size):
 
 @ranks(2)
 def test_mistakes_are_named(rank, world_size):
-    for name, (body, kind, told) in BODIES.items():
+    for mistake in MISTAKES.values():
         model = model_of()
         work = reproducible(model, micro_batches=COUNT)
-        with pytest.raises(kind, match=told):
-            body(model, work)
-        del work, model, name
+        with pytest.raises(getattr(builtins, mistake.kind), match=mistake.says):
+            exec(mistake.source, {**globals(), "model": model, "work": work})
+        del work, model
 
 
 def small(*modules: nn.Module) -> nn.Module:
@@ -145,8 +116,8 @@ def test_models_that_cannot_be_reproducible(rank, world_size):
     with pytest.raises(RuntimeError, match=r"'0\.bias' trains and belongs to no wrapped or sharded module"):
         reproducible(partly, micro_batches=COUNT)
     model = model_of()
-    for count, told in ((3, "cannot be dealt out evenly to 2 ranks"), (0, "positive whole number")):
-        with pytest.raises(ValueError, match=told):
+    for count, says in ((3, "cannot be dealt out evenly to 2 ranks"), (0, "positive whole number")):
+        with pytest.raises(ValueError, match=says):
             reproducible(model, micro_batches=count)
     with pytest.raises(ValueError, match="with the same arguments: rank 0 chose .*'seed': 0.*; rank 1"):
         reproducible(model, micro_batches=COUNT, seed=rank)

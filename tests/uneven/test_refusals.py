@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import builtins
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import told
 import tp_nets
 from bed import ranks
 from composable import shard_blocks
@@ -26,86 +27,79 @@ def model_of(front: str = "orig") -> nn.Module:
     return shard(front, Transformer(blocks=2), WRAPPINGS["block"]())
 
 
-def step_inside(model: nn.Module, work: Any, rank: int) -> None:
+def backward(model: nn.Module, rank: int) -> None:
     loss_of(model, tokens(rank, 0)).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def clip_inside(model: nn.Module, work: Any, rank: int) -> None:
-    loss_of(model, tokens(rank, 0)).backward()
-    clip_grad_norm_(model, 1.0)
-
-
-def nest(model: nn.Module, work: Any, rank: int) -> None:
-    with uneven(model):
-        loss_of(model, tokens(rank, 0)).backward()
-
-
-def save_inside(model: nn.Module, work: Any, rank: int) -> None:
-    model.state_dict()
-
-
-def zero_inside(model: nn.Module, work: Any, rank: int) -> None:
-    loss_of(model, tokens(rank, 0)).backward()
+def zero_between(model: nn.Module, rank: int) -> None:
+    backward(model, rank)
     model.module.blocks[0].zero_grad()
-    loss_of(model, tokens(rank, 0)).backward()
+    backward(model, rank)
 
 
-def scale_inside(model: nn.Module, work: Any, rank: int) -> None:
-    loss_of(model, tokens(rank, 0)).backward()
+def scale(model: nn.Module, rank: int) -> None:
+    backward(model, rank)
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(0.5)
 
 
-def checkpoint_inside(model: nn.Module, work: Any, rank: int) -> None:
-    loss_of(model, tokens(rank, 0)).backward()
-    checkpoint.save("nowhere", model, step=0)
-
-
-def weigh(weight: float) -> Callable[..., None]:
-    def body(model: nn.Module, work: Any, rank: int) -> None:
-        work.backward(loss_of(model, tokens(rank, 0)), weight=weight)
-
-    return body
-
-
-def switch_between(model: nn.Module, work: Any, rank: int) -> None:
+def switch_between(model: nn.Module, rank: int) -> None:
     loss = loss_of(model, tokens(rank, 0))
     with no_sync(model):
         loss.backward()
 
 
-BODIES: dict[str, tuple[Callable[..., None], type[Exception], str]] = {
-    "step": (step_inside, RuntimeError, r"SGD.step\(\) was called inside uneven\(\) on rank \d"),
-    "clip": (clip_inside, RuntimeError, "clip_grad_norm_.* must not run inside uneven"),
-    "nest": (nest, RuntimeError, r"uneven\(\) must not run inside uneven"),
-    "state dict": (save_inside, RuntimeError, r"state_dict\(\) must not run inside uneven"),
-    "negative weight": (weigh(-1.0), ValueError, "finite and not negative, but is -1.0"),
-    "weight that is no number": (weigh(float("nan")), ValueError, "finite and not negative, but is nan"),
-    "weights of zero": (weigh(0.0), ValueError, "the weights of all 2 backwards of .* are zero"),
-    "zero_grad": (zero_inside, RuntimeError, r"gradients of unit 'blocks.0' were written to or dropped"),
-    "scaled gradients": (scale_inside, RuntimeError, r"were written to or dropped .* on rank \d"),
-    "checkpoint": (checkpoint_inside, RuntimeError, r"checkpoint.save\(\) must not run inside uneven"),
-    "no_sync": (switch_between, ValueError, "no_sync was entered or left between a forward and a backward"),
-}
+MISTAKES = told.read(r"""
+step
+    > backward(model, rank); torch.optim.SGD(model.parameters(), lr=0.1).step()
+    RuntimeError: SGD.step\(\) was called inside uneven\(\) on rank \d
+clip
+    > backward(model, rank); clip_grad_norm_(model, 1.0)
+    RuntimeError: clip_grad_norm_.* must not run inside uneven
+nest
+    > with uneven(model): backward(model, rank)
+    RuntimeError: uneven\(\) must not run inside uneven
+state dict
+    > model.state_dict()
+    RuntimeError: state_dict\(\) must not run inside uneven
+negative weight
+    > work.backward(loss_of(model, tokens(rank, 0)), weight=-1.0)
+    ValueError: finite and not negative, but is -1.0
+weight that is no number
+    > work.backward(loss_of(model, tokens(rank, 0)), weight=float("nan"))
+    ValueError: finite and not negative, but is nan
+weights of zero
+    > work.backward(loss_of(model, tokens(rank, 0)), weight=0.0)
+    ValueError: the weights of all 2 backwards of .* are zero
+zero_grad
+    > zero_between(model, rank)
+    RuntimeError: gradients of unit 'blocks.0' were written to or dropped
+scaled gradients
+    > scale(model, rank)
+    RuntimeError: were written to or dropped .* on rank \d
+checkpoint
+    > backward(model, rank); checkpoint.save("nowhere", model, step=0)
+    RuntimeError: checkpoint.save\(\) must not run inside uneven
+no_sync
+    > switch_between(model, rank)
+    ValueError: no_sync was entered or left between a forward and a backward
+""")
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", MISTAKES)
 @ranks(2)
 def test_a_mistake_of_all_ranks(rank, world_size, name):
-    body, kind, told = BODIES[name]
+    mistake = MISTAKES[name]
     model = model_of()
     loss_of(model, tokens(rank, 1)).backward()
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    before = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(kind, match=told), uneven(model) as work:
-        body(model, work, rank)
+    with pytest.raises(getattr(builtins, mistake.kind), match=mistake.says), uneven(model) as work:
+        exec(mistake.source, {**globals(), "model": model, "work": work, "rank": rank})
     for param, value, grad in zip(model.parameters(), values, before, strict=True):
         assert torch.equal(param, value)
-        assert (None if param.grad is None else param.grad.tolist()) == (
-            None if grad is None else grad.tolist()
-        )
+        assert (None if param.grad is None else param.grad.tolist()) == grad
     with uneven(model):  # and the next step is as ever
         loss_of(model, tokens(rank, 1)).backward()
 
@@ -150,7 +144,7 @@ def test_sums_stay_sums_without_averages(rank, world_size):
 @ranks(2)
 def test_models_that_cannot_be_meant(rank, world_size):
     model = model_of()
-    for models, kind, told in (
+    for models, kind, says in (
         ([], ValueError, "needs a model"),
         ([3], TypeError, "not a int"),
         ([nn.Linear(2, 2)], ValueError, "no wrapped or sharded module"),
@@ -158,7 +152,7 @@ def test_models_that_cannot_be_meant(rank, world_size):
     ):
         if kind is NotRootError:
             model(tokens(rank, 0))
-        with pytest.raises(kind, match=told), uneven(*models):
+        with pytest.raises(kind, match=says), uneven(*models):
             pass
     with model.no_sync():
         loss_of(model, tokens(rank, 0)).backward()
@@ -177,7 +171,7 @@ def test_weights_of_units_that_are_updated_in_the_backward(rank, world_size):
 def differ(rank: int, world_size: int, how: str) -> str:
     """Ranks do something else; returns what a rank is told."""
     model, other = model_of(), model_of()
-    with pytest.raises((RuntimeError, ValueError)) as told:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         if how == "entered on one rank only":
             if rank == 0:
                 with uneven(model):
@@ -192,7 +186,7 @@ def differ(rank: int, world_size: int, how: str) -> str:
         else:
             with uneven(model, other):
                 loss_of((model, other)[rank], tokens(rank, 0)).backward()
-    return str(told.value)
+    return str(caught.value)
 
 
 EXPECTED = {
@@ -213,7 +207,7 @@ def test_ranks_of_one_tensor_parallel_group_that_differ(rank, world_size):
     _, data, inner = tp_nets.mesh_of("flat")
     model = tp_nets.parallelize(tp_nets.net(), inner, "columns")
     shard_blocks(model, fully_shard, mesh=data)
-    told = r"ranks \[0, 1\] hold parts of the same parameters .* only \[0\] of them begin a forward"
-    with pytest.raises((ValueError, RuntimeError), match=told), uneven(model):
+    says = r"ranks \[0, 1\] hold parts of the same parameters .* only \[0\] of them begin a forward"
+    with pytest.raises((ValueError, RuntimeError), match=says), uneven(model):
         if rank in (0, 2, 3):
             tp_nets.loss_of(model, tp_nets.own_batch(tp_nets.batches(2, 0), data))

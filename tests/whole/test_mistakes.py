@@ -20,14 +20,14 @@ from mistakes import MISTAKES, observe
 from nets import WIDTH, Net
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-    row = MISTAKES[name]
-    by_rank = dict(enumerate(run_ranks(2, observe, name)))
+@pytest.mark.parametrize("code", MISTAKES)
+def test_a_mistake_is_told(code):
+    row = MISTAKES[code]
+    by_rank = dict(enumerate(run_ranks(2, observe, code)))
     told = {rank: each for rank, each in by_rank.items() if each is not None}
     assert told and (not row.ranks or tuple(told) == row.ranks), by_rank
     for each in told.values():
-        assert row.kind.__name__ in each.kinds, each
+        assert row.kind in each.kinds, each
         assert re.search(row.says, each.line), each
 
 
