@@ -91,6 +91,9 @@ HYBRID_SPACE = {
     "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"],
 }
 
+INITS = {"init": ["values", "filled", "replaced", "received"]}
+"""How a wrapped model on the host gets its values: before, by `param_init_fn` in two ways, or from a rank."""
+
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
 
@@ -230,8 +233,31 @@ def _parts(model: Model, wrapping: str) -> list[Any]:
     }[wrapping]
 
 
-def _wrapped(model: Model, scenario: Scenario) -> FSDP:
-    prefetch = scenario["backward_prefetch"]
+def _unsharded(initial: Model, scenario: Scenario, rank: int) -> Model:
+    """Returns a model with the initial values, or on the meta device, where it gets them as it is wrapped."""
+    if scenario.get("init", "values") == "values" or (scenario["init"] == "received" and rank == 0):
+        return copy.deepcopy(initial)
+    with torch.device("meta"):
+        return Model(scenario).double()
+
+
+def _giving(initial: Model, model: Model, replaces: bool) -> Callable[[nn.Module], None]:
+    """Returns a `param_init_fn` that gives a module its own parameters of the initial model."""
+    sources = dict(zip(model.modules(), initial.modules()))
+
+    def give(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for name, value in sources[module].named_parameters(recurse=False):
+            if replaces:
+                setattr(module, name, nn.Parameter(value.detach().clone()))
+            else:
+                module.get_parameter(name).data.copy_(value)
+
+    return give
+
+
+def _wrapped(model: Model, scenario: Scenario, initial: Model) -> FSDP:
+    prefetch, init = scenario["backward_prefetch"], scenario.get("init")
     kwargs: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[scenario["strategy"]],
         "backward_prefetch": BackwardPrefetch[prefetch] if prefetch else None,
@@ -240,10 +266,12 @@ def _wrapped(model: Model, scenario: Scenario) -> FSDP:
         "limit_all_gathers": scenario["limit_all_gathers"],
         "use_orig_params": scenario["use_orig_params"],
     }
+    if init in ("filled", "replaced"):
+        kwargs["param_init_fn"] = _giving(initial, model, init == "replaced")
+    kwargs["sync_module_states"] = init == "received"
     if "HYBRID" in scenario["strategy"]:
-        kwargs["device_mesh"] = init_device_mesh(
-            model.head.weight.device.type, (2, dist.get_world_size() // 2)
-        )
+        device = initial.head.weight.device.type
+        kwargs["device_mesh"] = init_device_mesh(device, (2, dist.get_world_size() // 2))
     if scenario["wrapping"] == "by_hand":
         model.blocks[0].fc1 = FSDP(model.blocks[0].fc1, **kwargs)
         model.blocks[0] = FSDP(model.blocks[0], **kwargs)
@@ -358,8 +386,8 @@ def check(
     """
     expected = expected or reference(scenario, world_size, device)
     with aside():
-        copied = copy.deepcopy(expected.initial)
-    model = _shard(copied, scenario) if "front" in scenario else _wrapped(copied, scenario)
+        made = _unsharded(expected.initial, scenario, rank)
+    model = _shard(made, scenario) if "front" in scenario else _wrapped(made, scenario, expected.initial)
     batches = _Batches(scenario, device)
     optimizer = _optimizer(scenario, model)
     for step in range(expected.steps):

@@ -15,7 +15,6 @@ from bed import ranks
 from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
 from fronts import assert_tensors
-from fsdp_wrap import CPUOffload, ShardingStrategy
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._runtime import materialize as _materialize
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
@@ -138,43 +137,17 @@ def assert_trains_like(model: FSDP, plain: nn.Module) -> None:
     assert_tensors(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
 
 
-OFFLOADED = {"cpu_offload": CPUOffload(offload_params=True)}
-
-
-@pytest.mark.parametrize(
-    ("wrapping", "function", "options"),
-    [
-        ("whole", materialise_and_fill, {}),
-        ("policy", replace_and_fill, OFFLOADED),
-        ("policy", materialise_and_fill, {"sharding_strategy": ShardingStrategy.NO_SHARD, **OFFLOADED}),
-        ("always", materialise_and_fill, {}),
-        ("hand", materialise_and_fill, {"use_orig_params": False}),
-        ("hand", replace_and_fill, {}),
-    ],
-    ids=["whole", "offloaded", "no_shard", "always", "flat", "hand"],
-)
-@ranks(2)
-def test_param_init_fn(rank, world_size, wrapping, function, options):
-    plain = Net()
-    plain.apply(fill)
-    net = on_meta(Net)
-    embedding = net.embed.weight
-    options = {"use_orig_params": True, **options}
-    model = WRAPPINGS[wrapping](net, param_init_fn=function, **options)
-    if options["use_orig_params"]:
-        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
-        held = {id(param): param for param in model.parameters()}
-        assert held[id(embedding)].tag == "tied"  # the user's own object, attributes and all
-    assert_trains_like(model, plain)
-
-
 @pytest.mark.parametrize("synchronised", [False, True])
 @pytest.mark.parametrize("wrapping", ["whole", "policy", "hand"])
 @ranks(2)
 def test_reset_parameters(rank, world_size, wrapping, synchronised):
     """By each rank for its part, or by the first, for all."""
     torch.manual_seed(rank)
-    model = WRAPPINGS[wrapping](on_meta(Net), use_orig_params=True, sync_module_states=synchronised)
+    net = on_meta(Net)
+    embedding = net.embed.weight
+    model = WRAPPINGS[wrapping](net, use_orig_params=True, sync_module_states=synchronised)
+    held = {id(param): param for param in model.parameters()}
+    assert held[id(embedding)].tag == "tied"  # the user's own object, attributes and all
     plain = Net()
     plain.load_state_dict(model.state_dict())
     states = gather_objects(plain.state_dict())
@@ -318,31 +291,24 @@ def test_what_param_init_fn_may_do_and_what_is_refused(rank, world_size):
     assert held == {(torch.float64, False), (torch.float32, True)}
 
 
-@pytest.mark.parametrize("wrapping", list(WRAPPINGS))
 @ranks(1, 3)
-def test_ranks_on_meta_get_the_states_of_the_first(rank, world_size, wrapping):
+def test_parts_that_borrow_get_the_states_of_the_first_rank_and_load_by_themselves(rank, world_size):
     torch.manual_seed(rank)
     net = Net() if rank == 0 else on_meta(Net)
     expected = gather_objects(net.state_dict() if rank == 0 else None)[0]
     called: list[nn.Module] = []
     options: dict[str, Any] = {"sync_module_states": True, "param_init_fn": called.append}
-    model = WRAPPINGS[wrapping](net, use_orig_params=True, **options)
+    model = by_hand(net, use_orig_params=True, **options)
     assert called == [], "neither what has values nor what receives them is initialised"
     assert_same_state(model, expected)
-    plain = Net()
-    plain.load_state_dict(expected)
-    assert_trains_like(model, plain)
-    if wrapping == "hand":  # a part that borrows a tied parameter loads by itself
-        torch.manual_seed(0)
-        part, before = Layer(), model.state_dict()
-        with count_collectives() as traffic:
-            net.layers[1].load_state_dict(part.state_dict())
-        assert traffic == {}
-        loaded = {f"layers.1.{name}": value for name, value in part.state_dict().items()}
-        loaded["layers.0.down.weight"] = loaded["layers.1.down.weight"]
-        assert_same_state(
-            model, before | {name: value.to(before[name].dtype) for name, value in loaded.items()}
-        )
+    torch.manual_seed(0)
+    part, before = Layer(), model.state_dict()
+    with count_collectives() as traffic:
+        net.layers[1].load_state_dict(part.state_dict())
+    assert traffic == {}
+    loaded = {f"layers.1.{name}": value for name, value in part.state_dict().items()}
+    loaded["layers.0.down.weight"] = loaded["layers.1.down.weight"]
+    assert_same_state(model, before | {name: value.to(before[name].dtype) for name, value in loaded.items()})
 
 
 DTYPES = [

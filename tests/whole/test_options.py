@@ -10,6 +10,7 @@ from scenario import (
     COMPOSABLE_SPACE,
     HYBRID_COMPOSABLE_SPACE,
     HYBRID_SPACE,
+    INITS,
     REPLICATE_SPACE,
     SPACE,
     check,
@@ -19,12 +20,12 @@ from scenario import (
 )
 
 TWO_RANKS = [
-    *pairwise(SPACE, seed=1),
+    *pairwise({**SPACE, **INITS}, seed=1),
     *few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6),
     *few_fast(pairwise(REPLICATE_SPACE, seed=5), 14),
 ]
 FOUR_RANKS = [
-    *few_fast(pairwise(HYBRID_SPACE, seed=2), 6),
+    *few_fast(pairwise({**HYBRID_SPACE, **INITS}, seed=2), 6),
     *few_fast(pairwise(HYBRID_COMPOSABLE_SPACE, seed=4), 20),
 ]
 
@@ -42,7 +43,7 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("space", [SPACE, COMPOSABLE_SPACE], ids=["wrapper", "fully_shard"])
+@pytest.mark.parametrize("space", [{**SPACE, **INITS}, COMPOSABLE_SPACE], ids=["wrapper", "fully_shard"])
 @pytest.mark.parametrize("part", range(5))
 @ranks(2, timeout=600)
 def test_random_walk(rank, world_size, part, space):
