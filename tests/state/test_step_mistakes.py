@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -326,79 +326,50 @@ def test_steps_are_counted_in_a_circle():
 # What is right, or nobody's mistake.
 
 
-def scale_all(model: Any, rank: int) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-
-
 def clip_right(model: Any, rank: int) -> None:
     fsdp_wrap.clip_grad_norm_(model, 1e-3)
 
 
-def clip_by_value(model: Any, rank: int) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+def each_grad(change: Callable[[Any, torch.Tensor, int], Any]) -> Callable[[Any, int], None]:
+    """Returns an edit that changes every gradient, given its parameter and the parameter's number."""
+
+    def edit(model: Any, rank: int) -> None:
+        for number, param in enumerate(model.parameters()):
+            if param.grad is not None:
+                change(param, getattr(param.grad, "_local_tensor", param.grad), number)
+
+    return edit
 
 
 def add_noise(model: Any, rank: int) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    for grad in local_grads(model):
-        grad.add_(1e-3 * torch.randn(grad.shape, generator=generator).to(grad.dtype))
-
-
-def decay(model: Any, rank: int) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.add_(param.detach(), alpha=0.1)
-
-
-def scale_some(model: Any, rank: int) -> None:
-    """By the parameter: the same on all ranks, however many of them hold a part."""
-    for number, param in enumerate(model.parameters()):
-        if param.grad is not None and number % 3:
-            param.grad.mul_(0.1 * number)
+    noise = torch.Generator().manual_seed(rank)
+    each_grad(lambda _, local, __: local.add_(1e-3 * torch.randn(local.shape, generator=noise).to(local)))(
+        model, rank
+    )
 
 
 def zero_on_one_rank(model: Any, rank: int) -> None:
     """As a mask does whose other elements are on other ranks."""
-    for grad in local_grads(model) if rank else ():
-        grad.zero_()
-
-
-def replace(model: Any, rank: int) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad = param.grad * 0.3
-
-
-def take_signs(model: Any, rank: int) -> None:
-    for grad in local_grads(model):
-        grad.sign_()
-
-
-def drop_some(model: Any, rank: int) -> None:
-    for param in [*model.parameters()][::2]:
-        param.grad = None
+    if rank:
+        each_grad(lambda _, local, __: local.zero_())(model, rank)
 
 
 def edit_in_full(model: Any, rank: int) -> None:
-    if not isinstance(model, FSDP):
-        return
-    with FSDP.summon_full_params(model, with_grads=True):
-        for number, param in enumerate(model.parameters()):
-            if param.grad is not None:
-                param.grad.mul_(0.1 * (1 + number))
+    if isinstance(model, FSDP):
+        with FSDP.summon_full_params(model, with_grads=True):
+            each_grad(lambda param, _, number: param.grad.mul_(0.1 * (1 + number)))(model, rank)
 
 
-def local_grads(model: nn.Module) -> Iterator[torch.Tensor]:
-    for param in model.parameters():
-        if param.grad is not None:
-            yield getattr(param.grad, "_local_tensor", param.grad)
-
-
+scale_all = each_grad(lambda param, *_: param.grad.mul_(0.5))
 EDITS: list[Callable[[Any, int], None]] = [
-    *(scale_all, clip_right, clip_by_value, add_noise, decay, scale_some, zero_on_one_rank, replace),
-    *(take_signs, drop_some),
+    *(scale_all, clip_right, add_noise, zero_on_one_rank),
+    lambda model, rank: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    each_grad(lambda param, *_: param.grad.add_(param.detach(), alpha=0.1)),
+    # By the parameter: the same on all ranks, however many of them hold a part.
+    each_grad(lambda param, _, number: param.grad.mul_(0.1 * number) if number % 3 else None),
+    each_grad(lambda param, *_: setattr(param, "grad", param.grad * 0.3)),
+    each_grad(lambda _, local, __: local.sign_()),
+    each_grad(lambda param, _, number: setattr(param, "grad", None) if number % 2 == 0 else None),
 ]
 
 
