@@ -94,6 +94,9 @@ HYBRID_SPACE = {
 INITS = {"init": ["values", "filled", "replaced", "received"]}
 """How a wrapped model on the host gets its values: before, by `param_init_fn` in two ways, or from a rank."""
 
+ORDERS = {"in_flight": [None, 1, 2], "storage_stays": [False, True], "ended_by_hand": [False, True]}
+"""Of `fully_shard`: reductions at once, where unsharded memory is, and who ends a backward."""
+
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
 
@@ -216,6 +219,10 @@ def _shard(model: Model, scenario: Scenario) -> nn.Module:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 3])
             unit.set_modules_to_backward_prefetch(units[max(0, index - 2) : index])
     model.set_reshard_after_backward(not scenario["kept_after_backward"])
+    model.set_keep_unsharded_storage(scenario.get("storage_stays", False))
+    model.set_manual_backward_finalization(scenario.get("ended_by_hand", False))
+    if scenario.get("in_flight") is not None:
+        model.set_reduce_scatter_max_input_buffers(scenario["in_flight"])
     return model
 
 
@@ -242,14 +249,21 @@ def _unsharded(initial: Model, scenario: Scenario, rank: int) -> Model:
 
 
 def _giving(initial: Model, model: Model, replaces: bool) -> Callable[[nn.Module], None]:
-    """Returns a `param_init_fn` that gives a module its own parameters of the initial model."""
+    """Returns a `param_init_fn` that gives a module its own parameters of the initial model.
+
+    Of a tied one the first module's values count: the others get none.
+    """
     sources = dict(zip(model.modules(), initial.modules()))
+    first: dict[nn.Parameter, nn.Module] = {}
 
     def give(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
-        for name, value in sources[module].named_parameters(recurse=False):
+        for name, source in sources[module].named_parameters(recurse=False):
+            value = source.detach().clone()
+            if first.setdefault(source, module) is not module:
+                value.fill_(torch.nan)
             if replaces:
-                setattr(module, name, nn.Parameter(value.detach().clone()))
+                setattr(module, name, nn.Parameter(value))
             else:
                 module.get_parameter(name).data.copy_(value)
 
@@ -424,4 +438,6 @@ def _step(
         with accumulating(model, letter):
             loss = batches.loss(model, rank, number, scenario["forwards"])
             loss.backward()
+        if letter == "F" and scenario.get("ended_by_hand"):
+            model.finalize_backward()
         yield number, loss.detach()

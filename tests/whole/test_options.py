@@ -11,6 +11,7 @@ from scenario import (
     HYBRID_COMPOSABLE_SPACE,
     HYBRID_SPACE,
     INITS,
+    ORDERS,
     REPLICATE_SPACE,
     SPACE,
     check,
@@ -21,7 +22,7 @@ from scenario import (
 
 TWO_RANKS = [
     *pairwise({**SPACE, **INITS}, seed=1),
-    *few_fast(pairwise(COMPOSABLE_SPACE, seed=3), 6),
+    *few_fast(pairwise({**COMPOSABLE_SPACE, **ORDERS}, seed=3), 6),
     *few_fast(pairwise(REPLICATE_SPACE, seed=5), 14),
 ]
 FOUR_RANKS = [
@@ -43,7 +44,9 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("space", [{**SPACE, **INITS}, COMPOSABLE_SPACE], ids=["wrapper", "fully_shard"])
+@pytest.mark.parametrize(
+    "space", [{**SPACE, **INITS}, {**COMPOSABLE_SPACE, **ORDERS}], ids=["wrapper", "fully_shard"]
+)
 @pytest.mark.parametrize("part", range(5))
 @ranks(2, timeout=600)
 def test_random_walk(rank, world_size, part, space):
