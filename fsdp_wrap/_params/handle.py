@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -33,9 +33,7 @@ from fsdp_wrap._params.showing import Showing, UnitDisplay
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
-_GATHERED, _REQUIRES_GRAD, _NBYTES = attrgetter("gathered"), attrgetter("requires_grad"), attrgetter("nbytes")
-_WRITTEN, _WRITE = methodcaller("written"), methodcaller("write_shard")
-_COMMUNICATOR = attrgetter("communicator")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def trains(layout: Layout) -> bool:
@@ -89,7 +87,7 @@ class ParamHandle:
     ) -> None:
         self.communicator, self.replicas, self.held_by = communicator, replicas, held_by
         self.transport: Transport = communicator
-        self._transport_of: Callable[[ParamHandle], Transport] = _COMMUNICATOR
+        self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
         self._policies, self.keeps_storage = policies, False
         self.layouts = layouts
         self._trained = [*map(trains, layouts)]
@@ -105,7 +103,7 @@ class ParamHandle:
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
         self.aside = False
-        self.written = [*map(_WRITTEN, layouts)]
+        self.written = [layout.written() for layout in layouts]
         self._changed = False  # whether the values are others than at the last `wait`
         self._lasting_since = -1  # the count of steps at a gather for several iterations
         self.reduction: InReduction | None = None
@@ -256,9 +254,13 @@ class ParamHandle:
         else:
             if self._extended:
                 self._prepare()
-            fill = segments[0].write_shard if len(segments) == 1 else lambda: [*map(_WRITE, segments)]
-            self._gathering = self.transport.gather_into([*map(_GATHERED, segments)], fill)
+            buffers = [segment.gathered for segment in segments]
+            self._gathering = self.transport.gather_into(buffers, self._write_shards)
         self.state = HandleState.UNSHARDING
+
+    def _write_shards(self) -> None:
+        for segment in self.segments:
+            segment.write_shard()
 
     def _prepare(self) -> None:
         """Asks tensor subclasses for the tensors to gather."""
@@ -277,7 +279,7 @@ class ParamHandle:
 
     def look(self) -> bool:
         """Notices writes to the sharded parameters since the last look; returns whether there were any."""
-        written = [*map(_WRITTEN, self.layouts)]
+        written = [layout.written() for layout in self.layouts]
         changed = written != self.written
         if changed:
             self._change_values(written)
@@ -306,7 +308,7 @@ class ParamHandle:
         """
         if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
             return False
-        return self.written == [*map(_WRITTEN, self.layouts)]
+        return self.written == [layout.written() for layout in self.layouts]
 
     def wait(self) -> None:
         """Waits for the gather in flight: the leaves are usable afterwards."""
@@ -512,7 +514,7 @@ class ParamHandle:
         full = [segment.gradients.complete(counts_unused) for segment in segments]
         if self.sums is not None:
             self.reduction = self.sums.start(segments, full)
-            return sum(map(_NBYTES, full))
+            return sum(buffer.nbytes for buffer in full)
         empty = self.communicator.empty
         shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
         pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
@@ -521,7 +523,7 @@ class ParamHandle:
             pending = NotedReduction(segments, shards, pending, ranks)
         at_once = over_replicas or self._summing.size == 1
         self.reduction = Reduction(segments, shards, pending, self._summing if at_once else None)
-        return sum(map(_NBYTES, full))
+        return sum(buffer.nbytes for buffer in full)
 
     def reduced_segments(self) -> list[Segment]:
         """Returns the segments that take part in a reduction, the same on all ranks."""

@@ -25,7 +25,6 @@ from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
-_BUFFER_DTYPE = attrgetter("gradients.buffer_dtype")
 _ON_CPU = 2 << 20
 """Default memory for batches of collectives, in bytes."""
 
@@ -151,7 +150,7 @@ class BatchedReduction:
         found, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
         same = [*map(handle.segments.index, found)] == expected
-        if not same or {*map(_BUFFER_DTYPE, found)} != {gradients.dtype}:
+        if not same or {segment.gradients.buffer_dtype for segment in found} != {gradients.dtype}:
             return False
         begin = None if self.taken else gradients.allocate
         for index, segment in enumerate(found, self._plan.first[unit]):
