@@ -91,10 +91,14 @@ HYBRID_SPACE = {
     "strategy": ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD", "NO_SHARD"],
 }
 
-INITS = {"init": ["values", "filled", "replaced", "received"]}
+INITS: dict[str, Sequence[Any]] = {"init": ["values", "filled", "replaced", "received"]}
 """How a wrapped model on the host gets its values: before, by `param_init_fn` in two ways, or from a rank."""
 
-ORDERS = {"in_flight": [None, 1, 2], "storage_stays": [False, True], "ended_by_hand": [False, True]}
+ORDERS: dict[str, Sequence[Any]] = {
+    "in_flight": [None, 1, 2],
+    "storage_stays": [False, True],
+    "ended_by_hand": [False, True],
+}
 """Of `fully_shard`: reductions at once, where unsharded memory is, and who ends a backward."""
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3

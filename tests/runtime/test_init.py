@@ -294,7 +294,7 @@ def test_what_param_init_fn_may_do_and_what_is_refused(rank, world_size):
 @ranks(1, 3)
 def test_parts_that_borrow_get_the_states_of_the_first_rank_and_load_by_themselves(rank, world_size):
     torch.manual_seed(rank)
-    net = Net() if rank == 0 else on_meta(Net)
+    net: Any = Net() if rank == 0 else on_meta(Net)
     expected = gather_objects(net.state_dict() if rank == 0 else None)[0]
     called: list[nn.Module] = []
     options: dict[str, Any] = {"sync_module_states": True, "param_init_fn": called.append}
