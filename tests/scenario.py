@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_wrap
 from fronts import accumulating, full
 from fsdp_wrap import (
     BackwardPrefetch,
@@ -100,6 +102,11 @@ ORDERS: dict[str, Sequence[Any]] = {
     "ended_by_hand": [False, True],
 }
 """Of `fully_shard`: reductions at once, where unsharded memory is, and who ends a backward."""
+UNEVEN: dict[str, Sequence[Any]] = {"batches": ["fewer", "weighted"], "forwards": [1]}
+"""A step is two contexts of `uneven`, where a rank has a batch less than another; weights may differ.
+
+Ranks that run several forwards before a backward would have to have equally many batches.
+"""
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
 
@@ -324,10 +331,27 @@ class _Batches:
         return nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
 
 
-def _backwards(scenario: Scenario, step: int) -> Iterator[tuple[int, str]]:
-    """Yields `(number of the batch, letter of accumulating)` of one step."""
+def _contexts(scenario: Scenario, step: int) -> Sequence[int]:
+    """Returns the numbers of the contexts of one step, the second of which adds to the gradients."""
+    return range(2 * step, 2 * step + 2) if "batches" in scenario else [step]
+
+
+def _backwards(scenario: Scenario, context: int) -> Iterator[tuple[int, str]]:
+    """Yields `(number of the batch, letter of accumulating)` of one context."""
     for index, letter in enumerate(scenario["accumulation"]):
-        yield 100 * step + index, letter
+        yield 100 * context + index, letter
+
+
+def _weights(scenario: Scenario, context: int, size: int) -> list[list[float]]:
+    """Returns how much the batches of a context weigh, by index and rank; 0 for those that a rank lacks."""
+    count, differ = len(scenario["accumulation"]), scenario.get("batches") == "weighted"
+    if "batches" not in scenario:
+        return [[1.0] * size] * count
+    ranks = [*range(size)][:: (-1) ** context]  # the first has all
+    return [
+        [(1.0 + (2 * rank + index) * differ) * (index < count - ranks.index(rank)) for rank in range(size)]
+        for index in range(count)
+    ]
 
 
 def _fail(*_: Any) -> None:
@@ -374,11 +398,14 @@ def reference(
         if step == 1 and scenario["unfreeze"]:
             plain.requires_grad_(True)
         optimizer.zero_grad(scenario["zeroing"] == "to_none")
-        for number, _ in _backwards(scenario, step):
-            forwards = scenario["forwards"]
-            found = [batches.loss(plain, rank, number, forwards) for rank in range(world_size)]
-            (torch.stack(found).sum() / world_size).backward()
-            losses[number] = [loss.detach() for loss in found]
+        for context in _contexts(scenario, step):
+            every = _weights(scenario, context, world_size)
+            whole = sum(map(sum, every)) if "batches" in scenario else world_size
+            for (number, _), weights in zip(_backwards(scenario, context), every):
+                forwards = scenario["forwards"]
+                found = [batches.loss(plain, rank, number, forwards) for rank in range(world_size)]
+                (sum(loss * weight for loss, weight in zip(found, weights)) / whole).backward()
+                losses[number] = [loss.detach() for loss in found]
         optimizer.step()
     return Reference(initial, losses, plain.state_dict(), steps)
 
@@ -433,15 +460,35 @@ def _step(
     scenario: Scenario, step: int, model: nn.Module, batches: _Batches, rank: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Does the backwards of one step; yields the number of each batch, and its loss."""
-    for number, letter in _backwards(scenario, step):
-        if scenario["evaluates"]:
-            with torch.no_grad():
-                model.eval()
-                batches.loss(model, rank, number, 1)
-                model.train()
-        with accumulating(model, letter):
-            loss = batches.loss(model, rank, number, scenario["forwards"])
-            loss.backward()
-        if letter == "F" and scenario.get("ended_by_hand"):
-            model.finalize_backward()
-        yield number, loss.detach()
+    for context in _contexts(scenario, step):
+        with fsdp_wrap.uneven(model) if "batches" in scenario else nullcontext() as work:
+            weights = _weights(scenario, context, dist.get_world_size())
+            for (number, letter), of_ranks in zip(_backwards(scenario, context), weights):
+                backward = torch.Tensor.backward
+                if work is not None:
+                    weight = of_ranks[rank] if scenario["batches"] == "weighted" else None
+                    backward = partial(work.backward, weight=weight)
+                if of_ranks[rank]:
+                    run = partial(batches.loss, model, rank, number)
+                    yield number, _backward(scenario, letter, model, run, backward)
+
+
+def _backward(
+    scenario: Scenario,
+    letter: str,
+    model: nn.Module,
+    run: Callable[[int], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
+    """Runs forwards and their backward; returns the loss."""
+    if scenario["evaluates"]:
+        with torch.no_grad():
+            model.eval()
+            run(1)
+            model.train()
+    with accumulating(model, letter):
+        loss = run(scenario["forwards"])
+        backward(loss)
+    if letter == "F" and scenario.get("ended_by_hand"):
+        model.finalize_backward()
+    return loss.detach()
