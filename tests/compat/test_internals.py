@@ -21,7 +21,7 @@ import fsdp_wrap
 from bed import ranks
 from fronts import each_form
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import compat
+from fsdp_wrap import MixedPrecision, compat
 from fsdp_wrap._runtime import units_in
 from nets import WIDTH, Block
 
