@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_wrap._values import files
-from fsdp_wrap._values.compare import Departure, Run
-from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.compare import Departure, Run, SeamTotals
+from fsdp_wrap._values.finding import quoted, ranked
 from fsdp_wrap._values.verdict import Verdict, judge
 from fsdp_wrap._values.verifying import verify
 from fsdp_wrap._values.verifying.observe import Setup
@@ -73,20 +73,18 @@ def _run_diff(drawn: Drawn, options: argparse.Namespace) -> int:
 
 def report(verdict: Verdict, runs: Sequence[Run]) -> list[str]:
     """Returns the lines of a report."""
-    for_each = [
-        f"{run.ranks} rank{'s' * (run.ranks > 1)}, torch {run.records[0].header.torch}" for run in runs
+    lines = [
+        f"{name}: {run.ranks} rank{'s' * (run.ranks > 1)}, torch {run.records[0].header.torch}"
+        for name, run in zip("AB", runs)
     ]
-    lines = [f"A: {for_each[0]}", f"B: {for_each[1]}"]
     first = verdict.first
     if first is not None:
-        whose = ""
-        if first.ranks and runs[0].ranks > 1:
-            whose = f" on rank{'s' * (len(first.ranks) > 1)} {', '.join(map(str, first.ranks))}"
+        whose = ranked(first.ranks) if runs[0].ranks > 1 else ""
         lines.append(
-            f"first departure: step {first.step}, {first.seam} of unit {quoted(first.unit)}{whose}, by "
-            f"{first.size:.1e} of its size"
+            f"first departure: step {first.step}, {first.seam} of unit {quoted(first.unit)}"
+            f"{whose and f' on {whose}'}, by {first.size:.1e} of its size"
         )
-        lines += _numbers(first)
+        lines += [_numbers(name, totals) for name, totals in zip("AB", first.before)]
     lines.append(f"{verdict.kind}: {verdict.told}.")
     if first is not None:
         lines += ["", f"departure against depth in step {first.step} (each # half a power of ten):"]
@@ -94,16 +92,13 @@ def report(verdict: Verdict, runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _numbers(first: Departure) -> list[str]:
-    rows = []
-    for name, each in zip("AB", first.before):
-        sums, scale = each.sums, each.scale
-        rows.append(
-            f"  {name}: norm {sums.norm * scale:.6g}, largest {sums.largest * scale:.6g}, mean "
-            f"{sums.total * scale / max(sums.numel, 1):.6g}, {sums.numel} elements of {sums.dtype}, "
-            f"{sums.zeros} zeros, {sums.nan} NaN, {sums.inf} infinite, checksum {sums.checksum:016x}"
-        )
-    return rows
+def _numbers(name: str, totals: SeamTotals) -> str:
+    sums, scale = totals.sums, totals.scale
+    return (
+        f"  {name}: norm {sums.norm * scale:.6g}, largest {sums.largest * scale:.6g}, mean "
+        f"{sums.total * scale / max(sums.numel, 1):.6g}, {sums.numel} elements of {sums.dtype}, "
+        f"{sums.zeros} zeros, {sums.nan} NaN, {sums.inf} infinite, checksum {sums.checksum:016x}"
+    )
 
 
 def _units(found: Sequence[Departure]) -> list[str]:

@@ -30,8 +30,8 @@ def all_here(schedule: Schedule) -> bool:
 
 def all_begin(schedule: Schedule) -> bool:
     """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
-    handles = [unit.handle for unit in schedule.units if unit.handle is not None]
-    needs_all = torch.is_grad_enabled() or any(handle.communicator.size > 1 for handle in handles)
+    gathers = any(unit.handle.communicator.size > 1 for unit in schedule.units)
+    needs_all = torch.is_grad_enabled() or gathers
     return needs_all and all_here(schedule)
 
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, check_flag, clean_fqn, encloses, everywhere, walk
-from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout, held_params
-from fsdp_wrap._runtime import Schedule, Unit, schedule_of
+from fsdp_wrap._core import check_flag, clean_fqn, walk
+from fsdp_wrap._runtime import Schedule
+from fsdp_wrap._values import files
 from fsdp_wrap._values.council import Council, all_begin, all_here
-from fsdp_wrap._values.finding import quoted, raise_first
-from fsdp_wrap._values.looks import Looks, Origin, Spot
-from fsdp_wrap._values.modules import ModuleLooks, Names, not_finite, numbered
-from fsdp_wrap._values.pieces import (
-    Piece,
-    full_params,
-    gradient_pieces,
-    idle_units,
-    own_gradients,
-    shard_pieces,
-)
+from fsdp_wrap._values.finding import not_finite, quoted, raise_first
+from fsdp_wrap._values.looks import Hit, Looks, Origin, Spot
+from fsdp_wrap._values.modules import ModuleLooks, Names
+from fsdp_wrap._values.pieces import Piece, idle_units, innermost
+from fsdp_wrap._values.recorder import Reader, UnitRecorder
 
-UPDATE = "update"
+_GRADIENTS = (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT, files.GRADIENT, files.REDUCED)
+_WHAT = {
+    files.GRADIENT: "the gradient of",
+    files.REDUCED: "the reduced gradient",
+    files.UPDATE: "the updated parameter",
+}
+"""How the names of tensors begin, where it is not with the seam."""
+
+_MADE_BACKWARD = "Made here, in the backward: gradients of the outputs are finite"
 
 
 @contextmanager
@@ -62,45 +62,34 @@ def find_nonfinite(model: nn.Module, *, modules: bool = True, gradients: bool = 
     finder.meet_all()
 
 
-class Finder(PlugIn):
+class Finder(Reader):
     """Looks at the values of a model's steps, and meets the other ranks."""
 
-    order = Precedence.VALUES
-
     def __init__(self, model: nn.Module, modules: bool, gradients: bool) -> None:
-        self._units = idle_units(model, "find_nonfinite()")
-        self._meetings = {
-            schedule: Council(schedule) for schedule in dict.fromkeys(map(schedule_of, self._units))
-        }
-        self._met = {schedule: schedule.iteration for schedule in self._meetings}
-        self._layouts: dict[Layout, Unit] = {}
-        self._gradients = gradients
-        on_device = any(schedule.device.type != "cpu" for schedule in self._meetings)
+        units = idle_units(model, "find_nonfinite()")
+        self._recorder, self._gradients = UnitRecorder(units, self), gradients
+        schedules = self._recorder.schedules
+        self._councils = {schedule: Council(schedule) for schedule in schedules}
+        self._met = {schedule: schedule.iteration for schedule in schedules}
+        on_device = any(schedule.device.type != "cpu" for schedule in schedules)
         self._looks = Looks(dist.get_rank(), deferred=on_device and not modules)
-        self._modules = ModuleLooks(self._looks, self._names(model), gradients) if modules else None
+        names = {module: clean_fqn(name) for name, module in walk(model)}
+        owned = {
+            module: Names(name, innermost(self._recorder.units, name) or "") for module, name in names.items()
+        }
+        self._modules = ModuleLooks(self._looks, owned, gradients) if modules else None
         self._seen: Sequence[ref[torch.Tensor]] = ()
-
-    def _names(self, model: nn.Module) -> dict[nn.Module, Names]:
-        """Names all modules of the model, and the units that they belong to."""
-        owners = sorted(self._units.values(), key=len, reverse=True)
-        found = {}
-        for name, module in walk(model):
-            fqn = clean_fqn(name)
-            unit = next((each for each in owners if each == fqn or encloses(each, fqn)), "")
-            found[module] = Names(fqn, unit)
-        return found
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Looks while the context is open; adds to an error that leaves it what this rank has found."""
         with ExitStack() as undo:
-            everywhere.attach(self)
-            undo.callback(everywhere.detach, self)
-            if self._gradients:
-                undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
+            undo.callback(self._recorder.leave)
+            self._recorder.follow()
+            self._recorder.open()
             if self._modules is not None:
-                self._modules.open()
                 undo.callback(self._modules.close)
+                self._modules.open()
             try:
                 yield
             except Exception as error:
@@ -111,25 +100,20 @@ class Finder(PlugIn):
 
     # meetings
 
-    def forward_opens(self, schedule: Schedule) -> None:
-        if schedule in self._meetings:
-            if all_begin(schedule):
-                self._meet(schedule)
-            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
-            self._looks.restart(schedule.iteration)
-            if self._modules is not None:
-                self._modules.restart()
-
-    def backward_ended(self, schedule: Schedule) -> None:
-        if schedule in self._meetings:
-            self._meet(schedule)
+    def begin(self, schedule: Schedule | None) -> None:
+        assert schedule is not None
+        if all_begin(schedule):
+            self.end(schedule)
+        self._looks.restart(schedule.iteration)
+        if self._modules is not None:
+            self._modules.restart()
 
     def meet_all(self) -> None:
         """Meets the other ranks at the end; collective."""
-        for schedule in self._meetings:
-            self._meet(schedule)
+        for schedule in self._councils:
+            self.end(schedule)
 
-    def _meet(self, schedule: Schedule) -> None:
+    def end(self, schedule: Schedule) -> None:
         """Raises, on all ranks, the first of what they have found; not while some ranks have no batch."""
         if not all_here(schedule):
             return
@@ -137,7 +121,7 @@ class Finder(PlugIn):
         own, met = self._looks.found, self._met[schedule]
         self._met[schedule] = schedule.iteration
         # Counted from the last meeting: a rank that has evaluated alone is further.
-        found = self._meetings[schedule].share(None if own is None else (own.iteration - met, own))
+        found = self._councils[schedule].share(None if own is None else (own.iteration - met, own))
         if found:
             self._looks.take()
             found.sort(key=lambda told: (told[0], told[1].order))
@@ -145,107 +129,71 @@ class Finder(PlugIn):
 
     # looks
 
-    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
-        if seam is ValueSeam.REDUCED:
-            if self._gradients and values[0] is not None:
-                self._look_at_reduced(owner, values[0])
-        elif owner in self._units and current_transform() is None:
-            tensors = [each for each in values if each is not None]
-            if seam is ValueSeam.PARAMETERS:
-                self._look_at_parameters(owner)
-            elif seam is ValueSeam.INPUTS or seam is ValueSeam.OUTPUTS:
-                if graph_task() == -1:  # else a recomputation
-                    self._look_forward(owner, seam, tensors)
-            elif self._gradients and seam is ValueSeam.GRADIENTS:
-                self._look_at_gradients(owner)
-            elif self._gradients and self._modules is None:
-                self._look_backward(owner, seam, tensors)
-
-    def _look_at_parameters(self, unit: Unit) -> None:
-        if graph_task() != -1 and self._modules is None:
+    def see(self, seam: str, unit: str, pieces: Iterable[Piece]) -> None:
+        if seam in _GRADIENTS and not self._gradients:
             return
-        place = Spot("parameter", self._units[unit], self._units[unit])
-        told = "It came in by the gather: this rank's shard of it is finite"
-        hit = self._looks.at(Origin(place, False, told), full_params(unit, place.unit))
-        if hit is None:
-            return
-        name, tensor = hit
-        made = any(piece.fqn == name and not_finite(piece.data) for piece in shard_pieces(unit, place.unit))
-        if made:
-            told = "This rank's shard of it is not finite"
-        self._looks.report(Origin(_of_param(place, name), made, told), (f"parameter '{name}'", tensor))
-
-    def _look_forward(self, unit: Unit, seam: ValueSeam, tensors: Sequence[torch.Tensor]) -> None:
-        name = module = self._units[unit]
-        outer = self._enclosing(name)
-        if self._modules is not None and (outer is not None or seam is ValueSeam.OUTPUTS):
-            return  # modules are looked at
-        ids = [each if each._base is None else each._base for each in tensors]
-        if len(ids) == len(self._seen) and all(known() is each for known, each in zip(self._seen, ids)):
-            return  # the output of the unit before
-        self._seen = [*map(ref, ids)]
-        told, made = "Made here: inputs and parameters are finite", True
-        if seam is ValueSeam.INPUTS:
-            told, made = "It came in with the input of the model", outer is not None
-        if seam is ValueSeam.INPUTS and outer is not None:
-            told, module = f"Made in the forward of {quoted(outer)}, outside of the units in it", outer
-        origin = Origin(Spot(seam.value, name, module), made, told)
-        self._looks.look(origin, numbered(seam.value, tensors))
-
-    def _enclosing(self, name: str) -> str | None:
-        """Returns the name of the unit around another one; None for the outermost."""
-        outer = [each for each in self._units.values() if each != name and encloses(each, name)]
-        return max(outer, key=len, default=None)
-
-    def _look_backward(self, unit: Unit, seam: ValueSeam, tensors: Sequence[torch.Tensor]) -> None:
-        name = self._units[unit]
-        made = seam is ValueSeam.INPUT_GRADIENTS or self._enclosing(name) is not None
-        told = "It came in from the loss"
-        if seam is ValueSeam.INPUT_GRADIENTS:
-            told = "Made here, in the backward: gradients of the outputs are finite"
-        elif made:
-            told = "Made in the backward of what uses this output, outside of other units"
-        origin = Origin(Spot(seam.value, name, name), made, told)
-        self._looks.look(origin, numbered(seam.value, tensors))
-
-    def _look_at_gradients(self, unit: Unit) -> None:
-        place = Spot(ValueSeam.GRADIENTS.value, self._units[unit], self._units[unit])
-        told = "Made here, in the backward: gradients of the outputs are finite"
-        hit = self._looks.at(Origin(place, True, told), own_gradients(unit, place.unit))
-        if hit is not None:
-            origin = Origin(_of_param(place, hit[0]), True, told)
-            self._looks.report(origin, (f"the gradient of '{hit[0]}'", hit[1]))
-
-    def _look_at_reduced(self, layout: Layout, reduced: torch.Tensor) -> None:
-        unit = self._layouts.get(layout)
-        if unit is not None:
-            place = Spot(ValueSeam.REDUCED.value, self._units[unit], self._units[unit])
+        if seam in (files.INPUT, files.OUTPUT):
+            self._look_forward(seam, unit, [*pieces])
+        elif seam in (files.OUTPUT_GRADIENT, files.INPUT_GRADIENT):
+            if self._modules is None:
+                self._look(seam, unit, *self._told_of_gradient(seam, unit), pieces)
+        elif seam == files.GRADIENT:
+            self._look(seam, unit, True, _MADE_BACKWARD, pieces)
+        elif seam == files.REDUCED:
             told = "Made in the reduction: all ranks' gradients of it were finite"
-            self._look_at_pieces(
-                place, told, [*gradient_pieces(unit, layout, place.unit, reduced)], "the reduced gradient"
-            )
+            self._look(seam, unit, True, told, pieces)
+        elif seam == files.PARAMETER or self._modules is not None:
+            told = "It came in by the gather: this rank's shard of it is finite"
+            self._look(files.PARAMETER, unit, False, told, pieces, partial(self._trace_to_shard, unit))
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Looks at the shards that an optimizer has updated."""
-        held = {*map(id, held_params(optimizer))}
-        told = f"Made by {type(optimizer).__name__}: gradients were finite"
-        for unit, name in self._units.items():
-            place = Spot(UPDATE, name, name)
-            for layout in unit.layouts:
-                if any(id(param) in held for param in layout.sharded_params):
-                    updated = [*shard_pieces(unit, name, [layout])]
-                    self._look_at_pieces(place, told, updated, "the updated parameter")
+    def _look(
+        self,
+        seam: str,
+        unit: str,
+        made: bool,
+        told: str,
+        pieces: Iterable[Piece],
+        trace: Callable[[Hit], Hit] = lambda hit: hit,
+    ) -> None:
+        self._looks.look(Origin(Spot(seam, unit, unit), made, told), _WHAT.get(seam, seam), pieces, trace)
 
-    def _look_at_pieces(self, place: Spot, told: str, pieces: Sequence[Piece], what: str) -> None:
-        named = [(piece.fqn, piece.data) for piece in pieces]
-        hit = self._looks.at(Origin(place, True, told), named)
-        if hit is not None:
-            place_of = hit[1].data_ptr()
-            piece = next(each for each in pieces if each.data.data_ptr() == place_of)
-            origin = Origin(_of_param(place, piece.fqn), True, told)
-            self._looks.report(origin, (f"{what} '{piece.fqn}'", piece.data), piece.start, piece.shape)
+    def _trace_to_shard(self, unit: str, hit: Hit) -> Hit:
+        """Tells whether this rank's own shard of a gathered parameter is not finite."""
+        own = (piece for piece in self._recorder.shards(unit) if piece.fqn == hit.piece.fqn)
+        if not any(not_finite(piece.data) for piece in own):
+            return hit
+        origin = hit.origin._replace(made=True, told="This rank's shard of it is not finite")
+        return hit._replace(origin=origin)
 
+    def _look_forward(self, seam: str, unit: str, pieces: Sequence[Piece]) -> None:
+        outer = self._enclosing(unit)
+        if self._modules is not None and (outer is not None or seam == files.OUTPUT):
+            return  # modules are looked at
+        bases = [piece.data if piece.data._base is None else piece.data._base for piece in pieces]
+        if len(bases) == len(self._seen) and all(known() is base for known, base in zip(self._seen, bases)):
+            return  # the output of the unit before
+        self._seen = [*map(ref, bases)]
+        module, made, told = unit, True, "Made here: inputs and parameters are finite"
+        if seam == files.INPUT:
+            made, told = outer is not None, "It came in with the input of the model"
+        if seam == files.INPUT and outer is not None:
+            module, told = outer, f"Made in the forward of {quoted(outer)}, outside of the units in it"
+        self._looks.look(Origin(Spot(seam, unit, module), made, told), seam, pieces)
 
-def _of_param(place: Spot, fqn: str) -> Spot:
-    """Returns a place in the module that has a parameter."""
-    return place._replace(module=fqn.rpartition(".")[0])
+    def _enclosing(self, unit: str) -> str | None:
+        """Returns the name of the unit around another one; None for the outermost."""
+        return innermost((name for name in self._recorder.units if name != unit), unit)
+
+    def _told_of_gradient(self, seam: str, unit: str) -> tuple[bool, str]:
+        """Returns whether the gradient of an activation was made here, and a sentence about it."""
+        if seam == files.INPUT_GRADIENT:
+            return True, _MADE_BACKWARD
+        if self._enclosing(unit) is None:
+            return False, "It came in from the loss"
+        return True, "Made in the backward of what uses this output, outside of other units"
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._gradients:
+            told = f"Made by {type(optimizer).__name__}: gradients were finite"
+            for unit, pieces in self._recorder.updated(optimizer):
+                self._look(files.UPDATE, unit, True, told, pieces)

@@ -120,6 +120,11 @@ def quoted(name: str) -> str:
     return f"'{name}'" if name else "(root)"
 
 
+def ranked(ranks: Sequence[int]) -> str:
+    """Returns ranks as words; "" for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+
+
 def looked_at(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns what can be looked at of a tensor, without autograd: None if it cannot hold NaN."""
     local = to_local(tensor).detach()
@@ -132,21 +137,17 @@ def looked_at(tensor: torch.Tensor) -> torch.Tensor | None:
     return local
 
 
-def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the least and the largest element; both are NaN if any is."""
-    low, high = torch.aminmax(tensor)
-    return low, high
+def not_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements that are not finite."""
+    seen = looked_at(tensor)
+    return seen is not None and not bool(torch.isfinite(seen).all())
+
+
+def first_true(flags: torch.Tensor) -> int:
+    """Returns the place of the first true element of a flattened tensor."""
+    return int(flags.reshape(-1).to(torch.uint8).argmax())
 
 
 def index_at(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the index of an element by its place in the flattened tensor."""
     return tuple(int(each) for each in torch.unravel_index(torch.tensor(place), tuple(shape)))
-
-
-def details(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, float, float]:
-    """Returns first index, number of NaN and of infinite elements, and the extremes of the finite ones."""
-    finite = torch.isfinite(tensor)
-    index = index_at(int((~finite).reshape(-1).to(torch.uint8).argmax()), tensor.shape)
-    rest = tensor[finite]
-    low, high = (float(rest.min()), float(rest.max())) if rest.numel() else (math.nan, math.nan)
-    return index, int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum()), low, high

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fsdp_wrap._values.finding import NonFinite, details, extremes, index_at, looked_at, quoted
-
-Named = tuple[str, torch.Tensor]
-"""A tensor with its name."""
+from fsdp_wrap._params import to_local
+from fsdp_wrap._values.finding import NonFinite, first_true, index_at, looked_at, quoted
+from fsdp_wrap._values.pieces import Piece
 
 _BEFORE = 3
 """Looks before a finding that its message tells of."""
+
+_NO_NUMBERS = torch.empty(0)
 
 
 class Spot(NamedTuple):
@@ -37,15 +38,49 @@ class Origin(NamedTuple):
     told: str
 
 
-class _Flag(NamedTuple):
-    """A look whose result is on the device."""
+class Hit(NamedTuple):
+    """A tensor with its name, and its origin if it is the first that is not finite."""
+
+    origin: Origin
+    name: str
+    piece: Piece
+
+
+class _Unread(NamedTuple):
+    """A look that is to be read.
+
+    Attributes:
+        look: Number of the look.
+        origin: Where the tensors come from.
+        what: Begins their names.
+        pieces: The tensors; without their numbers where they are read later.
+        seen: The places of those that can be looked at.
+        extremes: The least and the largest element of each of these, perhaps on a device.
+    """
 
     look: int
     origin: Origin
-    names: Sequence[str]
-    shapes: Sequence[torch.Size]
-    low: torch.Tensor
-    high: torch.Tensor
+    what: str
+    pieces: Sequence[Piece]
+    seen: Sequence[int]
+    extremes: Sequence[torch.Tensor]
+
+
+def named(origin: Origin, what: str, pieces: Iterable[Piece]) -> list[Hit]:
+    """Names pieces: parameters by their names, others by their number, unless there is one alone."""
+    hits = [*pieces]
+    several = len(hits) > 1
+    return [
+        Hit(_of_module(origin, piece.fqn), f"{what} '{piece.fqn}'", piece)
+        if piece.fqn
+        else Hit(origin, f"{what} {number}" if several else f"the {what}", piece)
+        for number, piece in enumerate(hits)
+    ]
+
+
+def _of_module(origin: Origin, fqn: str) -> Origin:
+    """Returns an origin in the module that has a parameter."""
+    return origin._replace(place=origin.place._replace(module=fqn.rpartition(".")[0]))
 
 
 class Looks:
@@ -65,113 +100,77 @@ class Looks:
         self._iteration = self._count = 0
         self._recent: deque[tuple[str, float]] = deque(maxlen=_BEFORE)
         self._here: dict[Spot, float] = {}  # the last finite largest values, of earlier iterations too
-        self._flags: list[_Flag] = []
+        self._unread: list[_Unread] = []
 
     def restart(self, iteration: int) -> None:
         """Begins an iteration."""
         self._iteration, self._count = iteration, 0
         self._recent.clear()
 
-    def at(self, origin: Origin, tensors: Iterable[Named]) -> Named | None:
-        """Looks at tensors, unless something was found already.
+    def look(
+        self,
+        origin: Origin,
+        what: str,
+        pieces: Iterable[Piece],
+        trace: Callable[[Hit], Hit] = lambda hit: hit,
+    ) -> None:
+        """Looks at tensors, and keeps the first that is not finite, unless something was found already.
 
         Args:
-            origin: Where they come from if they are the first that are not finite.
-            tensors: With their names.
-
-        Returns:
-            The first that is not finite, for `report`; None also where results are read later.
+            origin: Where they come from.
+            what: Begins their names.
+            pieces: The tensors.
+            trace: Returns what to tell of in place of a tensor that is not finite; only where that is known
+                at once.
         """
         self._count += 1
         if self.found is not None:
-            return None
-        seen = [(name, each) for name, tensor in tensors if (each := looked_at(tensor)) is not None]
-        if not seen:
-            return None
-        if self._deferred:
-            pairs = [extremes(each) for _, each in seen]
-            low, high = (torch.stack([each.double() for each in column]) for column in zip(*pairs))
-            names, shapes = [name for name, _ in seen], [each.shape for _, each in seen]
-            self._flags.append(_Flag(self._count, origin, names, shapes, low, high))
-            return None
-        largest = 0.0
-        for name, tensor in seen:
-            low, high = extremes(tensor)
-            first, last = low.item(), high.item()
-            if not (math.isfinite(first) and math.isfinite(last)):
-                return name, tensor
-            largest = max(largest, -first, last)
-        self._note(origin.place, largest)
-        return None
-
-    def _note(self, place: Spot, largest: float) -> None:
-        self._recent.append((str(place), largest))
-        self._here[place] = largest
-
-    def look(self, origin: Origin, tensors: Iterable[Named]) -> None:
-        """Looks at tensors, and keeps the first that is not finite."""
-        hit = self.at(origin, tensors)
-        if hit is not None:
-            self.report(origin, hit)
-
-    def report(
-        self, origin: Origin, named: Named, start: int = 0, shape: Sequence[int] | None = None
-    ) -> None:
-        """Keeps a tensor that is not finite, if it is the first.
-
-        Args:
-            origin: Where it comes from.
-            named: The tensor, perhaps a piece of a flattened one.
-            start: Index of the piece's first element.
-            shape: Shape of the whole tensor, if it is a piece.
-        """
-        if self.found is not None:
             return
-        name, tensor = named
-        index, nan, inf, low, high = details(tensor)
-        if shape is not None:
-            index = index_at(start + index[0], shape)
-        whole = tuple(tensor.shape if shape is None else shape)
-        self._keep(origin, self._count, name, index, whole, (nan, inf), (low, high))
+        pieces = [*pieces]
+        tensors = [looked_at(piece.data) for piece in pieces]
+        seen = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        extremes = [each for tensor in tensors if tensor is not None for each in torch.aminmax(tensor)]
+        if self._deferred:
+            pieces = [piece._replace(data=_NO_NUMBERS) for piece in pieces]
+        if seen:
+            self._unread.append(_Unread(self._count, origin, what, pieces, seen, extremes))
+            if not self._deferred:
+                self.settle(trace)
 
-    def _keep(
-        self,
-        origin: Origin,
-        look: int,
-        name: str,
-        index: tuple[int, ...] | None,
-        shape: tuple[int, ...],
-        counts: tuple[int, int],
-        finite: tuple[float, float],
-    ) -> None:
-        place, made, told = origin
+    def settle(self, trace: Callable[[Hit], Hit] = lambda hit: hit) -> None:
+        """Reads the results that are not read yet, at once for all."""
+        unread, self._unread = self._unread, []
+        if not unread or self.found is not None:
+            return
+        read = iter(torch.stack([each for look in unread for each in look.extremes]).tolist())
+        for look, origin, what, pieces, seen, _ in unread:
+            pairs = [(next(read), next(read)) for _ in seen]
+            wrong = [place for place, pair in zip(seen, pairs) if not all(map(math.isfinite, pair))]
+            if wrong:
+                hit = named(origin, what, pieces)[wrong[0]]
+                self.found = self._finding(look, hit if self._deferred else trace(hit))
+                return
+            self._here[origin.place] = max(max(-low, high) for low, high in pairs)
+            self._recent.append((str(origin.place), self._here[origin.place]))
+
+    def _finding(self, look: int, hit: Hit) -> NonFinite:
+        (place, made, told), name, piece = hit
         before = [*self._recent]
         if place in self._here:
             before.append(("the last finite one here", self._here[place]))
-        self.found = NonFinite(
-            *(self._rank, self._iteration, look, made, *place, name, told, index, shape),
-            *(*counts, *finite, tuple(before)),
+        index, nan, inf, least, largest = None, -1, -1, math.nan, math.nan
+        real = looked_at(piece.data)
+        if real is not None:
+            local = to_local(piece.data).detach()
+            finite = real[torch.isfinite(real)]
+            index = index_at(piece.start + first_true(~torch.isfinite(local)), piece.shape)
+            nan, inf = int(torch.isnan(local).sum()), int(torch.isinf(local).sum())
+            if finite.numel():
+                least, largest = (each.item() for each in torch.aminmax(finite))
+        return NonFinite(
+            *(self._rank, self._iteration, look, made, *place, name, told, index, tuple(piece.shape)),
+            *(nan, inf, least, largest, tuple(before)),
         )
-
-    def settle(self) -> None:
-        """Reads the results that are still on a device, at once for all."""
-        flags, self._flags = self._flags, []
-        if not flags or self.found is not None:
-            return
-        low = torch.cat([each.low for each in flags])
-        lows, highs = torch.stack([low, torch.cat([each.high for each in flags])]).tolist()
-        at = 0
-        for flag in flags:
-            pairs = [*zip(lows[at : at + len(flag.names)], highs[at : at + len(flag.names)])]
-            at += len(flag.names)
-            wrong = next((n for n, pair in enumerate(pairs) if not all(map(math.isfinite, pair))), None)
-            if wrong is not None:
-                unknown = (-1, -1), (math.nan, math.nan)
-                self._keep(
-                    flag.origin, flag.look, flag.names[wrong], None, tuple(flag.shapes[wrong]), *unknown
-                )
-                return
-            self._note(flag.origin.place, max(max(-first, last) for first, last in pairs))
 
     def take(self) -> NonFinite | None:
         """Returns the finding, and begins anew."""

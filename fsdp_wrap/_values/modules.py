@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_wrap._core import ValueSeam, encloses, iter_tensors
+from fsdp_wrap._core import encloses, iter_tensors
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._values.finding import looked_at, quoted
-from fsdp_wrap._values.looks import Looks, Named, Origin, Spot
-
-OUTPUT, INPUT = ValueSeam.OUTPUTS.value, ValueSeam.INPUTS.value
-GRADIENT, INPUT_GRADIENT = ValueSeam.OUTPUT_GRADIENTS.value, ValueSeam.INPUT_GRADIENTS.value
+from fsdp_wrap._values.files import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT
+from fsdp_wrap._values.finding import not_finite, quoted
+from fsdp_wrap._values.looks import Hit, Looks, Origin, Spot, named
+from fsdp_wrap._values.pieces import activations, whole
 
 
 class Names(NamedTuple):
@@ -116,37 +115,29 @@ class ModuleLooks:
         if len(tensors) == 1 and self._last is not None and self._last() is tensors[0]:
             return  # a container returns what its last module has
         self._last = ref(tensors[0]) if tensors else None
-        origin = Origin(
-            Spot(OUTPUT, names.unit, names.module), True, "Made here: inputs and parameters are finite"
-        )
-        hit = self._looks.at(origin, numbered(OUTPUT, tensors))
-        if hit is not None:
-            origin, hit = self._trace(module, names, inputs, (origin, hit))
-            self._looks.report(origin, hit)
+        place = Spot(OUTPUT, names.unit, names.module)
+        origin = Origin(place, True, "Made here: inputs and parameters are finite")
+        trace = partial(self._trace, module, names, inputs)
+        self._looks.look(origin, OUTPUT, activations(tensors), trace)
 
-    def _trace(
-        self, module: nn.Module, names: Names, inputs: Any, found: tuple[Origin, Named]
-    ) -> tuple[Origin, Named]:
+    def _trace(self, module: nn.Module, names: Names, inputs: Any, hit: Hit) -> Hit:
         """Returns where an output that is not finite comes from: its inputs and parameters are asked."""
         for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, value in held.items():
-                bad = None if value is None else first_not_finite(kind, [value])
-                if bad is not None:
+                if value is not None and not_finite(value):
                     place = Spot("parameter", names.unit, names.module)
-                    told = f"The {kind} itself is not finite"
-                    return Origin(place, True, told), (f"{kind} '{name}'", bad[1])
-        hit = first_not_finite(INPUT, iter_tensors(inputs))
-        if hit is None or hit[1].data_ptr() == found[1][1].data_ptr():  # written in place
-            return found
+                    origin = Origin(place, True, f"The {kind} itself is not finite")
+                    return Hit(origin, f"{kind} '{name}'", whole("", value))
+        came = _came_in(names, inputs)
+        if came is None or came.piece.data.data_ptr() == hit.piece.data.data_ptr():  # written in place
+            return hit
         for call in reversed(self._calls):
-            outer = first_not_finite(INPUT, iter_tensors(call.args))
+            outer = _came_in(call.names, call.args)
             if outer is None:
-                place = Spot(INPUT, names.unit, names.module)
                 told = f"Made in the forward of {quoted(call.names.module)}, outside of the modules in it"
-                return Origin(place, True, told), hit
-            hit, names = outer, call.names
-        place = Spot(INPUT, names.unit, names.module)
-        return Origin(place, False, "It came in with the input of the model"), hit
+                return came._replace(origin=came.origin._replace(made=True, told=told))
+            came = outer
+        return came
 
     # backward
 
@@ -166,7 +157,7 @@ class ModuleLooks:
         grad = grads[number]
         if not self._open or grad is None:
             return
-        self._looks.look(_origin_of_gradient(output), [("the gradient", grad)])
+        self._looks.look(_origin_of_gradient(output), "gradient", activations([grad]))
 
 
 def _origin_of_gradient(output: _Output) -> Origin:
@@ -181,28 +172,15 @@ def _origin_of_gradient(output: _Output) -> Origin:
         user = inner[-1]
         told = f"Made in the backward of {quoted(user.module)}: gradients of its outputs are finite"
         return Origin(Spot(INPUT_GRADIENT, user.unit, user.module), True, told)
-    place = Spot(GRADIENT, output.names.unit, output.names.module)
+    place = Spot(OUTPUT_GRADIENT, output.names.unit, output.names.module)
     if output.parent is None:
         return Origin(place, False, "It came in from the loss")
     outer = quoted(output.parent.module)
     return Origin(place, True, f"Made in the backward of {outer}, outside of the modules in it")
 
 
-def numbered(what: str, tensors: Sequence[torch.Tensor]) -> list[Named]:
-    """Names tensors by their number, unless there is one alone."""
-    return [(f"{what} {n}" if len(tensors) > 1 else f"the {what}", each) for n, each in enumerate(tensors)]
-
-
-def not_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements that are not finite."""
-    seen = looked_at(tensor)
-    return seen is not None and not bool(torch.isfinite(seen).all())
-
-
-def first_not_finite(what: str, tensors: Any) -> Named | None:
-    """Returns the first tensor with elements that are not finite."""
-    for name, tensor in numbered(what, [*tensors]):
-        seen = looked_at(tensor)
-        if seen is not None and not_finite(seen):
-            return name, seen
-    return None
+def _came_in(names: Names, inputs: Any) -> Hit | None:
+    """Returns the first input of a module that is not finite, as if it were one of the model's."""
+    origin = Origin(Spot(INPUT, names.unit, names.module), False, "It came in with the input of the model")
+    hits = named(origin, INPUT, activations(iter_tensors(inputs)))
+    return next((hit for hit in hits if not_finite(hit.piece.data)), None)

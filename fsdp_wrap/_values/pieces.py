@@ -1,27 +1,27 @@
-"""Tensors of a unit by name: its full parameters, its gradients, and pieces of shards.
+"""Names and pieces of a model: its units, and their parameters and gradients as pieces of flattened tensors.
 
 `name` is that of the unit, with which the names begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import joined
-from fsdp_wrap._params import Cut, FlatPiece, Layout, to_local
-from fsdp_wrap._runtime import Unit, refuse_unsharded, schedule_of, units_in
+from fsdp_wrap._core import encloses, joined
+from fsdp_wrap._params import Cut, FlatPiece, Layout, ParamHandle, to_local
+from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, units_in
 
 
 class Piece(NamedTuple):
-    """A contiguous piece, 1-D, of a flattened parameter, or of what has its shape.
+    """A contiguous piece of a flattened parameter, or of what has its shape; or an activation.
 
     Attributes:
-        fqn: Name of the parameter.
+        fqn: Name of the parameter; "" for an activation or its gradient.
         shape: Shape of what is sharded: the parameter, or its part under tensor parallelism.
         start: Index of the piece's first element.
         data: The piece.
@@ -33,9 +33,28 @@ class Piece(NamedTuple):
     data: torch.Tensor
 
 
+def activations(tensors: Iterable[torch.Tensor | None]) -> Iterator[Piece]:
+    """Yields activations, or gradients of some."""
+    return (Piece("", to_local(each).shape, 0, each) for each in tensors if each is not None)
+
+
+def whole(fqn: str, tensor: torch.Tensor) -> Piece:
+    """Returns all of a parameter, or of what has its shape, as one piece."""
+    local = to_local(tensor.detach())
+    return Piece(fqn, local.shape, 0, local)
+
+
+# names
+
+
 def whole_name(unit: str, fqn: str) -> str:
     """Returns a parameter's name; the mesh that may follow a unit's name is no part of it."""
     return joined(unit.partition(" ")[0], fqn)
+
+
+def innermost(units: Iterable[str], name: str) -> str | None:
+    """Returns the innermost unit that is or encloses what has this name; None if there is none."""
+    return max((unit for unit in units if unit == name or encloses(unit, name)), key=len, default=None)
 
 
 def first_names(model: nn.Module) -> dict[Unit, str]:
@@ -51,27 +70,34 @@ def idle_units(model: nn.Module, asking: str) -> dict[Unit, str]:
     names = first_names(model)
     if not names:
         refuse_unsharded(model, asking)
-    for schedule in dict.fromkeys(map(schedule_of, names)):
-        schedule.require_idle(asking)
+    require_idle(names, asking)
     return names
 
 
-def full_params(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and local values of the full parameters that a unit's modules show."""
+def handle_of(unit: Unit) -> ParamHandle:
+    """Returns the handle of a unit that has parameters."""
+    return unit.handle
+
+
+# pieces
+
+
+def full_params(unit: Unit, name: str) -> Iterator[Piece]:
+    """Yields the full parameters that a unit's modules show."""
     for segment in unit.segments:
         for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
-            yield whole_name(name, fqn), to_local(leaf).detach()
+            yield whole(whole_name(name, fqn), leaf)
 
 
-def own_gradients(unit: Unit, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and local values of the gradients on a unit's leaves, or in their place."""
+def own_gradients(unit: Unit, name: str) -> Iterator[Piece]:
+    """Yields the gradients on a unit's leaves, or in their place."""
     for segment in unit.segments:
         gradients, layout = segment.gradients, segment.layout
         for index, (fqn, leaf) in enumerate(zip(layout.fqns, segment.leaves)):
             if leaf.grad is not None:
-                yield whole_name(name, fqn), to_local(leaf.grad)
+                yield whole(whole_name(name, fqn), leaf.grad)
             elif gradients.used[index] and gradients.buffer is segment.full:
-                yield whole_name(name, fqn), layout.views(segment.full.data)[index]
+                yield whole(whole_name(name, fqn), layout.views(segment.full.data)[index])
 
 
 def shard_pieces(unit: Unit, name: str, layouts: Collection[Layout] | None = None) -> Iterator[Piece]:
@@ -80,22 +106,29 @@ def shard_pieces(unit: Unit, name: str, layouts: Collection[Layout] | None = Non
     Tensor subclasses have no plain numbers: they have no pieces.
     """
     for layout in unit.layouts if layouts is None else layouts:
-        if layout.extended:
-            continue
-        if cuts := _cuts(layout):
-            yield from _runs(unit, name, cuts, [to_local(each.detach()) for each in layout.sources])
-            continue
-        for each in layout.intervals():
-            yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, each.data.detach())
+        if not layout.extended:
+            yield from pieces_of(unit, name, layout, layout.flat_param.detach())
 
 
-def gradient_pieces(unit: Unit, layout: Layout, name: str, reduced: torch.Tensor) -> Iterator[Piece]:
-    """Yields the pieces of a reduced gradient shard."""
-    if cuts := _cuts(layout):
-        yield from _runs(unit, name, cuts, layout.cut(reduced.detach()))
-        return
-    for each, data in zip(layout.intervals(), layout.pieces(reduced.detach())):
-        yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data.reshape(-1))
+def pieces_of(unit: Unit, name: str, layout: Layout, shard: torch.Tensor) -> Iterator[Piece]:
+    """Yields the pieces of a tensor like a layout's shard, such as a reduced gradient."""
+    return _named(unit, name, layout, layout.pieces(shard.detach()))
+
+
+def step_pieces(unit: Unit, name: str, held: Set[object]) -> Iterator[Piece]:
+    """Yields the pieces of the gradients of the parameters with these keys, as an optimizer sees them."""
+    for layout in unit.layouts:
+        grads = [
+            source.grad if not held.isdisjoint(keys_of(source, fqn)) else None
+            for source, fqn in zip(layout.sources, layout.fqns)
+        ]
+        own: list[torch.Tensor | None] = [None if grad is None else to_local(grad) for grad in grads]
+        if not isinstance(layout.extents[0], Cut):
+            own = [
+                local if local is None or isinstance(grad, DTensor) else interval.within(local)
+                for interval, local, grad in zip(layout.intervals(), own, grads)
+            ]
+        yield from _named(unit, name, layout, own)
 
 
 def key_of(param: nn.Parameter) -> object:
@@ -108,35 +141,20 @@ def keys_of(source: nn.Parameter, fqn: str) -> tuple[object, object]:
     return id(source), (id(source), fqn)
 
 
-def step_pieces(unit: Unit, name: str, held: Set[object]) -> Iterator[Piece]:
-    """Yields the pieces of the gradients of the parameters with these keys, as an optimizer sees them."""
-    for layout in unit.layouts:
-        if cuts := _cuts(layout):
-            seen = [(cut, source.grad) for cut, source in zip(cuts, layout.sources) if id(source) in held]
-            there = [(cut, to_local(grad)) for cut, grad in seen if grad is not None]
-            yield from _runs(unit, name, [cut for cut, _ in there], [grad for _, grad in there])
-            continue
-        for each in layout.intervals():
-            if each.source.grad is not None and not held.isdisjoint(keys_of(each.source, each.fqn)):
-                data = to_local(each.source.grad).reshape(-1)
-                if not isinstance(each.source.grad, DTensor):
-                    data = data.narrow(0, each.offset, each.data.numel())
-                yield Piece(whole_name(name, each.fqn), each.held_shape, each.start, data)
+def _named(unit: Unit, name: str, layout: Layout, own: Sequence[torch.Tensor | None]) -> Iterator[Piece]:
+    """Yields the pieces of what this rank has of each parameter of a layout; None for nothing."""
+    cuts = [extent for extent in layout.extents if isinstance(extent, Cut)]
+    for interval, data in zip(() if cuts else layout.intervals(), own):
+        if data is not None:
+            yield Piece(whole_name(name, interval.fqn), interval.held_shape, interval.start, data.reshape(-1))
+    for cut, data in zip(cuts, own):
+        if data is not None and data.numel():
+            yield from _runs(cut, handle_of(unit).communicator.rank, whole_name(name, cut.fqn), data)
 
 
-def _cuts(layout: Layout) -> list[Cut]:
-    """Returns the cuts of parameters that are no single piece on a rank; none for other layouts."""
-    cuts = [each for each in layout.extents if isinstance(each, Cut)]
-    return cuts if layout.extended or any(each.dim for each in cuts) else []
-
-
-def _runs(unit: Unit, name: str, cuts: Sequence[Cut], held: Sequence[torch.Tensor]) -> Iterator[Piece]:
-    """Yields the contiguous pieces of tensors that are cut along any dimension."""
-    assert unit.handle is not None
-    rank = unit.handle.communicator.rank
-    for cut, tensor in zip(cuts, held):
-        inner = cut.shape[cut.dim + 1 :].numel()
-        length, first = cut.rows(rank) * inner, cut.first_row(rank) * inner
-        for number, data in enumerate(tensor.reshape(-1, length) if tensor.numel() else ()):
-            start = number * cut.shape[cut.dim] * inner + first
-            yield Piece(whole_name(name, cut.fqn), cut.shape, start, data)
+def _runs(cut: Cut, rank: int, fqn: str, data: torch.Tensor) -> Iterator[Piece]:
+    """Yields the contiguous pieces of a rank's chunk of a parameter that is cut along any dimension."""
+    inner = cut.shape[cut.dim + 1 :].numel()
+    length, first = cut.rows(rank) * inner, cut.first_row(rank) * inner
+    for number, run in enumerate(data.reshape(-1, length)):
+        yield Piece(fqn, cut.shape, number * cut.shape[cut.dim] * inner + first, run)

@@ -2,51 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
-from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout, held_params
-from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._runtime import Schedule, units_in
 from fsdp_wrap._values import files
-from fsdp_wrap._values.pieces import first_names, full_params, gradient_pieces, own_gradients, shard_pieces
-from fsdp_wrap._values.plain import PlainSeams
-from fsdp_wrap._values.rows import Rows, check_every
+from fsdp_wrap._values.files import Key, RecordedStep
+from fsdp_wrap._values.pieces import Piece, first_names
+from fsdp_wrap._values.plain import PlainRecorder
+from fsdp_wrap._values.recorder import Reader, Recorder, UnitRecorder
+from fsdp_wrap._values.statistics import Statistics
+
+
+def check_every(every: object) -> None:
+    """Raises a ValueError unless a value is a number of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r} must be a positive number of steps")
+
+
+class Rows(Reader):
+    """Statistics of the running step; writes them when it has ended.
+
+    Args:
+        model: Wrapped or sharded, or a plain module.
+        units: Names of the modules of a plain module that count as units.
+        write: Takes a step that has ended.
+        every: How many steps lie between recorded ones.
+
+    Attributes:
+        reads: Whether the running forward is recorded.
+        stepped_since: Whether an optimizer has stepped since the last forward began.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        write: Callable[[RecordedStep], object],
+        every: int,
+    ) -> None:
+        self._write, self._every = write, every
+        self._number = self._passes = 0
+        self._rows: dict[Key, Statistics] = {}
+        self.reads = self.stepped_since = False
+        self.recorder = _recorder_of(model, units, self)
+
+    def at(self, seam: str, unit: str) -> Statistics:
+        """Returns the statistics of a seam of a unit."""
+        return self._rows.setdefault((seam, unit), Statistics())
+
+    def has(self, seam: str, unit: str) -> bool:
+        """Whether a seam of a unit has statistics."""
+        return (seam, unit) in self._rows
+
+    def begin(self, schedule: Schedule | None) -> None:
+        if self.stepped_since:
+            self.end_step()
+        self.reads = torch.is_grad_enabled() and self._number % self._every == 0
+        self._passes += self.reads
+
+    def see(self, seam: str, unit: str, pieces: Iterable[Piece]) -> None:
+        if not self.reads or (seam in (files.PARAMETER, files.AGAIN) and self.has(seam, unit)):
+            return
+        if seam == files.PARAMETER:
+            self.add(files.SHARD, unit, self.recorder.shards(unit))
+        self.add(seam, unit, pieces)
+
+    def add(self, seam: str, unit: str, pieces: Iterable[Piece]) -> None:
+        """Adds pieces to the statistics of a seam of a unit."""
+        row = self.at(seam, unit)
+        for piece in pieces:
+            row.add(piece.data, piece.fqn, piece.start)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stepped_since = self.stepped_since or self.recorder.holds(optimizer)
+
+    def end_step(self) -> None:
+        """Ends a step, and writes it if it was recorded."""
+        self.reads = False
+        if self._rows:
+            for unit in () if self.recorder.is_reduced else self.recorder.units:
+                if self.has(files.GRADIENT, unit):
+                    self.at(files.REDUCED, unit).merge(self.at(files.GRADIENT, unit))
+            for unit in self.recorder.units:
+                self.add(files.UPDATE, unit, self.recorder.shards(unit))
+            self._write(RecordedStep(self._number, self._passes, self._rows))
+        self._number += self.stepped_since
+        self._rows, self._passes, self.stepped_since = {}, 0, False
 
 
 class ValueRecord:
     """A record that is being written; a context that ends it.
 
     Args:
-        seams: The seams that are looked at.
-        rows: The rows of the running step.
+        rows: The statistics of the running step.
     """
 
-    def __init__(self, seams: ShardedSeams | PlainSeams, rows: Rows) -> None:
-        self._seams, self._rows = seams, rows
-        self._hook = register_optimizer_step_post_hook(self._on_step)
-        seams.open()
-
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = {*map(id, held_params(optimizer))}
-        if any(id(param) in held for param in self._seams.params()):
-            self._rows.stepped = True
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        rows.recorder.follow()
+        rows.recorder.open()
 
     def end_step(self) -> None:
         """Ends a step by hand: for optimizers that are not torch's."""
-        self._rows.stepped = True
+        self._rows.stepped_since = True
 
     def close(self) -> None:
         """Ends the record."""
-        self._seams.close()
-        self._hook.remove()
+        self._rows.recorder.leave()
         self._rows.end_step()
 
     def __enter__(self) -> ValueRecord:
@@ -85,15 +152,13 @@ def record_values(
     check_every(every)
     if units_in(model) and units:
         raise ValueError(f"units={[*units]} are for a plain module, and {type(model).__name__} has units")
-    rows = Rows(files.Writer(path, header_of(model, units)).write, every)
-    return ValueRecord(seams_of(model, units, rows), rows)
+    return ValueRecord(Rows(model, units, files.Writer(path, header_of(model, units)).write, every))
 
 
-def seams_of(model: nn.Module, units: Sequence[str], rows: Rows) -> ShardedSeams | PlainSeams:
-    """Returns the seams of a model; `units` are those of a plain module."""
-    if found := first_names(model):
-        return ShardedSeams(found, rows)
-    return PlainSeams(model, units, rows, alone=header_of(model, units).ranks == 1)
+def _recorder_of(model: nn.Module, units: Sequence[str], reader: Reader) -> Recorder:
+    if names := first_names(model):
+        return UnitRecorder(names, reader)
+    return PlainRecorder(model, units, header_of(model, units).ranks == 1, reader)
 
 
 def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
@@ -101,84 +166,7 @@ def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     contributors, copies = float(ranks), dict.fromkeys(("", *units), rank)
     if found := units_in(model):
-        handles = {name: unit.handle for name, unit in found.items() if unit.handle is not None}
+        handles = {name: unit.handle for name, unit in found.items() if unit.layouts}
         copies = {name: handle.replicas.rank for name, handle in handles.items()}
         contributors = max([handle.contributors for handle in handles.values()], default=1.0)
     return files.Header(rank, ranks, contributors, copies, torch.__version__)
-
-
-class ShardedSeams(PlugIn):
-    """Records the values that the runtime tells of."""
-
-    order = Precedence.VALUES
-
-    def __init__(self, units: dict[Unit, str], rows: Rows) -> None:
-        self._units, self._rows = units, rows
-        self._schedules = {*map(schedule_of, units)}
-        self._layouts: dict[Layout, Unit] = {}
-        rows.at_end = self._look_at_updates
-
-    def open(self) -> None:
-        """Begins to look."""
-        everywhere.attach(self)
-
-    def close(self) -> None:
-        """Ends looking."""
-        everywhere.detach(self)
-
-    def params(self) -> Iterable[nn.Parameter]:
-        """Returns the sharded parameters."""
-        return (param for unit in self._units for layout in unit.layouts for param in layout.sharded_params)
-
-    def forward_opens(self, schedule: Any) -> None:
-        if schedule in self._schedules:
-            self._layouts = {each: unit for unit in self._units for each in unit.layouts}
-            self._rows.begin_pass(torch.is_grad_enabled())
-
-    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
-        if not self._rows.recording:
-            return
-        if seam is ValueSeam.REDUCED:
-            self._look_at_reduced(owner, values)
-        elif owner in self._units and current_transform() is None:
-            recomputes = seam in (ValueSeam.INPUTS, ValueSeam.OUTPUTS) and graph_task() != -1
-            if seam is ValueSeam.PARAMETERS:
-                self._look_at_parameters(owner)
-            elif seam is ValueSeam.GRADIENTS:
-                row = self._rows.at(seam.value, self._units[owner])
-                for name, grad in own_gradients(owner, self._units[owner]):
-                    row.add(grad, name)
-            elif not recomputes:
-                row = self._rows.at(seam.value, self._units[owner])
-                for value in values:
-                    if value is not None:
-                        row.add(value)
-
-    def _look_at_parameters(self, unit: Unit) -> None:
-        name, seam = self._units[unit], files.PARAMETER if graph_task() == -1 else files.AGAIN
-        if self._rows.has(seam, name):
-            return
-        if seam == files.PARAMETER:
-            self._look_at_shards(files.SHARD, unit, name)
-        row = self._rows.at(seam, name)
-        for fqn, param in full_params(unit, name):
-            row.add(param, fqn)
-
-    def _look_at_shards(self, seam: str, unit: Unit, name: str) -> None:
-        row = self._rows.at(seam, name)
-        for piece in shard_pieces(unit, name):
-            row.add(piece.data, piece.fqn, piece.start)
-
-    def _look_at_reduced(self, layout: Layout, values: Sequence[torch.Tensor | None]) -> None:
-        unit = self._layouts.get(layout)
-        if unit is None:
-            return
-        row = self._rows.at(files.REDUCED, self._units[unit])
-        for reduced in values:
-            if reduced is not None:
-                for piece in gradient_pieces(unit, layout, self._units[unit], reduced):
-                    row.add(piece.data, piece.fqn, piece.start)
-
-    def _look_at_updates(self) -> None:
-        for unit, name in self._units.items():
-            self._look_at_shards(files.UPDATE, unit, name)

@@ -96,12 +96,12 @@ class Statistics:
         return math.sqrt(self.squares)
 
     @torch.no_grad()
-    def add(self, tensor: torch.Tensor, name: str | None = None, start: int = 0) -> None:
+    def add(self, tensor: torch.Tensor, name: str = "", start: int = 0) -> None:
         """Adds a tensor.
 
         Args:
             tensor: On any device.
-            name: Name of the parameter that it is a piece of; None for an activation.
+            name: Name of the parameter that it is a piece of; "" for an activation.
             start: Index of the piece's first element in the flattened parameter.
         """
         seen = _numbers_of(tensor)
@@ -122,13 +122,13 @@ class Statistics:
         self.total += values.sum().item()
         self.squares += torch.dot(values, values).item()
         self.largest = max(self.largest, -low, high)
-        seed = 0 if name is None else zlib.crc32(name.encode())
-        if name is None:
+        seed = zlib.crc32(name.encode())
+        if not name:
             self._wrap(_checksum_of_set(flat))
             row = seen.shape[1:].numel() if seen.dim() > 1 else 1
             values, start = values.view(-1, row).sum(0), 0
         else:
-            self._wrap(_checksum(flat.view(_INTS[flat.element_size()]).long(), start, seed))
+            self._wrap(int(_weighted_sums(bits_of(flat).long().unsqueeze(0), start, seed)))
         self.sketch = self.sketch + _sketch(values, start, seed)
 
     def _wrap(self, checksum: int) -> None:
@@ -168,7 +168,8 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 class _Blocking(NamedTuple):
     """The blocks in which a piece lies: the rest of a first one, whole ones, and the beginning of a last.
 
-    `parts` are the elements of each of these with their rows and places, `weights` and `signs` the blocks'.
+    `parts` are the places of each of these, the number of blocks, and the places in a block; `weights` and
+    `signs` are those of the blocks.
     """
 
     parts: Sequence[tuple[slice, int, slice]]
@@ -178,19 +179,16 @@ class _Blocking(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _blocking_of(numel: int, start: int, seed: int, device: torch.device) -> _Blocking:
-    offset, head = start % _BLOCK, min(numel, -start % _BLOCK)
-    whole, first = (numel - head) // _BLOCK, (start + head) // _BLOCK
-    end, parts, numbers = head + whole * _BLOCK, [], [*range(first, first + whole)]
-    if head:
-        parts.append((slice(head), 1, slice(offset, offset + head)))
-        numbers.insert(0, start // _BLOCK)
-    if whole:
-        parts.append((slice(head, end), whole, slice(_BLOCK)))
-    if numel > end:
-        parts.append((slice(end, numel), 1, slice(numel - end)))
-        numbers.append(first + whole)
-    blocks = torch.tensor(numbers, device=device) + (seed << 20)
-    return _Blocking(parts, _mixed(blocks) | 1, _signs_of(blocks, torch.float64))
+    parts, numbers, place = [], list[int](), 0
+    while place < numel:
+        offset, left = (start + place) % _BLOCK, numel - place
+        length = min(_BLOCK - offset, left) if offset or left < _BLOCK else left // _BLOCK * _BLOCK
+        blocks, first = max(1, length // _BLOCK), (start + place) // _BLOCK
+        parts.append((slice(place, place + length), blocks, slice(offset, offset + length // blocks)))
+        numbers += range(first, first + blocks)
+        place += length
+    seeded = torch.tensor(numbers, device=device) + (seed << 20)
+    return _Blocking(parts, _mixed(seeded) | 1, _signs_of(seeded, torch.float64))
 
 
 def _checksum_of_set(values: torch.Tensor) -> int:
@@ -202,25 +200,27 @@ def _checksum_of_set(values: torch.Tensor) -> int:
     return int((bits ^ (bits >> 16)).sum(dtype=torch.int64))
 
 
-def _checksum(bits: torch.Tensor, start: int, seed: int) -> int:
-    plan, weights = _blocking_of(bits.numel(), start, seed, bits.device), _weights(bits.device)
-    sums = [(bits[part].view(rows, -1) * weights[places]).sum(1) for part, rows, places in plan.parts]
-    return int((torch.cat(sums) * plan.weights).sum())
-
-
 def _sketch(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    plan, signs = (
-        _blocking_of(values.numel(), start, seed, values.device),
-        _signs(values.device, values.dtype),
-    )
-    sums = [values[part].view(rows, -1) @ signs[places] for part, rows, places in plan.parts]
-    return (torch.cat(sums).double() * plan.signs).sum(0).cpu()
+    blocking = _blocking_of(values.numel(), start, seed, values.device)
+    signs = _signs(values.device, values.dtype)
+    sums = [values[places].view(blocks, -1) @ signs[in_block] for places, blocks, in_block in blocking.parts]
+    return (torch.cat(sums).double() * blocking.signs).sum(0).cpu()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bits of elements as integers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.contiguous().view(_INTS[real.element_size()])
+
+
+def _weighted_sums(bits: torch.Tensor, start: int, seed: int) -> torch.Tensor:
+    """Returns the sum modulo 2^64 of each row with a weight for each place, of which `start` is the first."""
+    blocking, weights = _blocking_of(bits.shape[1], start, seed, bits.device), _weights(bits.device)
+    sums = [
+        (bits[:, places].view(len(bits), blocks, -1) * weights[in_block]).sum(2)
+        for places, blocks, in_block in blocking.parts
+    ]
+    return (torch.cat(sums, 1) * blocking.weights).sum(1)
 
 
 def bit_sums(rows: torch.Tensor) -> torch.Tensor:
@@ -230,26 +230,17 @@ def bit_sums(rows: torch.Tensor) -> torch.Tensor:
     step = max(1, _AT_ONCE // number // _BLOCK) * _BLOCK
     for start in range(0, numel, step):
         part = bits[:, start : start + step].long()
-        sums[:, 0] += part.sum(1)
-        sums[:, 1] += (part * _place_weights(start, part.shape[1], rows.device)).sum(1)
+        sums += torch.stack([part.sum(1), _weighted_sums(part, start, seed=0)], 1)
     return sums
-
-
-def _place_weights(start: int, numel: int, device: torch.device) -> torch.Tensor:
-    """Returns the weights of places from `start` on, which begins a block."""
-    first, blocks = start // _BLOCK + 1, -(-numel // _BLOCK)
-    of_blocks = _mixed(torch.arange(first, first + blocks, device=device)) | 1
-    if blocks == 1:
-        return _weights(device)[:numel] * of_blocks
-    return (of_blocks.unsqueeze(1) * _weights(device)).view(-1)[:numel]
 
 
 def changed_place(numel: int, plain: int, weighted: int) -> int | None:
     """Returns the one place at which rows of these differences of `bit_sums` differ; None if at several."""
     device = torch.device("cpu")
-    for start in range(0, numel, _AT_ONCE):
-        weights = _place_weights(start, min(numel - start, _AT_ONCE), device)
-        found = (weights * plain == weighted).nonzero()
+    for start in range(0, numel, _AT_ONCE):  # a multiple of a block
+        blocks = torch.arange(start, min(start + _AT_ONCE, numel), _BLOCK) // _BLOCK
+        weights = (_mixed(blocks) | 1).unsqueeze(1) * _weights(device)
+        found = (weights * plain == weighted).flatten().nonzero()
         if len(found) == 1 and plain:
             return start + int(found)
     return None

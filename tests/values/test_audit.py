@@ -22,6 +22,7 @@ from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
 from fsdp_wrap._values.statistics import bit_sums, block_sums, changed_place
+from fsdp_wrap.flat_param import FlatParameter
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 from nets import WIDTH, Block, Checkpointing, Net
@@ -184,10 +185,10 @@ def faulty_step(kind: str, draw: random.Random, model: nn.Module, optimizer: Any
     """Runs a step with one fault on one rank."""
     (tree,) = watch._trees
     culprit, number = draw.randrange(dist.get_world_size()), tree._number + tree._stepped
-    blocks = [unit for unit, name in tree._units.items() if name.startswith("blocks")]
+    blocks = [unit for name, unit in tree._units.items() if name.startswith("blocks")]
     unit = tree._random("unit", number).choice(blocks)  # the drawn one
     if KINDS[kind] in ("shard", "gather", "reduction"):
-        unit = draw.choice([*tree._units])
+        unit = draw.choice([*tree._units.values()])
     here, draw = dist.get_rank() == culprit, random.Random(draw.random())
     fault = Fault(kind if here else "", unit, draw)
     if kind == "shard, between steps":  # of the audited step and the next one
@@ -208,7 +209,8 @@ def faulty_step(kind: str, draw: random.Random, model: nn.Module, optimizer: Any
     else:
         with everywhere.having(fault):
             step(model, optimizer)
-    told = gather_objects((tree._units[fault.unit], fault.size))
+    named = next(name for name, unit in tree._units.items() if unit is fault.unit)
+    told = gather_objects((named, fault.size))
     name, size = told[culprit]
     return Outcome(kind, culprit, name, size, watch.findings)
 
@@ -221,7 +223,7 @@ def spoil_update(optimizer: Any, args: Any, kwargs: Any) -> None:
         watch, fault = spoiled_update.pop()
         before = watch._trees[0]._updates._before
         assert before is not None, "the update is not computed again"
-        fault.unit = before.unit
+        fault.unit = before.part.unit
         fault.size = flip(getattr(before.param, "_local_tensor", before.param), fault.draw)
 
 
@@ -297,6 +299,9 @@ def train_clean(model: nn.Module, steps: int) -> None:
                     model(batch()).square().mean().backward()
             step(model, optimizer)
             with torch.no_grad():
+                for param in model.parameters():
+                    if type(param) in (nn.Parameter, FlatParameter):
+                        param.view(-1)[:1].mul_(2)  # changes one bit, by a write that is counted
                 model.eval()
                 model(batch())
                 model.train()

@@ -26,6 +26,7 @@ from fsdp_wrap import (
 )
 from fsdp_wrap._core import PlugIn, ValueSeam, everywhere
 from fsdp_wrap._values.looks import Looks, Origin, Spot
+from fsdp_wrap._values.pieces import activations
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 from nets import WIDTH, Block, Checkpointing, Net
@@ -354,14 +355,14 @@ def test_results_that_stay_on_the_device_are_read_once():
         values = torch.full((2, 3), 0.5)
         values[1, 1] = value
         spot = Spot("output", f"blocks.{step}", f"blocks.{step}")
-        named = [("the first", torch.ones(2)), ("the second", values)]
-        assert looks.at(Origin(spot, True, "Made here"), named) is None and looks.found is None
+        looks.look(Origin(spot, True, "Made here"), "output", activations([torch.ones(2), values]))
+        assert looks.found is None
     found = looks.take()
     assert found is not None and looks.take() is None
     assert (found.rank, found.iteration, found.look, found.unit) == (3, 7, 2, "blocks.1")
-    assert (found.tensor, found.shape, found.index, found.nan) == ("the second", (2, 3), None, -1)
+    assert (found.tensor, found.shape, found.index, found.nan) == ("output 1", (2, 3), None, -1)
     assert found.before == (("output of 'blocks.0'", 1.0),)
-    assert "the second of shape (2, 3) is not finite. Made here." in found.describe()
+    assert "output 1 of shape (2, 3) is not finite. Made here." in found.describe()
 
 
 def test_nothing_sharded_is_refused():

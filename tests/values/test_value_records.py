@@ -24,7 +24,7 @@ from fsdp_wrap._values.statistics import Statistics
 from fsdp_wrap._values.verdict import Verdict, judge
 from fsdp_wrap.tools.command import main
 from fsdp_wrap.wrap import ModuleWrapPolicy
-from nets import WIDTH, Block, Net
+from nets import WIDTH, Block, Checkpointing, Net
 
 UNITS = ["blocks.0", "blocks.1"]
 ROWS = 8
@@ -37,6 +37,10 @@ class Dropping(Net):
         for block in self.blocks:
             x = block(x if block is self.blocks[0] else nn.functional.dropout(x, 0.1, self.training))
         return self.head(x)
+
+
+class CheckpointedNet(Checkpointing, Net):
+    """A net whose blocks are computed again in the backward."""
 
 
 def made(front: str = "orig", net: type[nn.Module] = Net, **options: Any) -> nn.Module:
@@ -122,8 +126,9 @@ def test_front_ends_and_a_plain_module_record_the_same(tmp_path):
     record_plain(tmp_path / "plain")
     for front in ("flat", "composable", "columns"):
         run_ranks(2, _recording, str(tmp_path / front), {"front": front})
-    assert compared(tmp_path / "flat", tmp_path / "composable").kind == "equal"
-    assert compared(tmp_path / "flat", tmp_path / "columns").kind == "equal"
+    run_ranks(2, _recording, str(tmp_path / "checkpointed"), {"front": "flat", "net": CheckpointedNet})
+    for other in ("composable", "columns", "checkpointed"):
+        assert compared(tmp_path / "flat", tmp_path / other).kind == "equal", other
     verdict = compared(tmp_path / "plain", tmp_path / "composable")
     assert verdict.kind == "rounding", (verdict.told, verdict.first)
     assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20

@@ -16,7 +16,7 @@ from bed import ranks, run_isolated, run_ranks
 from bed.patience import NEVER
 from bed.scripts import python
 from fronts import each_front
-from fsdp_wrap._values.verifying.launch import Launch
+from fsdp_wrap._values.verifying.launch import launch
 from fsdp_wrap._values.verifying.observe import Errand, Observed, observe, places_of, seed_as_of
 from fsdp_wrap._values.verifying.pair import Pair
 from fsdp_wrap._values.verifying.report import Verification, verification_of
@@ -229,7 +229,7 @@ def test_a_compiled_model_is_verified(mistake, verdict):
 
 def alone(setup: Any, sharded: bool = True, count: int = 1, timeout: float = 60.0) -> None:
     """Runs what is no program, or one that fails."""
-    Launch(timeout).run(Errand(setup, sharded, 1), count)
+    launch(Errand(setup, sharded, 1), count, timeout)
 
 
 def failing(sharded: bool, on: int) -> Any:

@@ -13,7 +13,7 @@ from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, t
 from fsdp_wrap._values.auditing.tree import TreeAudit
 from fsdp_wrap._values.finding import quoted
 from fsdp_wrap._values.pieces import idle_units
-from fsdp_wrap._values.rows import check_every
+from fsdp_wrap._values.record import check_every
 
 OnFault = Literal["warn", "raise"] | Callable[[Corruption], object]
 

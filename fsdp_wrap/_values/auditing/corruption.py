@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-from fsdp_wrap._values.finding import FoundError, quoted
+from fsdp_wrap._values.finding import FoundError, quoted, ranked
 
 SHARD, GATHER, FORWARD, BACKWARD = "shard", "gather", "forward", "backward"
 REDUCTION, UPDATE = "reduction", "update"
@@ -56,9 +56,7 @@ class Corruption:
 
     def describe(self) -> str:
         """Returns the finding as sentences."""
-        who = f"rank {self.rank}"
-        if len(self.suspects) > 1:
-            who = f"one of the ranks {', '.join(map(str, self.suspects))}"
+        who = f"{'one of the ' * (len(self.suspects) > 1)}{ranked(self.suspects)}"
         many = "" if self.count < 0 else f"{self.count} wrong, "
         where = ""
         if self.index is not None and self.shape is not None:

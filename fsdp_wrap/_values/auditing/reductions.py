@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_wrap._params import Layout, Segment
-from fsdp_wrap._runtime import Unit
+from fsdp_wrap._params import Layout
 from fsdp_wrap._values.auditing.corruption import REDUCTION, Corruption
-from fsdp_wrap._values.auditing.places import Key, element_at
+from fsdp_wrap._values.auditing.parts import Key, Part
+from fsdp_wrap._values.pieces import handle_of
 from fsdp_wrap._values.statistics import block_sums
 
 _LEAST_BLOCK = 16
@@ -23,9 +23,7 @@ _MOST_BLOCKS = 4096
 class _Sum:
     """Block sums of one segment: of all owners' parts as sent, and of this rank's reduced shard."""
 
-    unit: Unit
-    layout: Layout
-    segment: Segment
+    part: Part
     sent: torch.Tensor
     passes: int
     reduced: torch.Tensor | None = None
@@ -49,45 +47,40 @@ class Reductions:
         """The segments whose reductions are over."""
         return [*self._done]
 
-    def checks(self, unit: Unit, layout: Layout) -> bool:
+    def checks(self, part: Part) -> bool:
         """Whether a unit's sums are those that its communicators make of all ranks' numbers."""
-        handle = unit.handle
-        if handle is None or handle.sums is not None or handle.has_own_reduction:
-            return False
-        if handle.transport is not handle.communicator or layout.average_hook is not None:
+        handle = handle_of(part.unit)
+        if handle.sums is not None or handle.has_own_reduction or part.layout.average_hook is not None:
             return False
         ranks = handle.communicator.size * handle.replicas.size
-        return ranks == len(self._members) and handle.communicator.members <= self._members
+        whole = ranks == len(self._members) and handle.communicator.members <= self._members
+        return whole and handle.transport is handle.communicator
 
-    def send(self, unit: Unit, key: Key, full: torch.Tensor) -> None:
+    def send(self, part: Part, full: torch.Tensor) -> None:
         """Notes a complete reduce buffer; what was summed over a part of the ranks before counts too."""
-        layout = unit.layouts[key.segment]
-        if not self.checks(unit, layout):
+        layout, adds = part.layout, part.segment.gradients.partial is not None
+        before = self._sent.get(part.key)
+        if not self.checks(part) or (adds and before is None):  # of a step that was not drawn
             return
-        assert unit.handle is not None
-        segment = unit.segments[key.segment]
-        rows = full.view(unit.handle.communicator.size, -1)
-        rows = rows[:, : layout.shard_numel - layout.noted_numel]
-        sums, passes = block_sums(rows, _block_of(layout)), 1
-        before = self._sent.get(key)
-        if before is not None and segment.gradients.partial is not None:
-            sums, passes = sums + before.sent, before.passes + 1
-        elif segment.gradients.partial is not None:
-            return  # of a step that was not drawn
-        self._sent[key] = _Sum(unit, layout, segment, sums, passes)
+        rows = full.view(part.communicator.size, -1)[:, : layout.shard_numel - layout.noted_numel]
+        sums = block_sums(rows, _block_of(layout))
+        if adds and before is not None:
+            self._sent[part.key] = _Sum(part, sums + before.sent, before.passes + 1)
+        else:
+            self._sent[part.key] = _Sum(part, sums, 1)
 
-    def take(self, key: Key, reduced: torch.Tensor) -> None:
+    def take(self, part: Part, reduced: torch.Tensor) -> None:
         """Notes a reduced shard."""
-        found = self._sent.pop(key, None)
-        if found is None:
+        noted, layout = self._sent.pop(part.key, None), part.layout
+        if noted is None:
             return
-        own = reduced[: found.layout.shard_numel - found.layout.noted_numel].unsqueeze(0)
-        found.reduced = block_sums(own, _block_of(found.layout))[0, 0]
-        before = self._done.get(key)
+        own = reduced[: layout.shard_numel - layout.noted_numel].unsqueeze(0)
+        noted.reduced = block_sums(own, _block_of(layout))[0, 0]
+        before = self._done.get(part.key)
         if before is not None and before.reduced is not None:
-            found.sent, found.reduced = found.sent + before.sent, found.reduced + before.reduced
-            found.passes += before.passes
-        self._done[key] = found
+            noted.sent, noted.reduced = noted.sent + before.sent, noted.reduced + before.reduced
+            noted.passes += before.passes
+        self._done[part.key] = noted
 
     def collect(self, common: Iterable[Key]) -> torch.Tensor:
         """Returns the sums that this rank has sent, to be added over all ranks; drops other segments."""
@@ -100,35 +93,33 @@ class Reductions:
         """Yields the shards that are not the sums of all ranks."""
         done, self._done = self._done, {}
         sizes = [each.sent.numel() for each in done.values()]
-        for (key, each), total in zip(done.items(), torch.split(totals, sizes) if sizes else ()):
-            assert each.unit.handle is not None
-            rank, numel = each.unit.handle.communicator.rank, _block_of(each.layout)
-            wrong = _wrong_blocks(each, total.view(each.sent.shape)[:, rank], len(self._members))
+        for noted, total in zip(done.values(), torch.split(totals, sizes) if sizes else ()):
+            part, numel = noted.part, _block_of(noted.part.layout)
+            own = total.view(noted.sent.shape)[:, part.communicator.rank]
+            wrong = _wrong_blocks(noted, own, len(self._members))
             if len(wrong):
-                fqn, index, shape = element_at(each.layout, key.unit, rank, int(wrong[0]) * numel)
-                what = f"the reduced gradient of '{fqn}'"
                 told = (
                     "It is not the sum of the gradients that the ranks have sent: made here, or sent wrong. "
                     f"Counted in blocks of {numel} elements"
                 )
-                yield Corruption(
-                    self._rank, step, REDUCTION, key.unit, what, told, index, shape, count=len(wrong)
-                )
+                element = part.element_at(int(wrong[0]) * numel)
+                yield part.corruption(self._rank, step, REDUCTION, told, element, count=len(wrong))
 
 
 def _block_of(layout: Layout) -> int:
     return max(_LEAST_BLOCK, -(-layout.shard_numel // _MOST_BLOCKS))
 
 
-def _wrong_blocks(each: _Sum, own: torch.Tensor, ranks: int) -> torch.Tensor:
+def _wrong_blocks(noted: _Sum, own: torch.Tensor, ranks: int) -> torch.Tensor:
     """Returns the numbers of the blocks that differ by more than rounding can explain."""
-    dtypes, gradients, numel = each.segment.dtypes, each.segment.gradients, _block_of(each.layout)
+    segment, numel = noted.part.segment, _block_of(noted.part.layout)
+    dtypes, gradients = segment.dtypes, segment.gradients
     factor = 1.0 if gradients.factor is None else gradients.factor.item()
-    assert each.reduced is not None
-    reduced, (summed, absolute) = each.reduced.cpu(), own.unbind()
+    assert noted.reduced is not None
+    reduced, (summed, absolute) = noted.reduced.cpu(), own.unbind()
     sums, kept = torch.finfo(dtypes.reduce), torch.finfo(dtypes.grad)
-    roundings = ranks - 1 + each.passes
-    relative = roundings * sums.eps / 2 + numel * torch.finfo(torch.float64).eps * (ranks + each.passes)
+    roundings = ranks - 1 + noted.passes
+    relative = roundings * sums.eps / 2 + numel * torch.finfo(torch.float64).eps * (ranks + noted.passes)
     relative += kept.eps / 2 * ((dtypes.grad != dtypes.reduce) + (math.frexp(factor)[0] != 0.5))
     least = numel * (roundings + 2) * max(map(_smallest, (dtypes.reduce, dtypes.grad)))
     bound = 1.01 * relative * absolute * factor + least

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from random import Random
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
-from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout, held_params
+from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._values import files
 from fsdp_wrap._values.auditing.corruption import SHARD, UPDATE, Corruption, causes
-from fsdp_wrap._values.auditing.places import Key, Sums, keyed
+from fsdp_wrap._values.auditing.parts import Key, Part, Sums, parts_of
 from fsdp_wrap._values.auditing.reductions import Reductions
 from fsdp_wrap._values.auditing.shards import Shards
 from fsdp_wrap._values.auditing.twice import Twice, can_be_twice
 from fsdp_wrap._values.auditing.updates import RepeatedUpdate
 from fsdp_wrap._values.council import Council, all_begin, all_here
+from fsdp_wrap._values.pieces import Piece, handle_of
+from fsdp_wrap._values.recorder import Reader, UnitRecorder
+
+_NOT_STEADY = "all ranks differ: it is not deterministic, or other code uses its parameters or hooks"
 
 
 class _Told(NamedTuple):
@@ -32,10 +33,9 @@ class _Told(NamedTuple):
     sent: Mapping[Key, Sums]
     done: Sequence[Key]
     differs: bool
-    refused: str
 
 
-class TreeAudit(PlugIn):
+class TreeAudit(Reader):
     """Audits drawn steps of one tree.
 
     Args:
@@ -50,8 +50,6 @@ class TreeAudit(PlugIn):
         audited: Number of audited steps that have ended.
     """
 
-    order = Precedence.VALUES
-
     def __init__(
         self,
         schedule: Schedule,
@@ -61,7 +59,7 @@ class TreeAudit(PlugIn):
         report: Callable[[Sequence[Corruption]], None],
         skip: Callable[[str, str], None],
     ) -> None:
-        self._schedule, self._units, self._every, self._seed = schedule, units, every, seed
+        self._schedule, self._every, self._seed = schedule, every, seed
         self._report, self._skip = report, skip
         self._rank = dist.get_rank()
         self._council = Council(schedule)
@@ -69,13 +67,14 @@ class TreeAudit(PlugIn):
         self._stepped = self._trains = self._begun = False
         self._leader: ref[torch.optim.Optimizer] | None = None
         self._others = WeakSet[torch.optim.Optimizer]()  # that have stepped since the leader has
-        self._layouts: dict[Layout, tuple[Unit, Key]] = {}
-        self._owners: dict[int, tuple[Unit, Key]] = {}
+        self._parts: dict[Layout, Part] = {}
+        self._owners: dict[int, Part] = {}
         self._twice, self._drawn = Twice(schedule.device), ""
-        self._cannot: set[Unit] = set()
+        self._cannot: set[str] = set()
+        self._recorder = UnitRecorder(units, self)
+        self._units = self._recorder.by_name
         self._forget()
-        self._hook = register_optimizer_step_post_hook(self._on_step)
-        self._armed = ExitStack()
+        self._recorder.follow()
         self._follow()
 
     def _forget(self) -> None:
@@ -99,17 +98,14 @@ class TreeAudit(PlugIn):
 
     def _follow(self) -> None:
         """Looks on in a drawn step, and not at all in others."""
-        drawn = self._is_drawn()
-        if not drawn:
-            self._armed.close()
-        elif self not in everywhere.attached:
-            everywhere.attach(self)
-            self._armed.callback(everywhere.detach, self)
-            self._armed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        if not self._is_drawn():
+            self._recorder.close()
+        elif not self._recorder.is_open:
+            self._recorder.open()
 
     def end_step(self) -> None:
         """Notes that parameters were updated."""
-        if self in everywhere.attached:
+        if self._recorder.is_open:
             self._stepped = True
         else:
             self._number += 1
@@ -124,7 +120,7 @@ class TreeAudit(PlugIn):
         if self._leader is not None and self._leader() is optimizer:
             self._others.clear()
             return True
-        if not self._holds(optimizer):
+        if not self._recorder.holds(optimizer):
             return False
         if self._leader is not None and optimizer not in self._others:
             self._others.add(optimizer)
@@ -133,20 +129,14 @@ class TreeAudit(PlugIn):
         self._others.clear()
         return True
 
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {*map(id, held_params(optimizer))}
-        layouts = (layout for unit in self._units for layout in unit.layouts)
-        return any(id(param) in held for layout in layouts for param in layout.sharded_params)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         if self._begun:
             draw = self._random("parameter", self._number)
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
             # What takes a step on shards wraps the closure that was given, which may be None.
             with_closure = getattr(closure, "__wrapped__", closure) is not None
             self._updates.before(optimizer, self._owners, draw, with_closure)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._begun:
             found = self._updates.check(self._rank, self._number)
             self._updated += [] if found is None else [found]
@@ -161,25 +151,22 @@ class TreeAudit(PlugIn):
             if meets and self._stepped and all_here(self._schedule):
                 self._end_step()
         finally:
-            self._armed.close()
-            self._hook.remove()
+            self._recorder.leave()
 
     # seams
 
     # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
     # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
 
-    def forward_opens(self, schedule: Any) -> None:
-        if schedule is not self._schedule:
-            return
-        all_run = all_begin(schedule)
+    def begin(self, schedule: Schedule | None) -> None:
+        all_run = all_begin(self._schedule)
         if all_run and self._stepped:
             self._end_step()
-            if self not in everywhere.attached:
+            if not self._recorder.is_open:
                 return
         self._trains = all_run and torch.is_grad_enabled()
         if self._trains:
-            self._layouts = keyed(self._units)
+            self._parts = parts_of(self._units)
             if not self._begun:
                 self._begin_step()
 
@@ -191,39 +178,39 @@ class TreeAudit(PlugIn):
     def _begin_step(self) -> None:
         self._begun = True
         self._owners = {
-            id(param): owner for layout, owner in self._layouts.items() for param in layout.sharded_params
+            id(param): part for layout, part in self._parts.items() for param in layout.sharded_params
         }
         self._shards.look()
-        units = [unit for unit in self._units if unit not in self._cannot and can_be_twice(unit)]
-        unit = self._random("unit", self._number).choice(units) if units else None
-        self._drawn = "" if unit is None else self._units[unit]
-        self._twice.draw(unit)
+        names = [
+            name for name, unit in self._units.items() if name not in self._cannot and can_be_twice(unit)
+        ]
+        self._drawn = self._random("unit", self._number).choice(names) if names else ""
+        self._twice.draw(self._units[self._drawn] if names else None)
 
-    def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        if self._looks_on and graph_task() == -1 and current_transform() is None:
+    def computes(self, unit: Unit, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        if self._looks_on:
             self._twice.begin(unit, compute, args, kwargs)
 
-    def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
+    def see(self, seam: str, unit: str, pieces: Iterable[Piece]) -> None:
         if not self._looks_on:
             return
-        if owner in self._layouts:
-            (reduced,) = values
-            if reduced is not None:
-                self._reductions.take(self._layouts[owner][1], reduced)
-        elif owner in self._units and current_transform() is None:
-            if seam is ValueSeam.PARAMETERS:
-                self._shards.take(owner, graph_task() != -1)
-            elif seam is ValueSeam.GRADIENTS:
-                self._twice.take_gradients(owner, alone=len(self._council.members) == 1)
-            elif seam is ValueSeam.OUTPUTS and graph_task() == -1:
-                self._twice.take_outputs(owner, [each for each in values if each is not None])
+        if seam in (files.PARAMETER, files.AGAIN):
+            self._shards.take(unit, "forward" if seam == files.PARAMETER else "backward")
+        elif seam == files.GRADIENT:
+            self._twice.take_gradients(self._units[unit], alone=len(self._council.members) == 1)
+        elif seam == files.OUTPUT:
+            self._twice.take_outputs(self._units[unit], [piece.data for piece in pieces])
 
-    def sends(self, layout: Any, full: torch.Tensor) -> None:
-        if self._looks_on and layout in self._layouts:
-            self._reductions.send(*self._layouts[layout], full)
+    def reduced(self, unit: str, layout: Layout, shard: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        if self._looks_on and layout in self._parts:
+            self._reductions.take(self._parts[layout], shard)
 
-    def backward_ended(self, schedule: Any) -> None:
-        if schedule is self._schedule and self._begun and all_here(schedule):
+    def sends(self, layout: Layout, full: torch.Tensor) -> None:
+        if self._looks_on and layout in self._parts:
+            self._reductions.send(self._parts[layout], full)
+
+    def end(self, schedule: Schedule) -> None:
+        if self._begun and all_here(schedule):
             self._meet()
 
     # meetings
@@ -231,46 +218,24 @@ class TreeAudit(PlugIn):
     @torch.no_grad()
     def _meet(self) -> None:
         """Compares the evidence of a forward and backward with that of the other ranks."""
-        step, looks = self._number, self._looks()
-        differs = self._twice.differs()
-        own = _Told(looks, self._shards.sent, self._reductions.done, differs, self._twice.refused)
+        step, shards = self._number, self._shards
+        own = _Told(shards.looks, shards.sent, self._reductions.done, self._twice.differs())
         told = dict(zip(self._council.members, self._council.gather(own)))
-        sent = {rank: each.sent for rank, each in told.items()}
-        found = [*self._shards.check_replicas(step, SHARD, {rank: each.looks for rank, each in told.items()})]
-        found += self._shards.check_gathered(step, sent)
-        found += self._shards.check_kept(step)
+        found = [*shards.check_replicas(step, SHARD, {rank: each.looks for rank, each in told.items()})]
+        found += shards.check_gathered(step, {rank: each.sent for rank, each in told.items()})
+        found += shards.check_kept(step)
         common = [key for key in own.done if all(key in each.done for each in told.values())]
         sums = self._reductions.collect(sorted(common))
         self._council.add(sums)
         found += self._reductions.check(step, sums)
-        if any(each.differs for each in told.values()):
-            found += self._judge(
-                differs, alone=len(told) == 1 or not all(each.differs for each in told.values())
-            )
-        self._leave_out(next((each.refused for each in told.values() if each.refused), ""))
+        differing, judged = sum(each.differs for each in told.values()), list[Corruption]()
+        if differing:
+            judged = self._twice.judge(self._rank, step, self._drawn)
+        refused = self._twice.refused
+        if judged and differing == len(told) > 1:  # no hardware fails on all ranks at once
+            refused, judged = _NOT_STEADY, []
+        self._conclude(found + judged, refused)
         self._twice.forget()
-        self._conclude(found)
-
-    def _looks(self) -> dict[Key, Sums]:
-        return {key: look.sums for key, look in self._shards.looks.items()}
-
-    def _judge(self, differs: bool, alone: bool) -> list[Corruption]:
-        """Computes the drawn unit more often, on all ranks; returns what is wrong on this one.
-
-        No hardware fails on all ranks at once: if none is `alone`, it is the program.
-        """
-        judged = self._twice.judge(self._rank, self._number, self._drawn)
-        if not isinstance(judged, str) and not alone:
-            judged = "all ranks differ: it is not deterministic, or other code uses its parameters or hooks"
-        reasons = self._council.share(judged if differs and isinstance(judged, str) else None)
-        self._leave_out(reasons[0] if reasons else "")
-        return judged if differs and not isinstance(judged, str) else []
-
-    def _leave_out(self, reason: str) -> None:
-        """Draws a unit never again, if there is a reason."""
-        if reason:
-            self._cannot |= {unit for unit, name in self._units.items() if name == self._drawn}
-            self._skip(self._drawn, reason)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -279,7 +244,7 @@ class TreeAudit(PlugIn):
         try:
             if self._begun:
                 found += self._shards.check_kept(step)
-                told = dict(zip(self._council.members, self._council.gather(self._looks())))
+                told = dict(zip(self._council.members, self._council.gather(self._shards.looks)))
                 found += self._shards.check_replicas(step, UPDATE, told)
                 self.audited += 1
                 self._conclude(found)
@@ -289,12 +254,14 @@ class TreeAudit(PlugIn):
             self._number += 1
             self._follow()
 
-    def _conclude(self, own: Iterable[Corruption]) -> None:
-        """Reports what all ranks have found, once a step."""
-        shared = self._council.share([*own] or None)
-        if not shared:
-            return
-        found = causes((one for of_rank in shared for one in of_rank), self._ranks_of)
+    def _conclude(self, own: Sequence[Corruption], refused: str = "") -> None:
+        """Reports what all ranks have found, once a step; draws a unit never again that one has refused."""
+        shared = self._council.share((own, refused) if own or refused else None)
+        reasons = [reason for _, reason in shared if reason]
+        if reasons:
+            self._cannot.add(self._drawn)
+            self._skip(self._drawn, reasons[0])
+        found = causes((one for of_rank, _ in shared for one in of_rank), self._ranks_of)
         new = [each for each in found if self._is_new(each)]
         self._reported |= {(each.phase, each.rank, each.unit) for each in new}
         if new:
@@ -306,5 +273,4 @@ class TreeAudit(PlugIn):
         return not any((phase, found.rank, found.unit) in self._reported for phase in phases)
 
     def _ranks_of(self, name: str) -> frozenset[int]:
-        unit = next(unit for unit, own in self._units.items() if own == name)
-        return frozenset() if unit.handle is None else unit.handle.communicator.members
+        return handle_of(self._units[name]).communicator.members

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from fsdp_wrap._core import REFUSED_HOOKS_OF, iter_tensors, map_tensors
 from fsdp_wrap._params import Showing
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._values.auditing.corruption import BACKWARD, FORWARD, Corruption
-from fsdp_wrap._values.finding import index_at
+from fsdp_wrap._values.finding import first_true, index_at
 from fsdp_wrap._values.pieces import whole_name
 from fsdp_wrap._values.statistics import bits_of
 
@@ -57,7 +57,6 @@ class _Forward:
     compute: Callable[..., Any]
     args: Any
     params: list[list[torch.Tensor]]
-    buffers: list[tuple[dict[str, Any], str, torch.Tensor]]
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
     random: _Random
     autocasts: list[tuple[str, bool, torch.dtype]]
@@ -68,12 +67,11 @@ class _Forward:
     input_grads: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     backwards: int = 0
+    differs: bool = False
 
     def results(self) -> dict[str, torch.Tensor]:
         """Returns by name what the training step has computed."""
-        found = {f"output {n}": each for n, each in enumerate(self.outputs)}
-        found |= {f"the gradient of input {n}": each for n, each in self.input_grads.items()}
-        return found | {f"the gradient of '{fqn}'": each for fqn, each in self.grads.items()}
+        return _by_name(self.outputs, self.input_grads, self.grads)
 
 
 class Twice:
@@ -105,15 +103,9 @@ class Twice:
         try:
             _refuse_mutable((args, *kwargs.values()))
             call = _Forward(
-                *(unit, compute, _Copies().of((args, kwargs))),
+                *(unit, compute, _copied((args, kwargs))[0]),
                 params=[[_alike(leaf.data) for leaf in each.leaves] for each in unit.segments],
-                buffers=[
-                    (module._buffers, name, _alike(buffer))
-                    for module in unit.module.modules()
-                    for name, buffer in module._buffers.items()
-                    if buffer is not None
-                ],
-                attributes=[(vars(each), dict(vars(each))) for each in unit.module.modules()],
+                attributes=[(vars(each), _with_buffers(vars(each))) for each in unit.module.modules()],
                 random=_Random(self._device),
                 autocasts=[
                     (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -125,7 +117,8 @@ class Twice:
             self._unit, self.refused = None, str(reason)
             return
         self._call = call
-        for number, tensor in enumerate(_distinct((args, kwargs))):
+        distinct = {id(each): each for each in iter_tensors((args, kwargs))}
+        for number, tensor in enumerate(distinct.values()):
             if tensor.requires_grad and tensor.grad_fn is not None and call.with_grad:
                 tensor.grad_fn.register_prehook(partial(_note, call.input_grads, number, 0))
 
@@ -164,13 +157,14 @@ class Twice:
         if call is None or not call.outputs:
             return False
         try:
-            return bool(_different(call.results(), self._compute()))
+            call.differs = bool(_different(call.results(), self._compute()))
+            return call.differs
         except Exception as error:  # of code that must not run twice
             self.refused, self._call = f"it raises a {type(error).__name__} when it is repeated", None
             return False
 
-    def judge(self, rank: int, step: int, unit: str) -> list[Corruption] | str:
-        """Computes more often; returns what differs from all of that, or why it proves nothing.
+    def judge(self, rank: int, step: int, unit: str) -> list[Corruption]:
+        """Computes more often; returns what differs from all of that, unless `refused` tells why not.
 
         All ranks call it if one has found something, since the unit may communicate.
         """
@@ -180,14 +174,20 @@ class Twice:
         first, *others = (self._compute() for _ in range(3))
         with warnings.catch_warnings(record=True) as told, _warning_of_kernels():
             others.append(self._compute())
+        if not call.differs:
+            return []
         kernels = {str(each.message).split(_HAS_NO)[0] for each in told if _HAS_NO in str(each.message)}
-        if kernels:
-            return f"it uses kernels that are not deterministic: {', '.join(sorted(kernels))}"
-        found = _different(call.results(), first)
-        if not found or any(_different(first, other) for other in others):
-            return "repetitions on a rank differ: its code or kernels are not deterministic, or it is faulty"
         results = call.results()
-        return [_finding(rank, step, unit, name, results[name], first[name]) for name in found]
+        found = _different(results, first)
+        if kernels:
+            self.refused = f"it uses kernels that are not deterministic: {', '.join(sorted(kernels))}"
+        elif not found or any(_different(first, other) for other in others):
+            self.refused = (
+                "repetitions on a rank differ: its code or kernels are not deterministic, or it is faulty"
+            )
+        else:
+            return [_finding(rank, step, unit, name, results[name], first[name]) for name in found]
+        return []
 
     def forget(self) -> None:
         """Drops all that is kept."""
@@ -199,25 +199,19 @@ class Twice:
         assert call is not None
         try:
             with _as_it_was(call) as params, torch.set_grad_enabled(call.with_grad):
-                copies = _Copies(call.with_grad)
-                args, kwargs = copies.of(call.args)
+                (args, kwargs), copies = _copied(call.args, call.with_grad)
                 outputs = [*iter_tensors(call.compute(*args, **kwargs))]
                 outputs = [
                     each.to(was.dtype) if each.is_floating_point() else each
                     for each, was in zip(outputs, call.outputs)
                 ]
-                found = {f"output {n}": each.detach() for n, each in enumerate(outputs)}
                 grads = call.output_grads if not call.again and call.backwards <= 1 else {}
-                if grads and all(outputs[n].requires_grad for n in grads):
-                    torch.autograd.backward([outputs[n] for n in grads], [*grads.values()])
-                    inputs = {n: copies.made[n].grad for n in call.input_grads}
-                    found |= {f"the gradient of input {n}": x for n, x in inputs.items() if x is not None}
-                    found |= {
-                        f"the gradient of '{fqn}'": param.grad.to(call.grads[fqn].dtype)
-                        for fqn, param in params.items()
-                        if fqn in call.grads and param.grad is not None
-                    }
-                return found
+                if not grads or not all(outputs[n].requires_grad for n in grads):
+                    return _by_name(outputs, {}, {})
+                torch.autograd.backward([outputs[n] for n in grads], [*grads.values()])
+                own = {fqn: params[fqn].grad for fqn in call.grads}
+                cast = {fqn: grad.to(call.grads[fqn].dtype) for fqn, grad in own.items() if grad is not None}
+                return _by_name(outputs, {n: copies[n].grad for n in call.input_grads}, cast)
         finally:
             now.restore()
 
@@ -225,7 +219,7 @@ class Twice:
 def can_be_twice(unit: Unit) -> bool:
     """Whether a unit can be computed again on its own: no units, hooks or foreign parameters inside."""
     handle = unit.handle
-    if handle is None or unit.companions or unit.tied_to is not None or unit.parts:
+    if not unit.layouts or unit.companions or unit.tied_to is not None or unit.parts:
         return False
     if len({*units_in(unit.module).values()}) > 1 or handle.shown.state is not Showing.SHARDED:
         return False
@@ -259,30 +253,21 @@ def _note(
         into[number] = grad.detach()
 
 
-def _distinct(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in arguments, each once."""
-    return [*{id(each): each for each in iter_tensors(value)}.values()]
+def _copied(value: Any, keeps_grad: bool = True) -> tuple[Any, list[torch.Tensor]]:
+    """Returns a value with copies of its tensors, and these; one tensor stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _alike(tensor).requires_grad_(tensor.requires_grad and keeps_grad)
+        return copies[id(tensor)]
+
+    return map_tensors(copy, value), [*copies.values()]
 
 
-class _Copies:
-    """Copies of tensors with the same strides and alignment; one tensor stays one."""
-
-    def __init__(self, keeps_grad: bool = True) -> None:
-        self._keeps_grad = keeps_grad
-        self._by_id: dict[int, torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        return map_tensors(self._copy, value)
-
-    @property
-    def made(self) -> list[torch.Tensor]:
-        return [*self._by_id.values()]
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._by_id:
-            copied = _alike(tensor).requires_grad_(tensor.requires_grad and self._keeps_grad)
-            self._by_id[id(tensor)] = copied
-        return self._by_id[id(tensor)]
+def _with_buffers(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a module's attributes with copies of its buffers."""
+    return {**attributes, "_buffers": map_tensors(_alike, attributes["_buffers"])}
 
 
 @torch.no_grad()
@@ -306,14 +291,10 @@ def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
     """Shows modules copies of a forward's parameters and buffers, with its random numbers and casts."""
     handle = call.unit.handle
     by_name: dict[str, nn.Parameter] = {}
-    assert handle is not None
     with ExitStack() as undo:
         for held, before in call.attributes:
             undo.callback(_put_back, held, dict(held))
-            _put_back(held, before)
-        for buffers, name, value in call.buffers:
-            undo.callback(buffers.__setitem__, name, buffers[name])
-            buffers[name] = _alike(value)
+            _put_back(held, _with_buffers(before))
         leaves = handle.shown.state is Showing.LEAVES
         for segment, values in zip(call.unit.segments, call.params):
             shown = [
@@ -351,14 +332,23 @@ def _warning_of_kernels() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def _by_name(
+    outputs: Sequence[torch.Tensor],
+    input_grads: Mapping[int, torch.Tensor | None],
+    grads: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Returns what a unit has computed, by name."""
+    results = {
+        **{f"output {number}": output for number, output in enumerate(outputs)},
+        **{f"the gradient of input {number}": grad for number, grad in input_grads.items()},
+        **{f"the gradient of '{fqn}'": grad for fqn, grad in grads.items()},
+    }
+    return {name: result.detach() for name, result in results.items() if result is not None}
+
+
 def _different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Returns the names of results that have other bits."""
-    return [name for name in one if name in other and not _same(one[name], other[name])]
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.shape == other.shape and one.dtype == other.dtype
-    return alike and torch.equal(bits_of(one), bits_of(other))
+    return [name for name in one if name in other and not same_bits(one[name], other[name])]
 
 
 def _finding(
@@ -366,15 +356,20 @@ def _finding(
 ) -> Corruption:
     phase = FORWARD if name.startswith("output") else BACKWARD
     told = "Repetitions from the same inputs, parameters and random numbers agree on other bits"
-    index, count = None, -1
-    if found.shape == repeated.shape:
-        index, count = first_different(found, repeated)
+    alike = found.shape == repeated.shape
+    index, count = first_different(found, repeated) if alike else (None, -1)
     what, quote, fqn = name.rstrip("'").partition("'")
     tensor = f"{what}'{whole_name(unit, fqn)}'" if quote else name
     return Corruption(rank, step, phase, unit, tensor, told, index, tuple(found.shape), count)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, also where they are not finite."""
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(bits_of(one), bits_of(other))
+
+
 def first_different(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Returns the index of the first element that has other bits, and how many have."""
     wrong = (bits_of(one) != bits_of(other)).cpu()
-    return index_at(int(wrong.reshape(-1).to(torch.uint8).argmax()), one.shape), int(wrong.sum())
+    return index_at(first_true(wrong), one.shape), int(wrong.sum())

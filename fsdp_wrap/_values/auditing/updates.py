@@ -11,11 +11,9 @@ import torch
 from torch import nn, optim
 
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import UPDATE, Corruption
-from fsdp_wrap._values.auditing.places import Key, element_at
-from fsdp_wrap._values.auditing.twice import first_different
-from fsdp_wrap._values.statistics import bits_of
+from fsdp_wrap._values.auditing.parts import Part
+from fsdp_wrap._values.auditing.twice import first_different, same_bits
 
 _ELEMENTWISE = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax),
@@ -27,8 +25,7 @@ class _Before(NamedTuple):
     """A parameter with a copy of all that its update depends on."""
 
     param: nn.Parameter
-    unit: Unit
-    key: Key
+    part: Part
     copied: nn.Parameter
     optimizer: optim.Optimizer
 
@@ -42,7 +39,7 @@ class RepeatedUpdate:
     def before(
         self,
         optimizer: optim.Optimizer,
-        owners: Mapping[int, tuple[Unit, Key]],
+        owners: Mapping[int, Part],
         draw: Random,
         with_closure: bool,
     ) -> None:
@@ -60,7 +57,6 @@ class RepeatedUpdate:
         if not held:
             return
         param, group = draw.choice(held)
-        unit, key = owners[id(param)]
         copied = nn.Parameter(_copy(param), param.requires_grad)
         copied.grad = _copy(param.grad)
         plain = all(type(each) is nn.Parameter for each in group["params"])
@@ -72,7 +68,7 @@ class RepeatedUpdate:
         vars(twin).update(vars(optimizer), param_groups=[group], state=defaultdict(dict))
         if state:
             twin.state[copied] = state
-        self._before = _Before(param, unit, key, copied, twin)
+        self._before = _Before(param, owners[id(param)], copied, twin)
 
     def check(self, rank: int, step: int) -> Corruption | None:
         """Computes the update again; returns a finding if it has other bits."""
@@ -82,17 +78,13 @@ class RepeatedUpdate:
         undecorated: Any = type(before.optimizer).step.__wrapped__  # type: ignore[attr-defined]
         undecorated(before.optimizer)
         updated, expected = to_local(before.param.detach()), before.copied.detach()
-        if torch.equal(bits_of(updated), bits_of(expected)):
+        if same_bits(updated, expected):
             return None
-        unit, key = before.unit, before.key
-        assert unit.handle is not None
-        layout = unit.layouts[key.segment]
+        part = before.part
         (first,), count = first_different(updated.reshape(-1), expected.reshape(-1))
-        first += (updated.data_ptr() - layout.flat_param.data_ptr()) // updated.element_size()
-        element = element_at(layout, key.unit, unit.handle.communicator.rank, first)
+        first += (updated.data_ptr() - part.layout.flat_param.data_ptr()) // updated.element_size()
         told = f"{type(before.optimizer).__name__}, computed again from the same numbers, gives others"
-        tensor = f"the updated shard of '{element.fqn}'"
-        return Corruption(rank, step, UPDATE, key.unit, tensor, told, element.at, element.shape, count)
+        return part.corruption(rank, step, UPDATE, told, part.element_at(first), count=count)
 
 
 def _copy(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from fsdp_wrap._core import encloses, listed
 from fsdp_wrap._values import files
 from fsdp_wrap._values.compare import Departure, apart
-from fsdp_wrap._values.finding import quoted
+from fsdp_wrap._values.finding import quoted, ranked
 from fsdp_wrap._values.verdict import Verdict
 from fsdp_wrap._values.verifying.pair import Pair, factor
 
@@ -93,11 +93,10 @@ def _unsynchronised(pair: Pair) -> Cause | None:
     if others[0] or not any(others):
         return None
     ranks = [rank for rank, names in enumerate(others) if names]
-    whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     names = listed(map(quoted, sorted(set[str]().union(*others))))
     told = (
-        f"Before the first step, rank 0 holds the values of the plain model, and {whose} other ones, of "
-        f"{names}"
+        f"Before the first step, rank 0 holds the values of the plain model, and {ranked(ranks)} other ones, "
+        f"of {names}"
     )
     return Cause("weights not synchronised", f"{told}: what is trained is a mixture of models")
 

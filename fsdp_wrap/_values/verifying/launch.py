@@ -1,21 +1,18 @@
-"""`Launch`: rank processes of this host that run an errand, and end with it."""
+"""`launch`: rank processes of this host that run an errand, and end with it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
-from multiprocessing.connection import wait
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -23,86 +20,85 @@ import torch.distributed as dist
 
 from fsdp_wrap._values.verifying.observe import Errand, Observed, WrongSetup, observe, seed_as_of
 
+_BEGUN = "begun"
 _GRACE = 5.0
-"""Seconds that other ranks have to end by themselves after one has failed."""
+"""Seconds that a rank has to end by itself, once it tells nothing more."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Runs jobs in processes of their own.
+def launch(errand: Errand, ranks: int, timeout: float) -> list[Observed]:
+    """Runs an errand in processes of its own; returns what each rank has observed.
 
-    Attributes:
-        timeout: Seconds after which a run is given up.
+    Raises:
+        RuntimeError: If a rank fails, or `timeout` seconds are over; it has the rank's traceback.
+        TypeError: If `setup` returns another type.
+        ValueError: If it returns a model that is sharded and should not be, or the other way around.
     """
+    context = _context_for(errand.setup)
+    with ExitStack() as undo:
+        folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-wrap-verify-"))
+        processes: dict[Connection, Any] = {}
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            place = (rank, ranks, f"{folder}/store", timeout)
+            args = (errand, writer, context.get_start_method() == "fork", place)
+            processes[reader] = context.Process(target=_run_rank, args=args)
+            processes[reader].start()
+            undo.callback(_end, processes[reader])
+            writer.close()  # so that the end of a process is read as the end of its pipe
+        observed = _collect(processes, errand, timeout)
+        for process in processes.values():
+            process.join(_GRACE)
+        return observed
 
-    timeout: float
 
-    def run(self, errand: Errand, ranks: int) -> list[Observed]:
-        """Returns what each rank has observed.
-
-        Raises:
-            RuntimeError: If a rank fails, or the time is over; it has the rank's traceback.
-            TypeError: If `setup` returns another type.
-            ValueError: If it returns a model that is sharded and should not be, or the other way around.
-        """
-        context = _context_for(errand.setup)
-        with tempfile.TemporaryDirectory(prefix="fsdp-wrap-verify-") as folder:
-            arguments = [
-                (rank, ranks, folder, errand, context.get_start_method(), self.timeout)
-                for rank in range(ranks)
-            ]
-            processes = [context.Process(target=_run_rank, args=each) for each in arguments]
-            with _ending(processes):
-                for process in processes:
-                    process.start()
-                self._await(processes)
-            self._check(processes, Path(folder), errand)
-            return [pickle.loads((Path(folder) / f"{rank}.done").read_bytes()) for rank in range(ranks)]
-
-    def _await(self, processes: list[Any]) -> None:
-        """Waits until all have ended, or until the grace after a failure is over."""
-        end, left = time.monotonic() + self.timeout, [*processes]
-        while left and time.monotonic() < end:
-            wait([each.sentinel for each in left], max(0.0, end - time.monotonic()))
-            if any(each.exitcode for each in processes):
-                end = min(end, time.monotonic() + _GRACE)
-            left = [each for each in left if each.exitcode is None]
-
-    def _check(self, processes: list[Any], folder: Path, errand: Errand) -> None:
-        """Raises the first error of a rank."""
-        run = f"the {'sharded' if errand.sharded else 'plain'} run"
-        for path in folder.glob("*.wrong"):
-            raise pickle.loads(path.read_bytes())
-        errors = sorted(folder.glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
-        if errors:
-            raise RuntimeError(f"rank {errors[0].stem} has failed in {run}:\n{errors[0].read_text()}")
-        for rank, process in enumerate(processes):
-            code = process.exitcode
-            if (folder / f"{rank}.done").exists():
-                continue
-            if code > 0 and not (folder / f"{rank}.begun").exists():
+def _collect(processes: Mapping[Connection, Any], errand: Errand, timeout: float) -> list[Observed]:
+    """Returns what the ranks tell, in their order; raises the first error that one of them tells."""
+    end = time.monotonic() + timeout
+    begun, observed = set[Connection](), dict[Connection, Observed]()
+    while len(observed) < len(processes):
+        waiting = [reader for reader in processes if reader not in observed]
+        ready = wait(waiting, max(0.0, end - time.monotonic()))
+        for reader in [each for each in waiting if each in ready] or waiting[:1]:
+            told = _next_of(reader)
+            if isinstance(told, Observed):
+                observed[reader] = told
+            elif told == _BEGUN:
+                begun.add(reader)
+            elif told is not None:
+                raise told
+            else:
+                processes[reader].join(_GRACE if ready else 0)
+                _end(processes[reader])
+                code, rank = processes[reader].exitcode, [*processes].index(reader)
+                if code > 0 and reader not in begun:
+                    raise RuntimeError(
+                        f"rank {rank} could not begin {_run_of(errand)} (exit code {code}): its process "
+                        "imports the file of setup, so call verify() there under "
+                        '`if __name__ == "__main__":`'
+                    )
                 raise RuntimeError(
-                    f"rank {rank} could not begin {run} (exit code {code}): its process imports the file of "
-                    'setup, so call verify() there under `if __name__ == "__main__":`'
+                    f"rank {rank} has not ended {_run_of(errand)} in {timeout:g} s, or was killed (exit "
+                    f"code {code}): look whether all ranks run the same collectives, or give a longer "
+                    "timeout"
                 )
-            raise RuntimeError(
-                f"rank {rank} has not ended {run} in {self.timeout:g} s, or was killed (exit code {code}): "
-                "look whether all ranks run the same collectives, or give a longer timeout"
-            )
+    return [observed[reader] for reader in processes]
 
 
-@contextmanager
-def _ending(processes: list[Any]) -> Iterator[None]:
-    """Ends what is left of the processes."""
+def _next_of(reader: Connection) -> Any:
+    """Returns what a rank tells next; None if it has ended, or tells nothing."""
     try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None and process.exitcode is None:
-                process.kill()
-        for process in processes:
-            if process.pid is not None:
-                process.join()
+        return pickle.loads(reader.recv_bytes()) if reader.poll() else None
+    except EOFError:
+        return None
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
+
+
+def _run_of(errand: Errand) -> str:
+    return f"the {'sharded' if errand.sharded else 'plain'} run"
 
 
 def _context_for(setup: Any) -> Any:
@@ -120,25 +116,29 @@ def _context_for(setup: Any) -> Any:
     raise _not_importable(setup)
 
 
-def _run_rank(rank: int, ranks: int, folder: str, errand: Errand, start_method: str, timeout: float) -> None:
-    """Runs an errand as a rank, and writes what it has observed, or its error."""
-    (Path(folder) / f"{rank}.begun").touch()
+def _run_rank(errand: Errand, writer: Connection, forked: bool, place: tuple[int, int, str, float]) -> None:
+    """Runs an errand as a rank, and tells what it has observed, or its error."""
+
+    def tell(what: object) -> None:
+        writer.send_bytes(pickle.dumps(what))  # `send` would share the memory of tensors
+
+    tell(_BEGUN)
     try:
-        _become(rank, ranks, folder, start_method, timeout)
-        if start_method == "fork":
+        _become(*place, forked)
+        if forked:
             _require_backward(errand.setup)
-        done = pickle.dumps(observe(errand))
+        observed = observe(errand)
         dist.barrier()
-        (Path(folder) / f"{rank}.done").write_bytes(done)
+        tell(observed)
     except WrongSetup as wrong:
-        (Path(folder) / f"{rank}.wrong").write_bytes(pickle.dumps(wrong.error))
-        _end()
+        tell(wrong.error)
     except BaseException:
-        written = Path(folder) / f"{rank}.written"
-        written.write_text(traceback.format_exc())
-        written.rename(written.with_suffix(".failed"))
-        _end()
-    dist.destroy_process_group()
+        failed = f"rank {place[0]} has failed in {_run_of(errand)}:\n{traceback.format_exc()}"
+        tell(RuntimeError(failed))
+    else:
+        dist.destroy_process_group()
+        return
+    time.sleep(place[-1])  # until it is killed: if it ended, other ranks would tell that they have lost it
 
 
 def _require_backward(setup: Any) -> None:
@@ -156,27 +156,18 @@ def _not_importable(setup: Any) -> ValueError:
     )
 
 
-def _end() -> None:
-    """Ends this process at once, without waiting for collectives that others do not enter."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGTERM)
-
-
-def _become(rank: int, ranks: int, folder: str, start_method: str, timeout: float) -> None:
+def _become(rank: int, ranks: int, store: str, timeout: float, forked: bool) -> None:
     """Makes this process a rank, with the variables that torchrun sets."""
-    forked = start_method == "fork"  # where OpenMP's threads are gone
+    # OpenMP's threads are gone in a fork.
     torch.set_num_threads(1 if forked else max(1, (os.cpu_count() or 1) // ranks))
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(number) for name, number in numbers.items()})
+    for name, number in (("RANK", rank), ("WORLD_SIZE", ranks)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(number)
     backend = "gloo"
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     seed_as_of(rank)
+    limit = timedelta(seconds=timeout)
     dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout),
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit
     )

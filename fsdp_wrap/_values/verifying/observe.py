@@ -5,24 +5,22 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._values import files
-from fsdp_wrap._values.pieces import Piece, key_of, keys_of, shard_pieces, step_pieces, whole_name
-from fsdp_wrap._values.plain import PlainSeams
-from fsdp_wrap._values.record import ShardedSeams, ValueRecord, header_of, seams_of
-from fsdp_wrap._values.rows import Rows
+from fsdp_wrap._values.pieces import Piece, key_of, whole
+from fsdp_wrap._values.plain import PlainRecorder
+from fsdp_wrap._values.record import Rows, ValueRecord, header_of
 from fsdp_wrap._values.statistics import Statistics
 
 Setup = Callable[[bool], tuple[nn.Module, Any, Callable[[], object]]]
@@ -102,10 +100,7 @@ def observe(errand: Errand) -> Observed:
     """
     model, optimizers, step = _program(errand)
     dropouts = _turn_off_dropout(model)
-    taken: list[files.RecordedStep] = []
-    rows = Rows(taken.append, 1)
-    seams = seams_of(model, errand.units, rows)
-    witness = _Witness(model, seams, rows)
+    witness = _Witness(model, errand.units)
     begins, options = witness.begins(errand.asked), witness.options(optimizers)
     if errand.rounding:
         _round(model, errand.rounding)
@@ -113,12 +108,11 @@ def observe(errand: Errand) -> Observed:
     # Inside a compiled graph the seams of a plain module cannot be seen; those of units can.
     stance = torch.compiler.set_stance("default" if errand.sharded else "force_eager")
     if options:
-        with stance, ValueRecord(seams, rows), witness:
+        with stance, witness.watching():
             losses = [_number(step()) for _ in range(errand.steps)]
-    steps = {each.number: each for each in map(_filled, taken)}
     return Observed(
-        values=files.RankValues(header_of(model, errand.units), steps),
-        units=tuple(name for name in witness.units if name),
+        values=files.RankValues(header_of(model, errand.units), witness.steps),
+        units=tuple(name for name in units_in(model) if name),
         begins=begins,
         options=options,
         given=frozenset(witness.given),
@@ -144,29 +138,33 @@ class WrongSetup(Exception):
         self.error = error
 
 
-class _Witness:
-    """Sees, beside the seams, what optimizers get and how random numbers go on."""
+class _Witness(Rows):
+    """Sees, beside what passes the seams, what optimizers get and how random numbers go on."""
 
-    def __init__(self, model: nn.Module, seams: ShardedSeams | PlainSeams, rows: Rows) -> None:
-        self._model, self._rows = model, rows
-        self._plain = seams.by_unit if isinstance(seams, PlainSeams) else {}
-        self.units = units_in(model)
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        self.steps: dict[int, files.RecordedStep] = {}
+        super().__init__(model, units, self._keep, every=1)
+        self._model = model
         self.given: set[str] = set()
         self.trained: set[str] = set()
         self.early = False
         self.randoms: list[tuple[int, int]] = []
         self._begun = 0
         self._devices = sorted({param.device.type for param in model.parameters()} - {"cpu", "meta"})
-        self._hooks = ExitStack()
 
-    def __enter__(self) -> None:
+    def _keep(self, step: files.RecordedStep) -> None:
+        rows = {key: row for key, row in step.rows.items() if row.tensors}
+        self.steps[step.number] = files.RecordedStep(step.number, step.passes, rows)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records while the context is open."""
         before: Callable[..., Any] = self._before
-        self._hooks.callback(register_module_forward_pre_hook(before).remove)
-        self._hooks.callback(register_module_forward_hook(self._after).remove)
-        self._hooks.callback(register_optimizer_step_pre_hook(self._on_step).remove)
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+        with ExitStack() as undo:
+            undo.enter_context(ValueRecord(self))
+            undo.callback(register_module_forward_pre_hook(before).remove)
+            undo.callback(register_module_forward_hook(self._after).remove)
+            yield
 
     def _trains(self, module: nn.Module) -> bool:
         return module is self._model and torch.is_grad_enabled() and graph_task() == -1
@@ -179,31 +177,14 @@ class _Witness:
         if self._trains(module):
             self.randoms.append((self._begun, _state_of_randoms(self._devices)))
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.early |= not any(self._rows.has(files.GRADIENT, unit) for unit in (*self.units, *self._plain))
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        self.early |= not any(self.has(files.GRADIENT, unit) for unit in self.recorder.units)
         held = {key_of(param) for group in optimizer.param_groups for param in group["params"]}
-        for unit, piece in self._step_pieces(held):
-            self._rows.at(files.STEP, unit).add(piece.data, piece.fqn, piece.start)
-            self.given.add(piece.fqn)
-            if piece.data.any():
-                self.trained.add(piece.fqn)
-
-    def _step_pieces(self, held: set[object]) -> Iterator[tuple[str, Piece]]:
-        for name, unit in self.units.items():
-            yield from ((name, piece) for piece in step_pieces(unit, name, held))
-        for name, params in self._plain.items():
-            for fqn, param in params.items():
-                if param.grad is not None and id(param) in held:
-                    yield name, Piece(fqn, param.shape, 0, to_local(param.grad))
-
-    def _holdings(self) -> Iterator[tuple[str, object]]:
-        """Yields names of original parameters, with the keys of what an optimizer should hold of them."""
-        for name, unit in self.units.items():
-            for layout in unit.layouts:
-                for fqn, param in zip(layout.fqns, layout.sources):
-                    yield from ((whole_name(name, fqn), key) for key in keys_of(param, fqn))
-        for params in self._plain.values():
-            yield from ((fqn, id(param)) for fqn, param in params.items())
+        for unit in self.recorder.units:
+            pieces = [*self.recorder.step_gradients(unit, held)]
+            self.add(files.STEP, unit, pieces)
+            self.given.update(piece.fqn for piece in pieces)
+            self.trained.update(piece.fqn for piece in pieces if piece.data.any())
 
     def options(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, str]]:
         """Returns the options of the parameters that optimizers hold."""
@@ -211,19 +192,22 @@ class _Witness:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             values = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
             told.update({key_of(param): values for param in group["params"]})
-        return {name: told[key] for name, key in self._holdings() if key in told}
+        keys = (pair for unit in self.recorder.units for pair in self.recorder.keys(unit))
+        return {name: told[key] for name, key in keys if key in told}
 
     def begins(self, asked: frozenset[Place]) -> dict[Place, int]:
         """Returns checksums of buffers, and of pieces: this rank's, or those asked for of a plain module."""
-        pieces = [piece for name, unit in self.units.items() for piece in shard_pieces(unit, name)]
-        params = {fqn: param for held in self._plain.values() for fqn, param in held.items()}
-        for fqn, start, numel in asked:
-            if fqn in params and start + numel <= params[fqn].numel():
-                data = params[fqn].detach().reshape(-1)[start : start + numel]
-                pieces.append(Piece(fqn, params[fqn].shape, start, data))
+        pieces = [piece for unit in self.recorder.units for piece in self.recorder.shards(unit)]
+        if isinstance(self.recorder, PlainRecorder):
+            params = {piece.fqn: piece for piece in pieces}
+            pieces = [
+                Piece(fqn, params[fqn].shape, start, params[fqn].data.reshape(-1)[start : start + numel])
+                for fqn, start, numel in asked
+                if fqn in params and start + numel <= params[fqn].data.numel()
+            ]
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
-                pieces.append(Piece(f"buffer {clean_fqn(name)}", buffer.shape, 0, to_local(buffer)))
+                pieces.append(whole(f"buffer {clean_fqn(name)}", buffer))
         found = {}
         for piece in pieces:
             if numel := piece.data.numel():
@@ -297,11 +281,6 @@ def _number(told: object) -> float | None:
     if isinstance(told, torch.Tensor) and told.numel() == 1:
         return float(to_local(told.detach()).float())
     return float(told) if isinstance(told, (int, float)) else None
-
-
-def _filled(step: files.RecordedStep) -> files.RecordedStep:
-    rows = {key: each for key, each in step.rows.items() if each.tensors}
-    return files.RecordedStep(step.number, step.passes, rows)
 
 
 def places_of(observed: Iterable[Observed]) -> frozenset[Place]:

@@ -93,21 +93,17 @@ class Verification:
     def _table(self) -> list[str]:
         if not self.steps:
             return []
-        lines = [
-            "",
-            f"{'step':>4} {'plain loss':>11} {'sharded':>11}" + "".join(f"{name:>12}" for name in _COLUMNS),
-        ]
+        header = f"{'step':>4} {'plain loss':>11} {'sharded':>11}"
+        lines = ["", header + "".join(f"{name:>12}" for name in _COLUMNS)]
         for step in self.steps:
-            losses = (
-                f"{'-' if each is None else f'{each:.6g}':>11}"
-                for each in (step.plain_loss, step.sharded_loss)
-            )
-            sizes = (step.departures.get(name) for name in _COLUMNS)
-            lines.append(
-                f"{step.number:>4} {' '.join(losses)}"
-                + "".join(f"{'-' if size is None else f'{size:.1e}':>12}" for size in sizes)
-            )
+            losses = (_cell(loss, 11, ".6g") for loss in (step.plain_loss, step.sharded_loss))
+            sizes = (_cell(step.departures.get(name), 12, ".1e") for name in _COLUMNS)
+            lines.append(f"{step.number:>4} {' '.join(losses)}{''.join(sizes)}")
         return lines
+
+
+def _cell(number: float | None, width: int, form: str) -> str:
+    return f"{'-' if number is None else format(number, form):>{width}}"
 
 
 def verification_of(pair: Pair, against: str) -> Verification:

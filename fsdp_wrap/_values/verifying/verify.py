@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm import all_gather_object, default_group
 from fsdp_wrap._values import files
-from fsdp_wrap._values.verifying.launch import Launch
+from fsdp_wrap._values.verifying.launch import launch
 from fsdp_wrap._values.verifying.observe import (
     Errand,
     Observed,
@@ -88,19 +89,12 @@ def verify(
         ```
     """
     _check(setup, ranks, steps, against, timeout)
-    launch = Launch(timeout)
+    alone = partial(launch, ranks=1, timeout=timeout)
     if not dist.is_initialized():
-        count = ranks or 2
-        return _verified(
-            setup,
-            steps,
-            against,
-            lambda errand: launch.run(errand, count),
-            lambda errand: launch.run(errand, 1),
-        )
+        return _verified(setup, steps, against, partial(launch, ranks=ranks or 2, timeout=timeout), alone)
     if ranks not in (None, dist.get_world_size()):
         raise ValueError(f"ranks={ranks}, and the process group has {dist.get_world_size()}: leave it out")
-    return _verified(setup, steps, against, _on_all, lambda errand: _on_first(launch, errand))
+    return _verified(setup, steps, against, _on_all, partial(_on_first, alone))
 
 
 def _check(setup: Any, ranks: Any, steps: Any, against: Any, timeout: Any) -> None:
@@ -159,12 +153,12 @@ def _on_all(errand: Errand) -> list[Observed]:
             raise wrong.error from None
 
 
-def _on_first(launch: Launch, errand: Errand) -> list[Observed]:
+def _on_first(alone: Runs, errand: Errand) -> list[Observed]:
     """Runs an errand in a process of the first rank, and tells all ranks what it has observed."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = launch.run(errand, 1)
+            told[0] = alone(errand)
         except (RuntimeError, TypeError, ValueError) as error:
             told[1] = error
     dist.broadcast_object_list(told, src=0)
