@@ -179,6 +179,7 @@ class Unit:
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
     plug_ins: PlugIns = everywhere
+    _of_gone = EmptyHandle()  # made before modules go, as the interpreter's end makes nothing
 
     def __init__(
         self,
@@ -259,7 +260,7 @@ class Unit:
 
     def _dissolve(self, _: object) -> None:
         """Drops all references when the module has gone: the units of a tree reference each other."""
-        self.handle, self.initial = EmptyHandle(), None
+        self.handle, self.initial = self._of_gone, None
         self._hooked.clear()
         self._own_gradients = []
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bed import ranks
+from bed.scripts import python
 from fronts import either_front, shard
 from fsdp_wrap import (
     BackwardPrefetch,
@@ -554,3 +555,21 @@ def test_lazy_modules_are_to_run_once(rank, world_size, front):
     shard(front, model)(torch.ones(2, 4)).sum().backward()
     ignoring = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
     FSDP(ignoring, ignored_modules=[ignoring[1]], use_orig_params=True)
+
+
+ENDS_WITH_MODELS = """
+import torch, torch.distributed as dist
+from torch import nn
+from fsdp_wrap import FullyShardedDataParallel, fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+wrapped = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), use_orig_params=True)
+sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+for model in (wrapped, sharded):
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_a_program_that_ends_with_its_models_prints_nothing():
+    """The interpreter lets go of modules last, when much of the package has gone."""
+    assert python("-W", "ignore", "-c", ENDS_WITH_MODELS).err == ""
