@@ -33,6 +33,7 @@ class RoundOptions:
         """Gives each unit collectives of its own, from the next forward on."""
         for schedule in self._schedules:
             self._change(schedule.root, travel_together_bytes=0)
+            schedule.batches.allow(0, schedule.device)  # now: ranks without that forward forget plans as well
 
     def follow_others(self) -> None:
         """Leaves it to other ranks whether gradients are reduced."""
