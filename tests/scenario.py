@@ -102,10 +102,15 @@ ORDERS: dict[str, Sequence[Any]] = {
     "ended_by_hand": [False, True],
 }
 """Of `fully_shard`: reductions at once, where unsharded memory is, and who ends a backward."""
-UNEVEN: dict[str, Sequence[Any]] = {"batches": ["fewer", "weighted"], "forwards": [1]}
+UNEVEN: dict[str, Sequence[Any]] = {
+    "batches": ["fewer", "weighted"],
+    "accumulation": ["F", "FF", "TF", "FT", "TT", "FTT"],
+    "forwards": [1],
+}
 """A step is two contexts of `uneven`, where a rank has a batch less than another; weights may differ.
 
-Ranks that run several forwards before a backward would have to have equally many batches.
+Its end reduces what `no_sync` has left. Ranks that run several forwards before a backward would have to have
+equally many batches.
 """
 
 WIDTH, VOCABULARY, STEPS = 8, 11, 3
