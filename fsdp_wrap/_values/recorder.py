@@ -192,12 +192,8 @@ class UnitRecorder(Recorder, PlugIn):
 
     # what a reader asks
 
-    def layouts(self) -> Iterator[Layout]:
-        """Yields the layouts of all units."""
-        return (layout for unit in self._names for layout in unit.layouts)
-
     def params(self) -> Iterable[nn.Parameter]:
-        return (param for layout in self.layouts() for param in layout.sharded_params)
+        return (param for unit in self._names for layout in unit.layouts for param in layout.sharded_params)
 
     def shards(self, unit: str) -> Iterable[Piece]:
         return shard_pieces(self.by_name[unit], unit)
