@@ -83,6 +83,15 @@ def _of_module(origin: Origin, fqn: str) -> Origin:
     return origin._replace(place=origin.place._replace(module=fqn.rpartition(".")[0]))
 
 
+def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the least and the largest element, which are both NaN if any is."""
+    low, high = torch.aminmax(tensor)
+    if type(low) is torch.Tensor:
+        return low, high
+    # Those of a tensor subclass are made plain, which others can be stacked with.
+    return torch.tensor(low.item(), device=low.device), torch.tensor(high.item(), device=low.device)
+
+
 class Looks:
     """Looks at tensors of one rank.
 
@@ -129,7 +138,7 @@ class Looks:
         pieces = [*pieces]
         tensors = [looked_at(piece.data) for piece in pieces]
         seen = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        extremes = [each for tensor in tensors if tensor is not None for each in torch.aminmax(tensor)]
+        extremes = [each for tensor in tensors if tensor is not None for each in _extremes(tensor)]
         if self._deferred:
             pieces = [piece._replace(data=_NO_NUMBERS) for piece in pieces]
         if seen:

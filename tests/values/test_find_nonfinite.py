@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import apart
 from bed import ranks
@@ -363,6 +364,16 @@ def test_results_that_stay_on_the_device_are_read_once():
     assert (found.tensor, found.shape, found.index, found.nan) == ("output 1", (2, 3), None, -1)
     assert found.before == (("output of 'blocks.0'", 1.0),)
     assert "output 1 of shape (2, 3) is not finite. Made here." in found.describe()
+
+
+def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
+    looks, spot = Looks(0, deferred=False), Spot("parameter", "", "")
+    for value in (1.0, NAN):
+        values = torch.tensor([0.5, value])
+        pieces = activations([torch.ones(2), TwoTensor(values, values.clone())])
+        looks.look(Origin(spot, True, "Made here"), "parameter", pieces)
+        assert (looks.found is None) is (value == 1.0)
+    assert looks.found is not None and looks.found.tensor == "parameter 1"
 
 
 def test_nothing_sharded_is_refused():
