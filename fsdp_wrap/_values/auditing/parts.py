@@ -1,4 +1,4 @@
-"""`Part`: a segment of a unit, whose buffer consists of the shards of all ranks; its sums and elements."""
+"""`AuditedSegment`: a segment of a unit, whose buffer is the shards of all ranks; its sums and elements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Element(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class AuditedSegment:
     """A segment, with the rank's part of its buffer."""
 
     unit: Unit
@@ -104,10 +104,10 @@ class Part:
         return Corruption(rank, step, phase, self.key.unit, f"{what} of '{element.fqn}'", told, **fields)
 
 
-def parts_of(units: Mapping[str, Unit]) -> dict[Layout, Part]:
+def parts_of(units: Mapping[str, Unit]) -> dict[Layout, AuditedSegment]:
     """Returns the part of each layout; not of those whose numbers tensor subclasses have."""
     return {
-        layout: Part(unit, Key(name, number))
+        layout: AuditedSegment(unit, Key(name, number))
         for name, unit in units.items()
         for number, layout in enumerate(unit.layouts)
         if not layout.extended

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_wrap._params import Layout
 from fsdp_wrap._values.auditing.corruption import REDUCTION, Corruption
-from fsdp_wrap._values.auditing.parts import Key, Part
+from fsdp_wrap._values.auditing.parts import AuditedSegment, Key
 from fsdp_wrap._values.pieces import handle_of
 from fsdp_wrap._values.statistics import block_sums
 
@@ -23,7 +23,7 @@ _MOST_BLOCKS = 4096
 class _Sum:
     """Block sums of one segment: of all owners' parts as sent, and of this rank's reduced shard."""
 
-    part: Part
+    part: AuditedSegment
     sent: torch.Tensor
     passes: int
     reduced: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class Reductions:
         """The segments whose reductions are over."""
         return [*self._done]
 
-    def checks(self, part: Part) -> bool:
+    def checks(self, part: AuditedSegment) -> bool:
         """Whether a unit's sums are those that its communicators make of all ranks' numbers."""
         handle = handle_of(part.unit)
         if handle.sums is not None or handle.has_own_reduction or part.layout.average_hook is not None:
@@ -56,7 +56,7 @@ class Reductions:
         whole = ranks == len(self._members) and handle.communicator.members <= self._members
         return whole and handle.transport is handle.communicator
 
-    def send(self, part: Part, full: torch.Tensor) -> None:
+    def send(self, part: AuditedSegment, full: torch.Tensor) -> None:
         """Notes a complete reduce buffer; what was summed over a part of the ranks before counts too."""
         layout, adds = part.layout, part.segment.gradients.partial is not None
         before = self._sent.get(part.key)
@@ -69,7 +69,7 @@ class Reductions:
         else:
             self._sent[part.key] = _Sum(part, sums, 1)
 
-    def take(self, part: Part, reduced: torch.Tensor) -> None:
+    def take(self, part: AuditedSegment, reduced: torch.Tensor) -> None:
         """Notes a reduced shard."""
         noted, layout = self._sent.pop(part.key, None), part.layout
         if noted is None:

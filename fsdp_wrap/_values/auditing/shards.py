@@ -9,7 +9,7 @@ import torch
 
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import GATHER, SHARD, Corruption
-from fsdp_wrap._values.auditing.parts import Key, Part, Sums, apart, parts_of
+from fsdp_wrap._values.auditing.parts import AuditedSegment, Key, Sums, apart, parts_of
 from fsdp_wrap._values.pieces import handle_of
 from fsdp_wrap._values.statistics import bit_sums
 
@@ -20,7 +20,7 @@ Looks = Mapping[int, Mapping[Key, Sums]]
 class _Arrived(NamedTuple):
     """Sums over each owner's part of a gathered buffer, still on the device."""
 
-    part: Part
+    part: AuditedSegment
     where: str
     sums: torch.Tensor
 
@@ -54,7 +54,7 @@ class Shards:
         """Takes sums over the parts of a unit's full parameters, in the forward or backward."""
         unit = self._units[name]
         for number, segment in enumerate(unit.segments):
-            part, layout = Part(unit, Key(name, number)), segment.layout
+            part, layout = AuditedSegment(unit, Key(name, number)), segment.layout
             lends = segment.gradients.buffer is segment.full  # gradients have taken its place
             if layout.extended or part.communicator.size == 1 or lends:
                 continue

@@ -14,7 +14,7 @@ from fsdp_wrap._params import Layout
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._values import files
 from fsdp_wrap._values.auditing.corruption import SHARD, UPDATE, Corruption, causes
-from fsdp_wrap._values.auditing.parts import Key, Part, Sums, parts_of
+from fsdp_wrap._values.auditing.parts import AuditedSegment, Key, Sums, parts_of
 from fsdp_wrap._values.auditing.reductions import Reductions
 from fsdp_wrap._values.auditing.shards import Shards
 from fsdp_wrap._values.auditing.twice import Twice, can_be_twice
@@ -67,8 +67,8 @@ class TreeAudit(Reader):
         self._stepped = self._trains = self._begun = False
         self._leader: ref[torch.optim.Optimizer] | None = None
         self._others = WeakSet[torch.optim.Optimizer]()  # that have stepped since the leader has
-        self._parts: dict[Layout, Part] = {}
-        self._owners: dict[int, Part] = {}
+        self._parts: dict[Layout, AuditedSegment] = {}
+        self._owners: dict[int, AuditedSegment] = {}
         self._twice, self._drawn = Twice(schedule.device), ""
         self._cannot: set[str] = set()
         self._recorder = UnitRecorder(units, self)

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from fsdp_wrap._params import to_local
 from fsdp_wrap._values.auditing.corruption import UPDATE, Corruption
-from fsdp_wrap._values.auditing.parts import Part
+from fsdp_wrap._values.auditing.parts import AuditedSegment
 from fsdp_wrap._values.auditing.twice import first_different, same_bits
 
 _ELEMENTWISE = {
@@ -25,7 +25,7 @@ class _Before(NamedTuple):
     """A parameter with a copy of all that its update depends on."""
 
     param: nn.Parameter
-    part: Part
+    part: AuditedSegment
     copied: nn.Parameter
     optimizer: optim.Optimizer
 
@@ -39,7 +39,7 @@ class RepeatedUpdate:
     def before(
         self,
         optimizer: optim.Optimizer,
-        owners: Mapping[int, Part],
+        owners: Mapping[int, AuditedSegment],
         draw: Random,
         with_closure: bool,
     ) -> None:
