@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -219,6 +220,10 @@ Moment = tuple[Callable[..., None], ...]
 """The methods to call at a moment, in their order."""
 
 
+_changing = RLock()
+"""Held while plug-ins change: threads may attach some at the same time."""
+
+
 class PlugIns:
     """The plug-ins of a step, or of all steps: an attribute for each moment has the methods to call.
 
@@ -256,19 +261,22 @@ class PlugIns:
         self._own: list[PlugIn] = []
         self.attached: tuple[PlugIn, ...] = ()
         self._above, self._below = above, WeakSet[PlugIns]()
-        if above is not None:
-            above._below.add(self)
-        self._collect()
+        with _changing:
+            if above is not None:
+                above._below.add(self)
+            self._collect()
 
     def attach(self, plug_in: PlugIn) -> None:
         """Attaches a plug-in, after those that have the same place."""
-        self._own.append(plug_in)
-        self._collect()
+        with _changing:
+            self._own.append(plug_in)
+            self._collect()
 
     def detach(self, plug_in: PlugIn) -> None:
         """Detaches a plug-in; what runs now may call it once more."""
-        self._own.remove(plug_in)
-        self._collect()
+        with _changing:
+            self._own.remove(plug_in)
+            self._collect()
 
     @contextmanager
     def having(self, plug_in: PlugIn) -> Iterator[None]:
