@@ -294,18 +294,12 @@ class ParamHandle:
 
     @property
     def is_current(self) -> bool:
-        """Whether the unit is unsharded lastingly, or being so, with its shards as they are now."""
+        """Whether full parameters are there, or coming, lastingly, with the values of the shards."""
         unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        if not unsharded or self._lasting_since < 0 or not self.shown.untouched:
+        lasting = self.aside or (unsharded and self._lasting_since >= 0)
+        if not lasting or not self.shown.untouched:
             return False
-        return self.has_values_of_shards
-
-    @property
-    def has_values_of_shards(self) -> bool:
-        """Whether the last gather's values are those of the shards, as far as all ranks can tell alike.
-
-        Not all optimizers move version counters, so a step counts as a change of what trains.
-        """
+        # Not all optimizers move version counters: a step counts as a change of what trains.
         if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
             return False
         return self.written == [layout.written() for layout in self.layouts]

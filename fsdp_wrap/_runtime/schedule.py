@@ -414,7 +414,7 @@ class Schedule(StepState):
                 else:
                     unit.reshard(Phase.FORWARD)
             if handle.state is HandleState.SHARDED:
-                if handle.aside and not handle.has_values_of_shards:
+                if handle.aside and not handle.is_current:
                     unit.drop_aside(Phase.FORWARD)
                 handle.follow_replaced()
                 if unit.options.full_in_eval:
@@ -648,7 +648,8 @@ class Schedule(StepState):
             unit.arrivals.begin()
         for unit in self._awaited:  # whose parameters recomputed outer forwards read
             handle = unit.handle
-            if handle.aside and unit.take_back(Phase.BACKWARD):
+            if handle.aside:
+                handle.take_back()
                 handle.shown.show_kept()
 
     @torch.no_grad()

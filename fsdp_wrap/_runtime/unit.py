@@ -361,7 +361,8 @@ class Unit:
             self.finish_reduction()
         schedule = self.schedule
         assert schedule is not None
-        if handle.aside and self.take_back(phase):
+        if handle.aside:
+            handle.take_back()
             return False
         lasting = self.lasts or not schedule.syncs or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes
@@ -384,15 +385,6 @@ class Unit:
         if not handle.aside:
             for act in self.plug_ins.sharded:
                 act(self, phase, handle.unsharded_nbytes)
-
-    def take_back(self, phase: Phase) -> bool:
-        """Uses what was set aside; if the shards have changed since, frees it and returns False."""
-        handle = self.handle
-        if not handle.has_values_of_shards:
-            self.drop_aside(phase)
-            return False
-        handle.take_back()
-        return True
 
     def drop_aside(self, phase: Phase) -> None:
         """Frees what was set aside, if anything was."""
