@@ -21,6 +21,8 @@ from benchmarks.meters import tensors
 from fsdp_wrap import (
     FullyShardedDataParallel,
     Machine,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     fit,
     fully_shard,
     iter_full_params,
@@ -420,6 +422,33 @@ def test_a_plan_shows_each_word_of_a_recipe():
     pairs = figures(Recipe(units=(UnitRecipe(("",)), UnitRecipe(("0", "1")), UnitRecipe(("2",)))))
     assert pairs.keys() == {"", "0", "2"}, "a unit of two modules is one"
     assert pairs["0"].parameters == freed["0"].parameters + freed["1"].parameters
+
+
+@pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
+def test_precision_and_meta_models_are_as_they_were_asked_for(front):
+    dtypes: list[torch.dtype] = []
+    seen: list[torch.dtype] = []
+
+    def setup():
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if front == "fully_shard":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            model = Recipe().apply(model, nn.Linear, mp_policy=policy)
+        else:
+            model = FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+                use_orig_params=True,
+            )
+        dtypes.extend(param.dtype for param in model.parameters())
+        return model, torch.optim.SGD(model.parameters()), lambda: seen.append(model(torch.ones(2, 4)).dtype)
+
+    found = plan(setup, 2)
+    assert {*dtypes} == {torch.float32} and {*seen} == {torch.bfloat16}
+    for unit in found.units:
+        assert unit.gathered_bytes == 2 * unit.parameters, "computed with in 16 bits"
 
 
 @pytest.mark.slow
