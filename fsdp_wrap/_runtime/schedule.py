@@ -212,8 +212,6 @@ class Schedule(StepState):
                     self._prefetch_forward(unit)
                 elif self._offloading is not None:
                     self._offloading.send_ahead(self._order.next_in_forward())
-        self.depth += 1
-        unit.running += 1
         if unit.buffers.casts:
             (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
         handle.shown.show_leaves()
@@ -221,6 +219,8 @@ class Schedule(StepState):
             act(unit, what)
         for act in self.plug_ins.sees:
             act(unit, ValueSeam.PARAMETERS, ())
+        self.depth += 1  # last: `exit_forward` follows if nothing above has raised
+        unit.running += 1
         return ForwardCall(unit, part)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:

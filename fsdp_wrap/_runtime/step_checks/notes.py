@@ -38,5 +38,5 @@ class StepNotes(PlugIn):
             self._tree.end_backward()
 
     def failed(self, step: Any) -> None:
-        if self._notes:
+        if self._notes and not step.plug_ins.align:  # else it may have failed before it began
             self._tree.fail()
