@@ -363,19 +363,22 @@ def _fail(*_: Any) -> None:
     raise ArithmeticError("on purpose")
 
 
-def _break_once(model: nn.Module, where: str, batches: _Batches, rank: int) -> None:
-    """Runs one forward and backward in which a module raises on every rank."""
+def _break_once(scenario: Scenario, model: nn.Module, batches: _Batches, rank: int) -> None:
+    """Runs one forward and backward in which a module raises on every rank, if a gradient reaches it."""
 
     def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(_fail)
 
     norm = model.blocks[1].norm
-    hook = norm.register_forward_hook(_fail if where == "forward" else fail_in_backward)
+    hook = norm.register_forward_hook(_fail if scenario["fault"] == "forward" else fail_in_backward)
     try:
         batches.loss(model, rank, 77, 1).backward()
     except ArithmeticError:
         pass
+    else:
+        if scenario.get("ended_by_hand"):
+            model.finalize_backward()
     finally:
         hook.remove()
 
@@ -445,7 +448,7 @@ def check(
             model.requires_grad_(True)
         optimizer.zero_grad(scenario["zeroing"] == "to_none")
         if step == 1 and scenario["fault"]:
-            _break_once(model, scenario["fault"], batches, rank)
+            _break_once(scenario, model, batches, rank)
             optimizer.zero_grad(scenario["zeroing"] == "to_none")
         for number, loss in _step(scenario, step, model, batches, rank):
             with aside():
