@@ -37,8 +37,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _common_utils as torch_common_utils
+from torch.distributed.fsdp import _flat_param as torch_flat_param
 from torch.distributed.fsdp import _fully_shard as torch_fully_shard
 from torch.distributed.fsdp import _runtime_utils as torch_runtime_utils
+from torch.distributed.fsdp import _traversal_utils as torch_traversal_utils
 from torch.distributed.fsdp import _unshard_param_utils as torch_unshard_utils
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as UseOfUnit
@@ -185,11 +187,18 @@ PURPOSES = {
     "torch.distributed.fsdp.ShardedStateDictConfig._use_dtensor": "a field of what we take",
     "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2": "a strategy that programs name",
     "torch.distributed.fsdp._common_utils": "where programs find helpers of the wrapper",
+    "torch.distributed.fsdp._common_utils._FSDPDeviceHandle": "the type of a wrapper's `_device_handle`",
     "torch.distributed.fsdp._common_utils._get_module_fsdp_state": "answers for our wrappers",
+    "torch.distributed.fsdp._flat_param": "the named tuples and enums of flat parameters and handles",
+    "torch.distributed.fsdp._flat_param._ShardParamInfo": "the part of a parameter in this rank's shard",
     "torch.distributed.fsdp._runtime_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._runtime_utils._lazy_init": "answers for our wrappers",
     "torch.distributed.fsdp._runtime_utils._post_backward_final_callback": "answers for our wrappers",
+    "torch.distributed.fsdp._runtime_utils._reshard": "answers for our wrappers",
     "torch.distributed.fsdp._runtime_utils._root_pre_forward": "answers for our wrappers",
+    "torch.distributed.fsdp._traversal_utils": "where programs find helpers of the wrapper",
+    "torch.distributed.fsdp._traversal_utils._get_fsdp_handles": "answers for our wrappers",
+    "torch.distributed.fsdp._traversal_utils._get_fsdp_states": "finds the wrappers of both libraries",
     "torch.distributed.fsdp._unshard_param_utils": "where programs find helpers of the wrapper",
     "torch.distributed.fsdp._unshard_param_utils._unshard_params": "answers for our wrappers",
     "torch.distributed.fsdp._unshard_param_utils._unshard_params_for_summon": "answers for our wrappers",

@@ -19,9 +19,11 @@ from fsdp_wrap._params.extensions import (
     like_made_of_tensors,
 )
 from fsdp_wrap._params.flat import (
+    FlatLayout,
     FlatParameter,
     FlatParameterLayout,
     FlatPiece,
+    HiddenFlatParameter,
     SliceLayout,
     held_params,
 )

@@ -33,13 +33,15 @@ class FlatParameter(nn.Parameter):
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
         _numels: Their element counts.
-        of_layout: Reference to the layout that it is the shard of, if any.
+        of_layout: Reference to the layout that it is the shard of, if any; used by `compat/internals.py`.
+        shard_alias: Another tensor of the same data, once it was asked for.
     """
 
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
     of_layout: LayoutRef | None = None
+    shard_alias: torch.Tensor | None = None
     _fsdp_flattened = True  # marks sharded parameters for clients
     _is_flat_param = True  # marks flat parameters for torch
 
@@ -226,7 +228,7 @@ class FlatLayout(Layout):
 
     def _adopt(self, shard: torch.Tensor) -> None:
         self.flat_param = self._kind(shard, False, self.extents)
-        self.flat_param.of_layout = LayoutRef(self)
+        self.flat_param.of_layout, self.flat_param.shard_alias = LayoutRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import nn
 from fsdp_wrap._core.torch_private import (
     torch_common_utils,
     torch_runtime_utils,
+    torch_traversal_utils,
     torch_unshard_utils,
 )
 from fsdp_wrap._runtime import prepared_inputs, require_root, schedule_of, units_in
+from fsdp_wrap.compat.internals import FlatHandle
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
 __all__ = ["HELPERS"]
@@ -53,17 +56,25 @@ def _get_module_fsdp_state(module: FSDP) -> FSDP:
 @_answers(torch_runtime_utils)
 def _lazy_init(state: FSDP, root_module: nn.Module) -> FSDP | None:
     """Makes the instance a root unless it has one, as its first forward does."""
-    if state._unit.schedule is not None:
+    if state._is_root is not None:
         return None
     schedule_of(state._unit)
     return state
 
 
 @_answers(torch_runtime_utils)
+def _reshard(state: FSDP, handle: Any, free_unsharded_flat_param: bool) -> None:
+    if isinstance(handle, FlatHandle):
+        handle.reshard(free_unsharded_flat_param)
+    elif handle is not None:
+        raise TypeError(f"_reshard() takes the _handle of a wrapper, not {type(handle).__name__}")
+
+
+@_answers(torch_runtime_utils)
 def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Returns the inputs as the root's forward would take them; the forward begins when it is called."""
     _lazy_init(state, module)
-    return prepared_inputs(state._unit, args, kwargs) if state.check_is_root() else (args, kwargs)
+    return prepared_inputs(state._unit, args, kwargs) if state._is_root else (args, kwargs)
 
 
 @_answers(torch_runtime_utils)
@@ -93,4 +104,13 @@ def _unshard_params(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any)
         yield
 
 
+@wraps(torch_traversal_utils._get_fsdp_handles)
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    """Returns a handle for each flat parameter, of which our units may have several."""
+    states = torch_traversal_utils._get_fsdp_states(module)
+    handles = (state._flat_handles if isinstance(state, FSDP) else [state._handle] for state in states)
+    return [handle for handle in chain.from_iterable(handles) if handle is not None]
+
+
 HELPERS.append((_theirs_unshard_params, _unshard_params))
+HELPERS.append((torch_traversal_utils._get_fsdp_handles, _get_fsdp_handles))

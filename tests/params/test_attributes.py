@@ -136,6 +136,9 @@ def test_private_names_of_torch_that_clients_read(rank, world_size, use_orig_par
     assert model[1]._flat_param._fqns == ("up.weight", "up.bias", "down.weight", "down.bias")
     assert all(param._fsdp_flattened for param in whole)
     assert (list(model.parameters()) == whole) == use_orig_params
+    assert (model._is_root, model[1]._is_root) == (None, None)
+    model(torch.ones(1, WIDTH))
+    assert (model._is_root, model[1]._is_root) == (True, False)
     for module in net.modules():
         assert module._is_fsdp_managed_module and module._fsdp_use_orig_params
     ignoring = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -213,11 +216,11 @@ def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size):
         assert each.compute_device == torch.device("cpu")
         with pytest.raises(AttributeError):
             each.cpu_offload = CPUOffload()  # type: ignore[misc]
-    held = sum(each._flat_param.numel() for each in FSDP.fsdp_modules(model))
+    held = sum(param.numel() for each in FSDP.fsdp_modules(model) for param in each.params)
     full = sum(param.numel() for param in Net().parameters())
     assert full / world_size <= held < full / world_size + 4 * len(FSDP.fsdp_modules(model))
     default = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4))))
-    assert default._flat_param is None and default[0]._flat_param.numel() == 8
+    assert default.params == [] and [param.numel() for param in default[0].params] == [8]
     assert default.cpu_offload == CPUOffload() and default.mixed_precision.param_dtype is None
     assert default.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and default.limit_all_gathers is True
     assert default.process_group is dist.group.WORLD
