@@ -598,14 +598,19 @@ def _compare(plain: Side, own: Side, when: str, values: bool) -> None:
             assert not has, f"a gradient is left of {name} {when}"
     for model, other in zip(own.net.models(), plain.net.models()) if values else ():
         state = {name: value.detach() for name, value in named_state(other)}
-        if not all(value.isfinite().all() for value in state.values()):
-            continue  # the program diverges, also without sharding
+        if diverged := _diverged(state):
+            assert _diverged(full_state(model)) == diverged, f"other values diverge {when}"
+            continue  # there are no numbers to compare
         largest = max((value.abs().max().item() for value in state.values() if value.numel()), default=0.0)
         growth = largest if largest > DIVERGED else 1.0  # rounding grows with the values
         try:
             assert_tensors(full_state(model), state, rtol=growth * NEAR["rtol"], atol=NEAR["atol"])
         except AssertionError as error:
             raise AssertionError(f"wrong values {when}: {error}") from None
+
+
+def _diverged(state: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, value in state.items() if not value.isfinite().all()}
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
