@@ -44,6 +44,7 @@ FOLDERS = {
     "_state_over_replicas": ("one state for all copies", STATE),
     "_activations": ("activations in host memory", STATE),
     "_state": ("full values, state dicts, norms", STATE),
+    "_checks": ("mistakes that show in a step", RUNTIME),
     "_runtime": ("when each unit does what", RUNTIME),
     "_params": ("how parameters lie in buffers", PARAMETERS),
     "_comm": ("how bytes travel", PARAMETERS),
@@ -201,7 +202,7 @@ def traced() -> dict[str, list[Call]]:
 
 
 def draw_step() -> str:
-    """Draws a column per folder and a line per call, in the order of time."""
+    """Draws a column per folder and a line per call, in the order of time; plug-ins are left out."""
     shown = (TOP, "_runtime", "_params", "_comm", "_core")
     columns = {name: 4 + 134 * place for place, name in enumerate(shown)}
     parts = [text(x, 16, name, 14, font_weight="bold") for name, x in columns.items()]
@@ -212,7 +213,7 @@ def draw_step() -> str:
             text(4, y + 7, phase, 13, font_weight="bold"),
         ]
         y += 29
-        for call in calls:
+        for call in (call for call in calls if call.folder in columns):
             words = call.name.replace(".<locals>", "")
             parts += [
                 box(columns[call.folder], y - 12, 12 + 6.4 * len(words), 16, FOLDERS[call.folder][1]),

@@ -47,8 +47,9 @@ from fsdp_wrap._core import (
     warn_caller,
     with_our_fields,
 )
+from fsdp_wrap._full_in_eval import FULL_PRECISION_IN_EVAL
 from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
-from fsdp_wrap._runtime import FULL_PRECISION_IN_EVAL, UnitOptions, over_replicas
+from fsdp_wrap._runtime import UnitOptions, over_replicas
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 

@@ -591,6 +591,10 @@ class EmptyHandle(ParamHandle):
     def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
         """Does nothing: nothing travels."""
 
+    def compute_in_full(self, in_full: bool) -> None:
+        """Notes the precision, in which modules without parameters compute, too."""
+        self.in_full = in_full
+
     def reshard(self, within: Communicator | None = None) -> bool:
         """Returns False: there is nothing to free."""
         return False

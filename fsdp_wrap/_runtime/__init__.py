@@ -40,12 +40,11 @@ from fsdp_wrap._runtime.schedule import (
     note_change,
     out_of_memory,
     require_idle,
-    scaling_gradients,
     schedule_kinds,
     schedule_of,
 )
 from fsdp_wrap._runtime.unit import (
-    FULL_PRECISION_IN_EVAL,
+    ForwardCall,
     Unit,
     UnitOptions,
     communicators_of,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from fsdp_wrap._core import (
+    NO_CASTS,
     Replaced,
     ValueSeam,
     cast_floating,
@@ -51,26 +53,26 @@ def run_forward(
             return compute(*args, **kwargs)
         finally:
             unit.buffers.release()
-    own, returned = unit.schedule or schedule_of(unit), None
+    own = unit.schedule or schedule_of(unit)
     assert isinstance(own, Schedule)
+    outermost = own.depth == 0
     replaced: Replaced = []
     calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
     try:
-        if unit.casts or own.device.type != "cpu":
-            returned, args, kwargs = _prepared(unit, own, args, kwargs, replaced)
         if unit.tied_to is not None:
             refuse_alone(unit)
-            output = compute(*args, **kwargs)
-            return output if returned is None else cast_floating(output, returned)
+            return _compute(unit, outermost, compute, args, kwargs, replaced)
         if current_transform() is not None:
-            output = _run_transformed([*unit.companions, unit], part, lambda: compute(*args, **kwargs))
-            return output if returned is None else cast_floating(output, returned)
+            within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
+            return _run_transformed([*unit.companions, unit], part, within)
         for each in (*unit.companions, unit):
             schedule = each.schedule or schedule_of(each)
             assert isinstance(schedule, Schedule)
-            call = schedule.pre_forward(each, part)
-            nodes: list[Node] = []
-            calls.append((schedule, call, nodes))
+            calls.append((schedule, schedule.pre_forward(each, part), []))
+        returned = None
+        if unit.casts is not NO_CASTS or own.device.type != "cpu":
+            returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
+        for schedule, call, nodes in calls:
             args, kwargs = schedule.watch_inputs(call, nodes, (args, kwargs), replaced)
         for act in own.plug_ins.sees:
             act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
@@ -97,14 +99,26 @@ def run_forward(
             put_back(replaced, (args, kwargs))
 
 
-def _prepared(unit: Unit, schedule: Schedule, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
-    """Returns the dtype to cast outputs to, or None, and the inputs, moved and cast."""
+def _compute(
+    unit: Unit,
+    outermost: bool,
+    compute: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    replaced: Replaced,
+) -> Any:
+    """Computes with inputs that are moved and cast; returns the output, cast."""
+    returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
+    output = compute(*args, **kwargs)
+    return output if returned is None else cast_floating(output, returned)
+
+
+def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
+    """Returns the dtype to cast outputs to, or None, and the inputs: cast, and moved if `outermost`."""
+    schedule, casts = schedule_of(unit), unit.casts
     device = schedule.device
-    if schedule.depth == 0 and device.type != "cpu":  # inputs may be on another device
+    if outermost and device.type != "cpu":  # inputs may be on another device
         args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs), replaced)
-    casts = unit.options.casts
-    if unit.options.full_in_eval and unit.leaves_mixed_precision:
-        return None, args, kwargs
     returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
     computed = casts.root if unit is schedule.root else casts.nested
     if computed is not None:
@@ -114,7 +128,7 @@ def _prepared(unit: Unit, schedule: Schedule, args: Any, kwargs: Any, replaced: 
 
 def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the inputs, moved and cast as for a forward of the unit."""
-    _, args, kwargs = _prepared(unit, schedule_of(unit), args, kwargs, None)
+    _, args, kwargs = _prepared(unit, schedule_of(unit).depth == 0, args, kwargs, None)
     return args, kwargs
 
 

@@ -17,24 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_wrap._core import (
-    ChangedBetweenError,
     NotRootError,
     OptimizerPiece,
     ParamSlot,
     ReplacedError,
     UnitContents,
-    added_names,
-    added_params,
-    clean_fqn,
-    joined,
     note_piece,
-    own_modules,
     refuse_in_steps,
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import graph_task, optimizers_in_backward
 from fsdp_wrap._params import (
-    HandleState,
     Layout,
     ParamHandle,
     Segment,
@@ -45,7 +38,7 @@ from fsdp_wrap._params import (
     to_local,
 )
 from fsdp_wrap._runtime.materialize import Values, direct_tensors, reset_method
-from fsdp_wrap._runtime.unit import ForwardCall, Unit
+from fsdp_wrap._runtime.unit import Unit
 
 _VERSION = attrgetter("_version")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -198,40 +191,6 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
         )
 
 
-def refuse_outdated(call: ForwardCall) -> None:
-    """Raises the error of a backward whose parameters have changed since its forward."""
-    name, handle = call.unit.name, call.unit.handle
-    changed = _forget_changed(call.unit)
-    if call.generation != handle.generation:
-        what = f"parameters of {name} were converted to another dtype"
-        why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
-    else:
-        written = changed or _written_since(call)
-        of = f"parameter '{written}' of {name} was" if written else f"parameters of {name} were"
-        what, why = f"{of} written to, or its data replaced,", " (by a step, say)"
-    raise ChangedBetweenError(
-        f"the {what} between forward and backward on rank {dist.get_rank()}{why}; backward needs the "
-        "forward's values: change parameters after the last backward of what was computed, or run the "
-        "forward again"
-    )
-
-
-def _forget_changed(unit: Unit) -> str | None:
-    """Returns the name of a parameter that was changed while shown in full, and clears the record."""
-    shown = unit.handle.shown
-    changed, shown.changed = shown.changed, []
-    return unit.name_of(changed[0]) if changed else None
-
-
-def _written_since(call: ForwardCall) -> str | None:
-    """Returns the name of the first parameter that was visibly written to since a call's forward."""
-    for segment, before in zip(call.unit.segments, call.written):
-        for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
-            if old != now:
-                return call.unit.name_of(fqn)
-    return None
-
-
 def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     """Adds to an operator's error the sharded parameters that may have caused it.
 
@@ -263,55 +222,6 @@ def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
     if any(isinstance(source, DTensor) for source in layout.sources):
         return ((fqn, None) for fqn in layout.fqns)
     return ((interval.fqn, interval.data.numel()) for interval in layout.intervals())
-
-
-def refuse_edits(unit: Unit, segment: Segment) -> None:
-    """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    for index in segment.edited() if unit.handle.state is HandleState.UNSHARDED else ():
-        name = unit.name_of(segment.layout.fqns[index])
-        raise RuntimeError(
-            f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
-            f"{dist.get_rank()} (as clamp_ and Embedding(max_norm=...) do), which is lost when the unit "
-            "reshards: compute with a changed copy, edit parameters between steps (inside "
-            "summon_full_params, or each shard by itself), or leave the module out by ignored_states"
-        )
-
-
-def refuse_changes(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
-    for segment in handle.segments:
-        refuse_replaced(unit, segment.layout)
-        for fqn in segment.layout.display.hooked():
-            raise ValueError(
-                f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
-                f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "
-                "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
-                "module's parameter inside its forward"
-            )
-    if handle.shown.changed:
-        raise ChangedBetweenError(
-            f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
-            f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
-            "edit it inside summon_full_params, or each shard by itself (model.parameters())"
-        )
-
-
-def refuse_added(units: Iterable[Unit]) -> None:
-    """Refuses trainable parameters that were registered in a unit after sharding, also in new modules."""
-    for unit in units:
-        for prefix, module in () if unit.gone else own_modules(unit.module):
-            found = [*added_params(module)] if module in added_names else []
-            for fqn, param in found:
-                if param.requires_grad and not any(param in segment.places for segment in unit.segments):
-                    name = unit.name_of(clean_fqn(joined(prefix, fqn)))
-                    raise ReplacedError(
-                        f"the parameter '{name}' was added to {unit.name}, or its module put in the place of "
-                        f"another, after sharding (seen on rank {dist.get_rank()}): no rank would get the "
-                        "others' gradients of it. Change the model before sharding it (what stays out goes "
-                        "into ignored_states, or ignored_params), or freeze what is new"
-                    )
-            if not found:
-                added_names.pop(module, None)
 
 
 def refuse_alone(unit: Unit) -> None:

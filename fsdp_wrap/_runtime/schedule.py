@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -31,7 +31,7 @@ from fsdp_wrap._core import (
     Replaced,
     Seam,
     ValueSeam,
-    added_names,
+    everywhere,
     load_watchers,
     map_tensors,
     step_in_backward,
@@ -43,20 +43,15 @@ from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
 from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
 from fsdp_wrap._runtime.offloading import Offloading
-from fsdp_wrap._runtime.order import ExecOrder, OrderCheck
+from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
     name_sharded,
-    refuse_added,
-    refuse_changes,
-    refuse_edits,
     refuse_graph,
-    refuse_outdated,
     refuse_steps_between_sums,
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel
-from fsdp_wrap._runtime.step_checks import StepChecks, StepNotes, scaling_alike
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
@@ -69,7 +64,6 @@ from fsdp_wrap._runtime.unit import (
 )
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_VERSION = attrgetter("_version")
 _alive: weakref.WeakSet[Schedule] = weakref.WeakSet()
 _NONE_RUNS: Callable[[], object] = weakref.ref(set())  # dead, as the callback of a backward that is over
 
@@ -89,8 +83,8 @@ class Schedule(StepState):
 
     Attributes:
         ending: Decides when the last reduction of a backward is waited for.
+        tree: The identity of its tree in the logs of collectives.
         ranks: Compares the tree between ranks.
-        steps: Compares steps of optimizers between ranks.
         device: Device of computation.
         depth: Number of forward calls in progress.
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
@@ -133,17 +127,16 @@ class Schedule(StepState):
         offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         self._updates = Updates(self._offloading)
-        self._tree = Tree()
+        self.tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
-        self.ranks: SameModel = SameModel(self._tree, parts)
-        self.steps = StepChecks(self, self._tree, self._units)
-        for plug_in in (StepNotes(self._tree), OrderCheck(), self.steps):
-            self.plug_ins.attach(plug_in)
+        self.ranks: SameModel = SameModel(self.tree, parts)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
             for layout in unit.layouts:
                 layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
                 layout.name_of = partial(Schedule._name_of, weakref.ref(unit))
+        for act in everywhere.made:
+            act(self)
 
     @property
     def units(self) -> list[Unit]:
@@ -213,7 +206,7 @@ class Schedule(StepState):
                 elif self._offloading is not None:
                     self._offloading.send_ahead(self._order.next_in_forward())
         if unit.buffers.casts:
-            (unit.buffers.show_original if unit.leaves_mixed_precision else unit.buffers.show_cast)()
+            (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
         for act in self.plug_ins.computes:
             act(unit, what)
@@ -267,9 +260,8 @@ class Schedule(StepState):
                 `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
         """
         unit, handle = call.unit, call.unit.handle
-        for segment in handle.segments:
-            if [*map(_VERSION, segment.counted)] != segment.versions:
-                refuse_edits(unit, segment)
+        for act in self.plug_ins.ran:
+            act(unit, tensors)
         for act in self.plug_ins.sees:
             act(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
@@ -417,19 +409,16 @@ class Schedule(StepState):
                 if handle.aside and not handle.is_current:
                     unit.drop_aside(Phase.FORWARD)
                 handle.follow_replaced()
-                if unit.options.full_in_eval:
-                    unit.follow_mode()
-                for segment in handle.segments:
-                    if handle.shown.changed or not segment.layout.display.is_untouched():
-                        refuse_changes(unit, handle)
             if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
                 self._hook_leaves(unit)
-        if self._trains and added_names:
-            refuse_added(self._units)
+        for act in self.plug_ins.forward_ready:
+            act(self)
 
-    def _follow_user(self, units: Iterable[Unit]) -> None:
+    def _follow_user(self, units: Sequence[Unit]) -> None:
         """Lets the compute stream wait for the event of `wait_for`, and discards device copies of shards."""
+        for act in self.plug_ins.follows:
+            act(self, units)
         event, self._event = self._event, None
         if event is not None:
             event.wait()
@@ -520,9 +509,8 @@ class Schedule(StepState):
                 self.batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
-        if handle.shown.changed or call.values != handle.values:
-            unit.reshard(Phase.BACKWARD)
-            refuse_outdated(call)
+        for act in self.plug_ins.resumes:
+            act(call)
 
     def _watched(self, call: ForwardCall, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Replaces a gradient that has a graph by a hooked view: its double backward needs the leaves."""
@@ -749,8 +737,7 @@ class Schedule(StepState):
         self._follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
-            if unit.handle.become_sharded() and unit.options.full_in_eval:
-                unit.follow_mode()
+            unit.handle.become_sharded()
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
         """Issues a unit's reduction, to which this rank need not have gradients to add."""
@@ -767,12 +754,12 @@ class Schedule(StepState):
     def unshard(self, unit: Unit) -> None:
         """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
         handle = unit.handle
-        if not handle.is_current and graph_task() == -1 and not self.depth:
-            unit.reshard(Phase.IDLE)
-            if handle.state is HandleState.SHARDED:
-                handle.follow_replaced()
-                unit.follow_mode()
-        self._follow_user([unit])
+        if graph_task() == -1 and not self.depth:
+            self._follow_user([unit])
+            if not handle.is_current:
+                unit.reshard(Phase.IDLE)
+                if handle.state is HandleState.SHARDED:
+                    handle.follow_replaced()
         unit.gather(Phase.IDLE)
         unit.hold()
 
@@ -1028,11 +1015,6 @@ def note_change(units: Iterable[Unit], what: str, call: object) -> None:
     """Notes a change of values that all ranks must make; see `SameModel.note_change`."""
     for unit in units:
         schedule_of(unit).ranks.note_change(unit, what, call)
-
-
-def scaling_gradients(units: Iterable[Unit]) -> AbstractContextManager[None]:
-    """Scales gradients of units while the context is open, by a factor that all ranks have agreed on."""
-    return scaling_alike(schedule.steps for schedule in dict.fromkeys(map(schedule_of, units)))
 
 
 def _note_optimizer_load(optimizer: torch.optim.Optimizer) -> None:

@@ -41,9 +41,6 @@ Copies = Sequence[Sequence[torch.Tensor]]
 SHOWN_TO_USERS = (HandleState.SUMMONED, HandleState.REPLACED)
 """States in which no forward or backward may run."""
 
-FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Environment variable of torch: 1 turns off mixed precision in eval mode."""
-
 
 @dataclass(frozen=True)
 class UnitOptions:
@@ -157,7 +154,7 @@ class Unit:
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         updater: Updates the unit during backwards, if given.
-        casts: Whether it casts inputs or outputs.
+        casts: Casts of inputs and outputs.
         schedule: State of its tree's step; None before its first use.
         plug_ins: What is attached to its steps.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
@@ -315,7 +312,7 @@ class Unit:
     def _derive(self) -> None:
         """Derives from the options, once and not in each step, what every step asks."""
         options = self.options
-        self.casts = options.casts != NO_CASTS
+        self.casts = NO_CASTS if self.handle.in_full or options.casts == NO_CASTS else options.casts
         as_root = options.keeps_as_root and not self.nested
         self.lasts = as_root or not (options.reshards_after_backward and options.reshard_after_forward)
 
@@ -457,33 +454,12 @@ class Unit:
     @property
     def survives(self) -> bool:
         """Whether the next iteration reuses all of its full parameters."""
-        handle, wanted = self.handle, self._held or not self.options.reshards_after_backward
-        if not wanted or not handle.is_current:
-            return False
-        return handle.in_full == self.leaves_mixed_precision
+        return (self._held or not self.options.reshards_after_backward) and self.handle.is_current
 
-    @property
-    def leaves_mixed_precision(self) -> bool:
-        """Whether a forward that begins now runs without the unit's mixed precision."""
-        options = self.options
-        if not options.full_in_eval or (self.module._modules.get(WRAPPED_ATTR) or self.module).training:
-            return False
-        if not self.layouts:
-            return not options.casts.restores_outputs  # casts that restore outputs cast to full precision
-        return self.handle.mixes
-
-    def follow_mode(self) -> None:
-        """Switches a sharded unit to its module mode's precision; raises while gradients accumulate."""
-        in_full, handle = self.leaves_mixed_precision, self.handle
-        if handle.in_full == in_full:
-            return
-        if handle.accumulates:
-            raise RuntimeError(
-                f"{self.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
-                f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "
-                "wait for a backward; evaluate before or after the accumulation"
-            )
-        handle.compute_in_full(in_full)
+    def compute_in_full(self, in_full: bool) -> None:
+        """Switches a sharded unit between its master dtype and its mixed precision."""
+        self.handle.compute_in_full(in_full)
+        self._derive()
 
     def keeps_parameters(self, call: ForwardCall, has_grad_outputs: bool, as_root: bool) -> bool:
         """Whether the full parameters stay from a forward call to its backward."""

@@ -26,10 +26,10 @@ from forks import run_forks
 from fronts import assert_same_values, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events, replicate
+from fsdp_wrap._checks import order
 from fsdp_wrap._comm import positions as _positions
 from fsdp_wrap._comm import process_group as _process_group
 from fsdp_wrap._comm.watching import watch as _watch
-from fsdp_wrap._runtime import order
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
 from params.fake_ranks import fake_ranks

@@ -19,6 +19,7 @@ INNER = [
     "_comm",
     "_params",
     "_runtime",
+    "_checks",
     "_state",
     "_activations",
     "_compression",

@@ -26,17 +26,19 @@ class Precedence(IntEnum):
     """Keeps ranks together that run different steps: nothing may be issued or noted before they agree."""
     CHECKS = 1
     """Notes what this rank does and compares it with what others do, before anything can raise."""
-    VALUES = 2
+    PRECISION = 2
+    """Changes the dtype in which units compute: before anyone looks at their values."""
+    VALUES = 3
     """Looks at values before anyone else may change them, and raises before others note a step."""
-    LEADER = 3
+    LEADER = 4
     """Tells joined ranks of a collective before this rank issues it."""
-    EVENTS = 4
+    EVENTS = 5
     """Calls functions of users, which may raise: after what keeps ranks together."""
-    RANGES = 5
+    RANGES = 6
     """Ranges of the profiler enclose only what the recorders below note."""
-    RECORDS = 6
+    RECORDS = 7
     """Takes times late, so that the work of the others is not in them."""
-    SAVED = 7
+    SAVED = 8
     """Sees what autograd saves for a unit, and not what other plug-ins compute."""
 
 
@@ -116,6 +118,18 @@ class PlugIn:
 
     # of a step
 
+    def made(self, step: Any) -> None:
+        """The step of a tree was made: what keeps something for one tree is attached to it here.
+
+        Only the plug-ins of all steps see it.
+        """
+
+    def follows(self, step: Any, units: Sequence[Any]) -> None:
+        """The step is about to take over what the user has changed in units, none of which runs.
+
+        A forward follows, of this rank or of others that it helps (`uneven`), or a gather by hand.
+        """
+
     def forward_begins(self, step: Any) -> None:
         """An outermost forward of this rank begins; nothing of it was gathered.
 
@@ -127,6 +141,9 @@ class PlugIn:
 
         It may communicate where all ranks run the forward, and may raise.
         """
+
+    def forward_ready(self, step: Any) -> None:
+        """The units have taken over what the user has changed, before a forward. It may raise."""
 
     def backward_begins(self, step: Any) -> None:
         """A backward of this rank has reached the first unit. No gradient has come."""
@@ -159,6 +176,12 @@ class PlugIn:
 
     def computed(self, unit: Any, what: Computing) -> None:
         """A unit's forward, or its recomputation, is over, perhaps by an error."""
+
+    def ran(self, unit: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """A unit's forward, or its recomputation, has returned; its parameters are full. It may raise."""
+
+    def resumes(self, call: Any) -> None:
+        """A gradient has reached a forward call, whose unit shows the full parameters again. It may raise."""
 
     def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """A unit is about to call `compute(*args, **kwargs)`, with its full parameters shown."""
@@ -235,8 +258,11 @@ class PlugIns:
         see_spans: Whether any of them sees spans.
     """
 
+    made: Moment
+    follows: Moment
     forward_begins: Moment
     forward_opens: Moment
+    forward_ready: Moment
     backward_begins: Moment
     backward_opens: Moment
     backward_ends: Moment
@@ -246,6 +272,8 @@ class PlugIns:
     computes: Moment
     computed: Moment
     runs: Moment
+    ran: Moment
+    resumes: Moment
     gathers: Moment
     sharded: Moment
     reduces: Moment

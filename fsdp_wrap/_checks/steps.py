@@ -8,8 +8,7 @@ number of steps is a part of the word of each collective, which ranks compare an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -18,13 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import GroupPositions, Tree
+from fsdp_wrap._checks.factors import ScaledParts
+from fsdp_wrap._checks.plain import plain_params, tell_gradients
+from fsdp_wrap._comm import GroupPositions
 from fsdp_wrap._core import PlugIn, Precedence, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
-from fsdp_wrap._runtime.step_checks.factors import ScaledParts
-from fsdp_wrap._runtime.step_checks.plain import plain_params, tell_gradients
-from fsdp_wrap._runtime.unit import StepState, Unit, handles_of
+from fsdp_wrap._runtime import Schedule, handles_of
 
 _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
@@ -54,9 +53,7 @@ class StepChecks(PlugIn):
     """The checks of one tree.
 
     Args:
-        state: The state of its step.
-        tree: Its identity in logs.
-        units: Its units.
+        schedule: Runs its steps.
 
     Attributes:
         parts: Samples of its gradients, once a backward has brought some.
@@ -64,9 +61,9 @@ class StepChecks(PlugIn):
 
     order = Precedence.CHECKS
 
-    def __init__(self, state: StepState, tree: Tree, units: Sequence[Unit]) -> None:
-        self._state = weakref.ref(state)
-        self._tree, self._units = tree, units
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._tree, self._units = schedule.tree, schedule.units
         self.parts: ScaledParts | None = None
         self._told: list[tuple[Remark, GroupPositions, tuple[int, int], int]] = []
         _all.add(self)
@@ -132,8 +129,8 @@ class StepChecks(PlugIn):
 
         A rank that had no batch in `uneven` has run no forward, and steps as the others do.
         """
-        state = self._state()
-        return state is not None and not state.plug_ins.align
+        schedule = self._schedule()
+        return schedule is not None and not schedule.plug_ins.align
 
     @property
     def collectives(self) -> int:
@@ -234,12 +231,3 @@ def _skips(optimizer: Any) -> bool:
 
 
 before_steps.append(_before_step)
-
-
-@contextmanager
-def scaling_alike(trees: Iterable[StepChecks]) -> Iterator[None]:
-    """Scales gradients while the context is open, by a factor that all ranks have agreed on."""
-    unedited = [checks.parts for checks in trees if checks.parts is not None and not checks.edited]
-    yield
-    for parts in unedited:
-        parts.accept()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions, accelerator_of
 from fsdp_wrap._params import Layout, ParamHandle
-from fsdp_wrap._runtime.unit import Unit
+from fsdp_wrap._runtime import Unit
 
 _ELEMENTS, _FEWEST = 8, 4  # of a part that are looked at, and that must be there to tell a factor
 _COMPARED_RANKS = 64  # that decide which units are looked at first

@@ -1,0 +1,61 @@
+"""Full precision in eval mode, by torch's environment variable `FSDP_USE_FULL_PREC_IN_EVAL`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_wrap._core import WRAPPED_ATTR, Phase, PlugIn, Precedence, everywhere
+from fsdp_wrap._params import HandleState
+from fsdp_wrap._runtime import Unit
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Environment variable: 1 turns off the mixed precision of modules in eval mode."""
+
+
+class FullInEval(PlugIn):
+    """Switches units to full precision with their modules' eval mode, and back with their train mode."""
+
+    order = Precedence.PRECISION
+
+    def follows(self, step: Any, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.options.full_in_eval and not unit.gone:
+                _follow_mode(unit)
+
+
+class _OfTrees(PlugIn):
+    def made(self, step: Any) -> None:
+        if any(unit.options.full_in_eval for unit in step.units):
+            step.plug_ins.attach(FullInEval())
+
+
+everywhere.attach(_OfTrees())
+
+
+def _follow_mode(unit: Unit) -> None:
+    """Switches a unit to its module mode's precision; raises while gradients accumulate."""
+    in_full, handle = _computes_in_full(unit), unit.handle
+    if handle.in_full == in_full:
+        return
+    unit.reshard(Phase.IDLE)
+    if unit.layouts and handle.state is not HandleState.SHARDED:
+        return  # it is in the user's hands
+    if handle.accumulates:
+        raise RuntimeError(
+            f"{unit.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
+            f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "
+            "wait for a backward; evaluate before or after the accumulation"
+        )
+    unit.compute_in_full(in_full)
+
+
+def _computes_in_full(unit: Unit) -> bool:
+    """Whether a forward that begins now leaves out the unit's mixed precision."""
+    if (unit.module._modules.get(WRAPPED_ATTR) or unit.module).training:
+        return False
+    if not unit.layouts:
+        return not unit.options.casts.restores_outputs  # casts that restore outputs cast to full precision
+    return unit.handle.mixes
