@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -16,6 +17,7 @@ from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
     OptimStateDictConfig,
     OptimStateKeyType,
+    PlugIn,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -49,11 +51,36 @@ _deferred: ContextVar[bool] = ContextVar("fsdp_wrap_deferred", default=False)
 """Whether the running load writes back to the shards only at its end."""
 
 
+class _OpenLoad(PlugIn):
+    """A load of a state dict that has begun. It ends when the user does something else after a failed one.
+
+    Args:
+        wrapper: The wrapper whose unit is loaded.
+        end: Ends it: with True what was loaded counts.
+    """
+
+    def __init__(self, wrapper: StateDictMethods, end: Callable[[bool], None]) -> None:
+        self._wrapper, self._end = weakref.ref(wrapper), end
+        self._plug_ins = schedule_of(wrapper._unit).plug_ins
+        self._plug_ins.attach(self)
+
+    def rests(self, step: Any) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper._end_load()
+
+    def end(self, keep: bool) -> None:
+        """Shows the sharded parameters again; drops what was loaded, or keeps it."""
+        self._plug_ins.detach(self)
+        self._end(keep)
+
+
 class StateDictMethods(nn.Module):
     """The state dict methods of a wrapped module."""
 
     _unit: Unit
     _state_dict_settings: StateDictSettings
+    _load: _OpenLoad | None  # that has begun here and not ended
     _load_errors: list[str]  # of the load that has come here last
 
     @staticmethod
@@ -223,20 +250,28 @@ class StateDictMethods(nn.Module):
             raise RuntimeError(clean_fqn(str(error))) from None
         finally:
             _deferred.reset(token)
-            for unit in units_in(self).values():
-                unit.end_load(succeeded)
+            for wrapper in _wrappers_in(self):
+                wrapper._end_load(succeeded)
             for buffer, value in () if succeeded else buffers:
                 buffer.copy_(value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Torch calls this for each module of a load, also of a plain module above this wrapper.
-        self._unit.end_load()
+        self._end_load()
         self._load_errors = args[-1]
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # a plain parent's `assign=True`
         in_full = _deferred.get() or assigns
-        self._unit.loading = begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
+        self._load = _OpenLoad(
+            self, begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
+        )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _end_load(self, keep: bool = False) -> None:
+        """Ends the load of a state dict, if one has begun; drops what was loaded, or keeps it."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.end(keep)
 
 
 _load_known = partial(load_optim_state_dict, only_known=True)
@@ -380,7 +415,7 @@ def end_load(module: nn.Module, incompatible_keys: Any) -> None:
     """Writes the loaded parameters to the shards; a post-hook of `load_state_dict`."""
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():
-        module._unit.end_load(keep=True)
+        module._end_load(keep=True)
     module._load_errors[:] = map(clean_fqn, module._load_errors)
     for keys in incompatible_keys:
         for index in reversed(range(len(keys))):

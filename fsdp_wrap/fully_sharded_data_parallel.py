@@ -259,7 +259,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         unit.moves_to(self)
         for layout in unit.layouts if self.cpu_offload.only_state else ():
             offload_optimizer_state(layout.sharded_params)
-        self._state_dict_settings, self._load_errors = resolve_settings(), []
+        self._state_dict_settings, self._load, self._load_errors = resolve_settings(), None, []
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -332,12 +332,12 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward with its full parameters."""
         # The body of `_run_as_forward`, to save a call in every step.
-        if self._unit.loading is not None:  # left by a failed load of a plain module above
-            self._unit.end_load()
+        if self._load is not None:  # left by a failed load of a plain module above
+            self._end_load()
         return run_forward(self._unit, self._modules[WRAPPED_ATTR], args, kwargs)  # type: ignore[arg-type]
 
     def _run_as_forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._unit.end_load()
+        self._end_load()
         return run_forward(self._unit, call, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:

@@ -399,9 +399,9 @@ def _param_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter
 
 def _leaf_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:
     layout = reference()
-    if layout is None or layout.prepare_leaves is None:
+    owner = None if layout is None else layout.owner
+    if layout is None or owner is None or not owner.prepare_leaves():
         return None
-    layout.prepare_leaves()
     return layout.leaves[index]
 
 

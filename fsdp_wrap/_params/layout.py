@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -122,6 +123,16 @@ def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel:
 PartOf = Callable[[str, torch.Tensor], LocalPart | None]
 
 
+class Owner(Protocol):
+    """The unit that owns the parameters of a layout."""
+
+    def name_of(self, param: str) -> str:
+        """Returns a parameter's name relative to the root, from its name relative to the unit."""
+
+    def prepare_leaves(self) -> bool:
+        """Lets the leaves take gradients outside of a forward; returns False before the unit's first use."""
+
+
 class Layout(ABC):
     """The parameters of one segment: their places in buffers and modules, and their gradients.
 
@@ -143,8 +154,6 @@ class Layout(ABC):
         distributed: The distributed part of each original parameter; None where none is distributed.
         average_hook: Called with this rank's part of each reduction once it is averaged.
         averages_notes: Whether that hook averages the notes of `note_used`, too.
-        prepare_leaves: Lets the leaves take gradients; set by the schedule.
-        name_of: Returns a parameter's name relative to the root; set by the schedule.
     """
 
     extents: Sequence[Extent]
@@ -185,8 +194,7 @@ class Layout(ABC):
         self.distributed = parts if any(parts) else None
         self.average_hook: Callable[[torch.Tensor], None] | None = None
         self.averages_notes = False
-        self.prepare_leaves: Callable[[], None] | None = None
-        self.name_of: Callable[[str], str] = str
+        self._owner: weakref.ref[Owner] | None = None
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
         )
@@ -600,13 +608,27 @@ class Layout(ABC):
             Whether the shard has moved.
         """
 
+    def belong_to(self, owner: Owner) -> None:
+        """Sets the unit that owns the parameters; the layout does not keep it alive."""
+        self._owner = weakref.ref(owner)
+
+    @property
+    def owner(self) -> Owner | None:
+        """The unit that owns the parameters; None before there is one, and when it has gone."""
+        return None if self._owner is None else self._owner()
+
+    def name_of(self, fqn: str) -> str:
+        """Returns a parameter's name relative to the root, from its name relative to the unit."""
+        owner = self.owner
+        return fqn if owner is None else owner.name_of(fqn)
+
     def copied(self, memo: dict[int, Any]) -> Layout:
         """Returns a layout for the same modules with copies of the sharded parameters.
 
         `memo` of `copy.deepcopy` then leads from the old sharded parameters to the new ones.
         """
         new = copy(self)
-        new._marks, new._arriving, new.prepare_leaves, new.name_of = GradientMarks(), [], None, str
+        new._marks, new._arriving, new._owner = GradientMarks(), [], None
         new._adopt_copies()
         pieces = zip(new._pieces, self.sources)
         new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])

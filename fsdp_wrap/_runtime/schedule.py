@@ -132,9 +132,6 @@ class Schedule(StepState):
         self.ranks: SameModel = SameModel(self.tree, parts)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
-            for layout in unit.layouts:
-                layout.prepare_leaves = partial(Schedule._prepare_leaves, weakref.ref(unit))
-                layout.name_of = partial(Schedule._name_of, weakref.ref(unit))
         for act in everywhere.made:
             act(self)
 
@@ -198,7 +195,7 @@ class Schedule(StepState):
                     self._prefetched += self.batches.gather(unit, coming, Phase.FORWARD)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
-                self._hook_leaves(unit)
+                self.hook_leaves(unit)
             if not recompute:
                 self._order.started.append(unit)
                 if (options.forward_prefetch or options.forward_targets) and not unit.follows:
@@ -411,7 +408,7 @@ class Schedule(StepState):
                 handle.follow_replaced()
             if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
-                self._hook_leaves(unit)
+                self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
 
@@ -425,7 +422,7 @@ class Schedule(StepState):
         if self._offloading is not None:
             self._offloading.outdate(units)
 
-    def _hook_leaves(self, unit: Unit) -> None:
+    def hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
         leaves = unit.newly_trainable()
         sources = (source for layout in unit.layouts for source in layout.sources)
@@ -437,19 +434,6 @@ class Schedule(StepState):
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         unit.watch_own_gradients()
-
-    @staticmethod
-    def _prepare_leaves(reference: weakref.ref[Unit]) -> None:
-        """Hooks leaves that may get gradients outside of their unit's forward."""
-        unit = reference()
-        if unit is not None and unit.schedule is not None:
-            if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
-                schedule_of(unit)._hook_leaves(unit)
-
-    @staticmethod
-    def _name_of(reference: weakref.ref[Unit], param: str) -> str:
-        unit = reference()
-        return param if unit is None else unit.name_of(param)
 
     # backward
 
@@ -630,7 +614,7 @@ class Schedule(StepState):
         for unit in self._units:
             handle = unit.handle
             if handle.follow_requires_grad():  # other leaves than in the last forward
-                self._hook_leaves(unit)
+                self.hook_leaves(unit)
             if handle.keeps_gradients:
                 handle.forget_zeroed()
             unit.arrivals.begin()
@@ -768,8 +752,7 @@ class Schedule(StepState):
         if self._offloading is not None:
             self._offloading.outdate([unit])
         unit.unshard(Phase.IDLE)
-        if unit.handle.follow_requires_grad() or unit.hooked != unit.handle.hookings:
-            self._hook_leaves(unit)
+        unit.prepare_leaves()
         unit.handle.shown.show_leaves()
 
     @contextmanager
@@ -987,8 +970,8 @@ class Schedule(StepState):
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
-        for unit in [each for each in self._units if each.loading is not None]:
-            unit.end_load()
+        for act in self.plug_ins.rests:
+            act(self)
 
 
 schedule_kinds: list[type[Schedule]] = [Schedule]

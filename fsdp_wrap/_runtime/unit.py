@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,7 +117,7 @@ class Updater(Protocol):
         """Waits, after a failed backward, for updates in progress, and drops other units' gradients."""
 
 
-class StepState:
+class StepState(ABC):
     """State of the running step of a tree of units: written by its schedule, read by its units.
 
     Attributes:
@@ -132,6 +133,10 @@ class StepState:
         self.iteration = 0
         self.plug_ins = PlugIns(everywhere)
         self.syncs = self.sums_over_replicas = True
+
+    @abstractmethod
+    def hook_leaves(self, unit: Unit) -> None:
+        """Hooks leaves of a unit that need gradients and are not hooked yet."""
 
 
 class Unit:
@@ -168,7 +173,6 @@ class Unit:
         all_train: Whether every leaf needs a gradient.
         lasts: Whether the next iteration may take over the full parameters, since no step frees them.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
-        loading: Ends the load of a state dict that has begun: with True what was loaded counts; None without.
     """
 
     positions: UnitPositions
@@ -197,6 +201,8 @@ class Unit:
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
         self.handle = handle
+        for layout in handle.layouts:
+            layout.belong_to(self)
         self.options = options
         self.left = left
         self.initial = initial
@@ -217,7 +223,6 @@ class Unit:
         self.all_train = not handle.layouts
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
-        self.loading: Callable[[bool], None] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -292,12 +297,6 @@ class Unit:
         self.schedule, self.plug_ins = schedule, schedule.plug_ins
         self.fqn = fqn
         self.positions = tell(self)
-
-    def end_load(self, keep: bool = False) -> None:
-        """Ends the load of a state dict, if one has begun; drops what was loaded, or keeps it."""
-        end, self.loading = self.loading, None
-        if end is not None:
-            end(keep)
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""
@@ -508,6 +507,14 @@ class Unit:
         new = [leaf for leaf in trainable if leaf not in self._hooked]
         self._hooked = {*self._hooked.intersection(leaves), *new}
         return new
+
+    def prepare_leaves(self) -> bool:
+        """Lets the leaves take gradients outside of a forward; returns False before the first use."""
+        if self.schedule is None:
+            return False
+        if self.handle.follow_requires_grad() or self.hooked != self.handle.hookings:
+            self.schedule.hook_leaves(self)
+        return True
 
     @torch.inference_mode(False)
     def watch_own_gradients(self) -> None:

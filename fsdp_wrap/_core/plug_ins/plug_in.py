@@ -163,6 +163,9 @@ class PlugIn:
     def failed(self, step: Any) -> None:
         """A forward has raised, or a backward has that is known to be over."""
 
+    def rests(self, step: Any) -> None:
+        """The user asks for something between steps, none of which runs: what was left open ends here."""
+
     # of a unit
 
     def enters(self, unit: Any, what: Computing) -> None:
@@ -268,6 +271,7 @@ class PlugIns:
     backward_ends: Moment
     backward_ended: Moment
     failed: Moment
+    rests: Moment
     enters: Moment
     computes: Moment
     computed: Moment
