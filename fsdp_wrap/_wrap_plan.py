@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_wrap._core import Place, children_first, walk, warn_caller
-from fsdp_wrap._runtime.refusals import is_container
+from fsdp_wrap._runtime import is_container
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]

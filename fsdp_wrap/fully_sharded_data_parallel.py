@@ -55,7 +55,6 @@ from fsdp_wrap._runtime import (
     check_module,
     converted,
     joins,
-    plan_wrapping,
     require_idle,
     require_root,
     run_forward,
@@ -74,6 +73,7 @@ from fsdp_wrap._state import (
     summon_full_params,
 )
 from fsdp_wrap._state_dict_methods import OptimStateDictMethods, StateDictMethods, end_load
+from fsdp_wrap._wrap_plan import plan_wrapping
 from fsdp_wrap.clip_grad import clip_grad_norm_, grad_norms
 from fsdp_wrap.forward_methods import register_forward_method
 

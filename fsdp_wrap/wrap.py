@@ -1,6 +1,6 @@
 """Auto-wrap policies, and wrapping by hand.
 
-`_runtime/wrap_plan.py` makes units of the modules that the policies choose.
+`_wrap_plan.py` makes units of the modules that the policies choose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from fsdp_wrap._core import warn_caller
-from fsdp_wrap._runtime import Kwargs, Targets, WrapPlan, describe, plan_wrapping
+from fsdp_wrap._wrap_plan import Kwargs, Targets, WrapPlan, describe, plan_wrapping
 
 __all__ = [
     "ConfigAutoWrap",

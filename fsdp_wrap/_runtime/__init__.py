@@ -51,10 +51,3 @@ from fsdp_wrap._runtime.unit import (
     handles_of,
     units_in,
 )
-from fsdp_wrap._runtime.wrap_plan import (
-    Kwargs,
-    Targets,
-    WrapPlan,
-    describe,
-    plan_wrapping,
-)
