@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._comm import GroupCommunicator, Tree, accelerator_of
+from fsdp_wrap._comm import Communicator, GroupCommunicator, Tree, accelerator_of
 from fsdp_wrap._core import (
     BackwardPrefetch,
     Computing,
@@ -52,6 +52,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel
+from fsdp_wrap._runtime.stays import Until, after_backward, after_forward, after_outermost
 from fsdp_wrap._runtime.unit import (
     SHOWN_TO_USERS,
     ForwardCall,
@@ -278,18 +279,13 @@ class Schedule(StepState):
             self._await_outputs(unit, inputs, with_grad)
         if unit.running > 1:
             return
-        over = not unit.parts or unit.ran(call.part)
-        if over and unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
-            self.lasting.pop(unit, None)
-            handle.shown.show_kept()
-        elif over and unit.options.reshard_after_forward:
-            self.lasting.pop(unit, None)
-            if unit in self._awaited:
-                unit.set_aside(Phase.FORWARD)
-            else:
-                unit.reshard(Phase.FORWARD, within)
-        else:
+        partly = bool(unit.parts) and not unit.ran(call.part)
+        until = after_forward(call, bool(with_grad), unit in self._outermost, partly)
+        if until is Until.OUTERMOST:
             self.lasting[unit] = call, inputs
+        else:
+            self.lasting.pop(unit, None)
+            self._leave(unit, until, within)
 
     def _hook_view(self, call: ForwardCall, inputs: list[Node], view: torch.Tensor) -> None:
         """Hooks an output that is a view for its backward, and itself for those who watch its gradient."""
@@ -322,14 +318,18 @@ class Schedule(StepState):
             if unit.updater is not None:
                 self._await_outputs(unit, inputs, with_grad)
             within = unit.options.reshards_within if with_grad else None
-            alone = unit.partly_ran and unit.running  # a single part: others may follow
+            alone = unit.partly_ran and unit.running > 0  # a single part: others may follow
             unit.restart()
-            if alone or unit.keeps_parameters(call, bool(with_grad), unit in self._outermost):
-                unit.handle.shown.show_kept()
-            elif unit in self._awaited:
-                unit.set_aside(Phase.FORWARD)
-            else:
-                unit.reshard(Phase.FORWARD, within)
+            self._leave(unit, after_outermost(call, bool(with_grad), unit in self._outermost, alone), within)
+
+    def _leave(self, unit: Unit, until: Until, within: Communicator | None) -> None:
+        """Frees or keeps the full parameters of a unit whose forward is over."""
+        if until is Until.BACKWARD:
+            unit.handle.shown.show_kept()
+        elif unit in self._awaited:
+            unit.set_aside(Phase.FORWARD)
+        else:
+            unit.reshard(Phase.FORWARD, within)
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -584,13 +584,17 @@ class Schedule(StepState):
         if unit.arrivals.end():
             for act in self.plug_ins.backward_over:
                 act(unit, Phase.BACKWARD)
-        if unit.options.reshards_after_backward and self.syncs:
-            unit.reshard(Phase.BACKWARD)
-        else:
-            unit.end_unsharded(Phase.BACKWARD)
+        self._leave_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(unit)
+
+    def _leave_backward(self, unit: Unit, phase: Phase) -> None:
+        """Frees the full parameters of a unit after its backward, or keeps them for the next iteration."""
+        if after_backward(unit, self.syncs) is Until.NOW:
+            unit.reshard(phase)
+        else:
+            unit.keep()
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
@@ -668,7 +672,7 @@ class Schedule(StepState):
             if unit.arrivals.end():
                 for act in self.plug_ins.backward_over:
                     act(unit, Phase.FINAL_CALLBACK)
-            unit.end_unsharded(Phase.FINAL_CALLBACK)
+            self._leave_backward(unit, Phase.FINAL_CALLBACK)
         else:
             unit.arrivals.forget()
             if not unit.running:
@@ -764,7 +768,7 @@ class Schedule(StepState):
             yield
         finally:
             unit.running -= 1
-            unit.end_unsharded(Phase.BACKWARD)
+            self._leave_backward(unit, Phase.BACKWARD)
 
     def reshard(self, unit: Unit) -> None:
         """Frees a unit's full parameters, unless its forward is running; ends a backward that raised."""
@@ -790,7 +794,7 @@ class Schedule(StepState):
     def end_backwards_of(self, unit: Unit) -> None:
         """Ends by hand the backwards of one unit, except for `await_reduction`."""
         unit.handle.forget_zeroed()
-        unit.end_unsharded(Phase.IDLE)
+        self._leave_backward(unit, Phase.IDLE)
         self._take_gradients(unit, Phase.IDLE)
 
     def await_reduction(self) -> None:
@@ -818,9 +822,9 @@ class Schedule(StepState):
     def _takes_in_place(self, unit: Unit) -> bool:
         """Whether gradients may take the place of the unit's parameters now."""
         options, handle = unit.options, unit.handle
-        freed = options.reshards_after_backward and not unit.running and not unit.arrivals.needed_to_end
-        freed = freed and handle.state is HandleState.UNSHARDED
-        return freed and self.syncs and options.syncs and not torch.is_grad_enabled()
+        reduced = self.syncs and options.syncs and not torch.is_grad_enabled()
+        needed = unit.running or unit.arrivals.needed_to_end or handle.state is not HandleState.UNSHARDED
+        return reduced and not needed and after_backward(unit, self.syncs) is Until.NOW
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.follows:  # left to the unit with which it runs, whose own gather must come before

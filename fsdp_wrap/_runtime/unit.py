@@ -450,6 +450,12 @@ class Unit:
         """Lets the next iteration reuse the full parameters, unless they change."""
         self._held = True
 
+    def keep(self) -> None:
+        """Keeps the full parameters after a backward, and shows the sharded ones unless a forward runs."""
+        self.hold()
+        if not self.running:
+            self.handle.shown.show_sharded()
+
     @property
     def survives(self) -> bool:
         """Whether the next iteration reuses all of its full parameters."""
@@ -459,16 +465,6 @@ class Unit:
         """Switches a sharded unit between its master dtype and its mixed precision."""
         self.handle.compute_in_full(in_full)
         self._derive()
-
-    def keeps_parameters(self, call: ForwardCall, has_grad_outputs: bool, as_root: bool) -> bool:
-        """Whether the full parameters stay from a forward call to its backward."""
-        if not torch.is_grad_enabled():
-            return False
-        if not has_grad_outputs:  # gradients may enter where no hook sees them
-            return call.watched > 0 or self.handle.trainable
-        if as_root and self.options.keeps_as_root:
-            return self.trains
-        return not self.options.reshard_after_forward
 
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that a part has run; returns whether all have, and starts over then."""
@@ -540,20 +536,6 @@ class Unit:
             return False
         leaves = (leaf for segment in self.segments for leaf in segment.leaves)
         return any(will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
-
-    def end_unsharded(self, phase: Phase) -> None:
-        """Reshards after a backward, or shows the sharded parameters at least.
-
-        Under `no_sync` a unit that is not resharded after forward stays full for the next forward.
-        """
-        options, schedule = self.options, self.schedule
-        accumulates = schedule is not None and not schedule.syncs
-        if options.reshards_after_backward and (options.reshard_after_forward or not accumulates):
-            self.reshard(phase)
-        else:
-            self.hold()
-            if not self.running:
-                self.handle.shown.show_sharded()
 
     @property
     def reached(self) -> bool:

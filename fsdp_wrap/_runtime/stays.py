@@ -1,0 +1,76 @@
+"""How long the full parameters of a unit stay: the one decision that frees or keeps them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from fsdp_wrap._runtime.unit import ForwardCall, Unit
+
+
+class Until(Enum):
+    """The moment until which full parameters stay.
+
+    Attributes:
+        NOW: They are freed at once.
+        OUTERMOST: The end of the outermost forward.
+        BACKWARD: The unit's backward.
+        NEXT: The next iteration, which takes them over unless they have changed.
+    """
+
+    NOW = "now"
+    OUTERMOST = "the outermost forward ends"
+    BACKWARD = "the backward"
+    NEXT = "the next iteration"
+
+
+def after_forward(call: ForwardCall, with_grad: bool, is_root: bool, partly: bool) -> Until:
+    """Returns how long the parameters stay after a forward call.
+
+    Args:
+        call: The forward call.
+        with_grad: Whether an output needs a gradient.
+        is_root: Whether the unit is the root, or one of its module's over another mesh.
+        partly: Whether parts of the unit have not run.
+    """
+    if partly:
+        return Until.OUTERMOST
+    if _needed_in_backward(call, with_grad, is_root):
+        return Until.BACKWARD
+    return Until.NOW if call.unit.options.reshard_after_forward else Until.OUTERMOST
+
+
+def after_outermost(call: ForwardCall, with_grad: bool, is_root: bool, alone: bool) -> Until:
+    """Returns how long parameters that have stayed so far stay after the outermost forward.
+
+    Args:
+        call: The last forward call of their unit.
+        with_grad: Whether an output of the outermost forward needs a gradient.
+        is_root: Whether the unit is the root, or one of its module's over another mesh.
+        alone: Whether a part of the unit was the outermost forward, so others may follow.
+    """
+    return Until.BACKWARD if alone or _needed_in_backward(call, with_grad, is_root) else Until.NOW
+
+
+def after_backward(unit: Unit, syncs: bool) -> Until:
+    """Returns how long the parameters stay after the unit's backward.
+
+    Args:
+        unit: The unit.
+        syncs: Whether gradients are reduced. Under `no_sync` a unit that a forward does not free stays.
+    """
+    options = unit.options
+    freed = options.reshards_after_backward and (options.reshard_after_forward or syncs)
+    return Until.NOW if freed else Until.NEXT
+
+
+def _needed_in_backward(call: ForwardCall, with_grad: bool, is_root: bool) -> bool:
+    unit, options = call.unit, call.unit.options
+    if not torch.is_grad_enabled():
+        return False
+    if not with_grad:  # gradients may enter where no hook sees them
+        return call.watched > 0 or unit.handle.trainable
+    if is_root and options.keeps_as_root:  # its backward comes first
+        return unit.trains
+    return not options.reshard_after_forward
