@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._comm import Communicator, Finished, FromHost, GroupMemory, Pending
+from fsdp_wrap._comm import (
+    Accelerator,
+    Communicator,
+    Finished,
+    FromHost,
+    GroupMemory,
+    Pending,
+    accelerator_of,
+    await_arrivals,
+)
 from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, format_dtype, segment_dtypes, steps_taken
 from fsdp_wrap._params.collectives import (
     GatherShare,
@@ -550,6 +560,21 @@ class ParamHandle:
         self.keeps_gradients = reduction.partial
         reduction.finish()
 
+    @property
+    def travels(self) -> bool:
+        """Whether the device still has reduced gradients that are on their way to the host."""
+        return any(layout.travels for layout in self.layouts)
+
+    def take_arriving(self) -> Callable[[], None] | None:
+        """Hands over the reduced gradients that are on their way to the host, if there are any.
+
+        Returns:
+            Waits for them, and adds them to those of the sharded parameters; any thread may call it.
+        """
+        adding = [add for layout in self.layouts for add in layout.take_arriving()]
+        accelerator = accelerator_of(self.communicator.device)
+        return partial(_add_arrived, accelerator, adding) if accelerator is not None and adding else None
+
     def keep_accumulated(self) -> None:
         """Keeps the collected gradients for a later backward (`no_sync`)."""
         for segment in self.segments:
@@ -572,6 +597,12 @@ class ParamHandle:
             self.reshard()
         for segment in self.segments:
             segment.gradients.drop_failed()
+
+
+def _add_arrived(accelerator: Accelerator, adding: Sequence[Callable[[], None]]) -> None:
+    await_arrivals(accelerator)
+    for add in adding:
+        add()
 
 
 class EmptyHandle(ParamHandle):

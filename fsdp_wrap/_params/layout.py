@@ -519,11 +519,18 @@ class Layout(ABC):
         for arriving, _ in self._arriving:
             arriving.release()
 
-    def add_arrived(self) -> None:
-        """Adds the gradients that have come to the host; the caller has waited for them."""
-        arrived, self._arriving = self._arriving, []
-        for each, used in arrived:
-            self.add_reduced(each.values, used)
+    @property
+    def travels(self) -> bool:
+        """Whether the device still has gradients that are on their way to the host."""
+        return any(copy.holds_device for copy, _ in self._arriving)
+
+    def take_arriving(self) -> list[Callable[[], None]]:
+        """Hands over the gradients on their way to the host: each function adds one that has come."""
+        arriving, self._arriving = self._arriving, []
+        return [functools.partial(self._add_arrived, copy, used) for copy, used in arriving]
+
+    def _add_arrived(self, copy: ToHost, used: Sequence[bool]) -> None:
+        self.add_reduced(copy.values, used)
 
     def drop_arriving(self) -> None:
         """Drops the gradients that are on their way to the host."""

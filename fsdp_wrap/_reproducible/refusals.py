@@ -61,7 +61,7 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
             f"{unit.name} is compressed, or has collectives of the user's, or state over replicas: these "
             "round by shards, or sum by themselves. A reproducible model takes the package's own"
         )
-    if unit.updater is not None:
+    if unit.plug_ins.updates(unit):
         raise RuntimeError(
             f"{unit.name} is updated in its backward (step_in_backward), before the step's other "
             "micro-batches are in its gradients: step a reproducible model after its last backward"

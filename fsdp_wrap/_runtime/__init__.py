@@ -6,6 +6,7 @@ May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """
 
+from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import set_travel_together_bytes
 from fsdp_wrap._runtime.build import (
     REGISTRY,
@@ -50,4 +51,5 @@ from fsdp_wrap._runtime.unit import (
     communicators_of,
     handles_of,
     units_in,
+    will_run,
 )

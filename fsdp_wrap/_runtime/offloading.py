@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fsdp_wrap._comm import Accelerator, await_arrivals, await_copies
+from fsdp_wrap._comm import Accelerator, await_copies
 from fsdp_wrap._core import SpanKind
 from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
@@ -68,14 +68,11 @@ class Offloading:
 
     # gradients
 
-    def finish_reduction(self, unit: Unit) -> Unit | None:
+    def finish_reduction(self, unit: Unit) -> None:
         """Finishes a unit's reduction and starts the copy of its gradients to the host.
 
         Only one unit's gradients are copied at a time: the compute stream waits for the unit before, and so
         does the host where users have hooked its sharded parameters, to call the hooks.
-
-        Returns:
-            The unit before: the compute stream waits for its copy, the host may not have.
         """
         before = self._arriving[-1] if self._arriving else None
         if before is not None:
@@ -85,23 +82,12 @@ class Offloading:
                 self.settle(before)
         unit.finish_reduction()
         self._arriving.append(unit)
-        return before
 
     def settle(self, unit: Unit) -> None:
         """Waits for one unit's gradients, and adds them to those of the sharded parameters."""
-        if self.leave(unit):
-            self.take(unit)
-
-    def leave(self, unit: Unit) -> bool:
-        """Leaves a unit's gradients to the caller, who must `take` them; returns whether there are any."""
-        before, self._arriving = self._arriving, [each for each in self._arriving if each is not unit]
-        return len(self._arriving) < len(before)
-
-    def take(self, unit: Unit) -> None:
-        """Waits for all gradients in flight, and adds those of one unit; callable in any thread."""
-        await_arrivals(self._accelerator)
-        for layout in unit.layouts:
-            layout.add_arrived()
+        add = unit.handle.take_arriving()
+        if add is not None:
+            add()
 
     def end_backward(self, units: Sequence[Unit]) -> None:
         """Waits for all copies, and adds all gradients to those of the sharded parameters."""
@@ -109,7 +95,8 @@ class Offloading:
         self._await_copies(units)
         for layout in self._arriving_layouts():
             layout.release_arriving()
-            layout.add_arrived()
+            for add in layout.take_arriving():
+                add()
 
     def abandon(self) -> None:
         """Drops copies and gradients that a failed backward left."""

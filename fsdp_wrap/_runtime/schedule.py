@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -41,7 +42,7 @@ from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gra
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
-from fsdp_wrap._runtime.finalization import BackwardEnd, Updates
+from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.refusals import (
@@ -127,7 +128,6 @@ class Schedule(StepState):
         accelerator = accelerator_of(self.device)
         offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
         self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
-        self._updates = Updates(self._offloading)
         self.tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self.tree, parts)
@@ -135,6 +135,8 @@ class Schedule(StepState):
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
         for act in everywhere.made:
             act(self)
+        for make in dict.fromkeys(chain.from_iterable(unit.brings for unit in self._units)):
+            self.plug_ins.attach(make(self))
 
     @property
     def units(self) -> list[Unit]:
@@ -180,8 +182,6 @@ class Schedule(StepState):
             for act in self.plug_ins.enters:
                 act(unit, what)
             if recompute:
-                if unit.updater is not None:
-                    self._updates.recompute(unit)
                 unit.unshard(Phase.BACKWARD)
             else:
                 unit.forwards += self._trains
@@ -275,8 +275,8 @@ class Schedule(StepState):
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self._order.ended.append(unit)
-        if unit.updater is not None:
-            self._await_outputs(unit, inputs, with_grad)
+        for act in self.plug_ins.hooked:
+            act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
         if unit.running > 1:
             return
         partly = bool(unit.parts) and not unit.ran(call.part)
@@ -295,12 +295,6 @@ class Schedule(StepState):
         if hooked is not view:
             hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
 
-    def _await_outputs(self, unit: Unit, inputs: list[Node], outputs: Iterable[torch.Tensor]) -> None:
-        """Lets the update of a unit in the backward wait for the gradients of several outputs."""
-        hooked = [output if output._base is None else hooked_for(output, inputs) for output in outputs]
-        for tensor, hook in self._updates.hooks_of(unit, hooked):
-            hook_gradient(tensor, hook)
-
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends, with the outermost forward, the forwards of units that have stayed full.
 
@@ -315,8 +309,8 @@ class Schedule(StepState):
                     hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
                 else:
                     self._hook_view(call, inputs, tensor)
-            if unit.updater is not None:
-                self._await_outputs(unit, inputs, with_grad)
+            for act in self.plug_ins.hooked:
+                act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running > 0  # a single part: others may follow
             unit.restart()
@@ -483,8 +477,8 @@ class Schedule(StepState):
     def _unshard_again(self, call: ForwardCall) -> None:
         """Shows modules the leaves of a call's forward; raises if their values have changed."""
         unit, handle = call.unit, call.unit.handle
-        if self._updates.updated:
-            self._updates.refuse_updated(unit)
+        for act in self.plug_ins.enters:
+            act(unit, Computing.BACKWARD)
         unshards = unit.options.unshards_in_backward
         if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
             handle.look()
@@ -613,7 +607,6 @@ class Schedule(StepState):
         self.ending.begin()
         for act in self.plug_ins.backward_opens:
             act(self)
-        self._updates.begin(self._units, self.ending.waits and not self.plug_ins.shadowed)
         self._order.begin_backward()
         for unit in self._units:
             handle = unit.handle
@@ -648,7 +641,7 @@ class Schedule(StepState):
             act(self)
 
     def close_backward(self, waits: bool) -> None:
-        """Ends a backward of this rank or of others; `waits` tells to wait for reductions, and to update."""
+        """Ends a backward of this rank or of others; `waits` tells to wait for reductions."""
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
                 if self._offloading is not None:
@@ -656,16 +649,22 @@ class Schedule(StepState):
                 unit.handle.keep_accumulated()
         if self.batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
-        if waits:
-            self._make_room()
-            self.ending.finish()
-        if self._offloading is not None:
-            self._offloading.end_backward(self._units)
-        if waits:
-            self._updates.finish(self._units)
+        self._close(waits)
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
+
+    def _close(self, waits: bool) -> None:
+        """Ends a backward, or with `waits` all since the last end: then their gradients are complete."""
+        if waits:
+            self._make_room()
+            self.ending.finish()
+            for unit in self._units:
+                unit.forwards = 0
+        if self._offloading is not None:
+            self._offloading.end_backward(self._units)
+        for act in self.plug_ins.backward_closes:
+            act(self, waits)
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
@@ -700,10 +699,12 @@ class Schedule(StepState):
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
-        self._updates.abandon(self._units)
+        for act in self.plug_ins.dropped:
+            act(self)
         if self._offloading is not None:
             self._offloading.abandon()
         for unit in self._units:
+            unit.forwards = 0
             unit.arrivals.forget()
             unit.handle.abandon_backward()
             unit.reshard(Phase.IDLE)
@@ -799,11 +800,7 @@ class Schedule(StepState):
 
     def await_reduction(self) -> None:
         """Waits for the last reduction."""
-        self._make_room()
-        if self._offloading is not None:
-            self._offloading.end_backward(self._units)
-        self._updates.finish(self._units)
-        self.ending.finish()
+        self._close(True)
 
     def wait_for(self, event: Any) -> None:
         """Delays the next iteration, or gather by hand, until an event on another stream."""
@@ -875,8 +872,8 @@ class Schedule(StepState):
         alone = handle.batch_nbytes > self.batches.most or phase is Phase.IDLE
         try:
             if alone or not self.batches.take(unit):
-                if self._updates.reduced:
-                    self._updates.between_collectives()
+                for act in self.plug_ins.before_reduction:
+                    act(self)
                 unit.reduce(phase)
                 self._reducing.append(unit)
         except (RuntimeError, MemoryError) as error:
@@ -895,8 +892,8 @@ class Schedule(StepState):
         """Issues the waiting batched reduction, complete or not; `in_flight` others may stay in flight."""
         if self._reducing:
             self._make_room(in_flight)
-        if self._updates.reduced:
-            self._updates.between_collectives()
+        for act in self.plug_ins.before_reduction:
+            act(self)
         try:
             sent = self.batches.send(phase)
         except (RuntimeError, MemoryError) as error:
@@ -909,18 +906,14 @@ class Schedule(StepState):
         """Finishes reductions, oldest first, until `leave` are in flight; issues the prefetch that waited."""
         while len(self._reducing) > leave:
             reducing = self._reducing.popleft()
+            units = (reducing,) if isinstance(reducing, Unit) else reducing.taken
             if isinstance(reducing, Unit) and self._offloading is not None:  # offloaded: never batched
-                before = self._offloading.finish_reduction(reducing)
-                self._updates.note(reducing)
-                if before is not None and before is not reducing:  # its gradients have come to the host
-                    self._updates.update(before)
-                continue
-            units = [reducing] if isinstance(reducing, Unit) else reducing.taken
-            reducing.finish_reduction()
-            for unit in units:
-                if unit.updater is not None:
-                    self._updates.note(unit)
-                    self._updates.update(unit)
+                self._offloading.finish_reduction(reducing)
+            else:
+                reducing.finish_reduction()
+            for act in self.plug_ins.reduced:
+                for unit in units:
+                    act(unit)
         waiting, self._prefetching_later = self._prefetching_later, None
         if waiting is not None:
             self._prefetch(waiting)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from fsdp_wrap._core import (
     InputCasts,
     NoValuesError,
     Phase,
+    PlugIn,
     PlugIns,
     SpanKind,
     clean_fqn,
@@ -94,29 +95,6 @@ class UnitOptions:
         return replace(self, forward_targets=forward, backward_targets=backward)
 
 
-class Updater(Protocol):
-    """Updates units during a backward; implemented by add-ons for optimizers."""
-
-    communicates: bool
-    """Whether `update` issues collectives: all ranks must call it between the same collectives then."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether the units of the running backward are updated only after all gradients have come."""
-
-    def begin(self) -> None:
-        """Prepares for a backward."""
-
-    def update(self, unit: Unit, arrive: Callable[[], None] | None) -> None:
-        """Updates a unit; calls `arrive` first, if given, to add the gradients to the sharded parameters."""
-
-    def finish(self, left: Sequence[Unit]) -> None:
-        """Updates the units that are left when all gradients have come, and waits for all updates."""
-
-    def abandon(self, left: Sequence[Unit]) -> None:
-        """Waits, after a failed backward, for updates in progress, and drops other units' gradients."""
-
-
 class StepState(ABC):
     """State of the running step of a tree of units: written by its schedule, read by its units.
 
@@ -158,10 +136,10 @@ class Unit:
         running: Number of forward calls in progress.
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
-        updater: Updates the unit during backwards, if given.
         casts: Casts of inputs and outputs.
         schedule: State of its tree's step; None before its first use.
         plug_ins: What is attached to its steps.
+        brings: Makes plug-ins for the trees that it joins later, one for each tree.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
@@ -213,7 +191,7 @@ class Unit:
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = mesh_label
         self.running = self.forwards = 0
-        self.updater: Updater | None = None
+        self.brings: list[Callable[[StepState], PlugIn]] = []
         self.nested = False
         self._derive()
         self.schedule: StepState | None = None

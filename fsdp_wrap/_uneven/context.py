@@ -105,7 +105,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
     check_flag("average", average)
     schedules = schedules_of(models, "uneven()")
     peers = peers_of(schedules)
-    updated = [unit for schedule in schedules for unit in schedule.units if unit.updater is not None]
+    updated = [unit for schedule in schedules for unit in schedule.units if schedule.plug_ins.updates(unit)]
     options = RoundOptions(schedules, updated if average else ())  # their gradients do not outlive a backward
     pool = Pool(schedules, average, peers.size)
     rounds = Rounds(schedules, peers, options, pool)

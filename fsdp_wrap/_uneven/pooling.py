@@ -38,7 +38,7 @@ class Pool:
     def note(self, schedule: Schedule) -> None:
         """Notes the gradients at the end of a backward, which other ranks have added to."""
         for unit in schedule.units:
-            params = [] if unit.updater is not None else sharded_params([unit])
+            params = [] if schedule.plug_ins.updates(unit) else sharded_params([unit])
             grads = [(param, param.grad) for param in params if param.grad is not None]
             self._noted[unit] = [(param, grad, to_local(grad)._version) for param, grad in grads]
 
@@ -103,7 +103,7 @@ class Pool:
 
     def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
-        units = [unit for unit in schedule.units if unit.layouts and unit.updater is None]
+        units = [unit for unit in schedule.units if unit.layouts and not schedule.plug_ins.updates(unit)]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)
         part = data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:

@@ -404,6 +404,34 @@ def test_several_backwards(rank, world_size, front, kind, program):
     compare(pair(front, kind), program=program, steps=4)
 
 
+@each_front
+@ranks(2)
+def test_units_are_updated_in_the_trees_that_they_join_later(rank, world_size, front):
+    """First each layer is a tree; then one module encloses both, of which a deep copy has gradients."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(), Layer()).double()
+    models: list[nn.Module] = [
+        nn.Sequential(*(shard(front, copy.deepcopy(layer)) for layer in layers)) for _ in range(2)
+    ]
+    optimizer, other = step_in_backward(models[0], adamw), adamw(models[1].parameters())
+    steps = backward_steps(optimizer)
+    for step in range(4):
+        if step == 2:
+            models = [shard(front, nn.Sequential(model)) for model in models]
+        for model in models:
+            backward(model, step)
+        assert all(param.grad is None for param in models[0].parameters()) and len(steps.updated) == 2
+        other.step()
+        other.zero_grad()
+        assert_same_bits(*models)
+    copied = copy.deepcopy(models[0])
+    backward(copied, 4)
+    steps.remove()
+    backward(models[0], 4)
+    for model in (copied, models[0]):
+        assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
 @ranks(2)
 def test_what_would_compute_with_what_was_updated_is_refused_by_name(rank, world_size):
     """A second backward of one forward, and a recomputation that no forward told of.

@@ -6,7 +6,7 @@ A step calls the moments that plug-ins override, and no others: without plug-ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,6 +40,8 @@ class Precedence(IntEnum):
     """Takes times late, so that the work of the others is not in them."""
     SAVED = 8
     """Sees what autograd saves for a unit, and not what other plug-ins compute."""
+    UPDATES = 9
+    """Updates parameters, and frees their gradients, when all others have done with these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +118,11 @@ class PlugIn:
         """Whether a rank without a batch takes part in the step, which computes nothing."""
         return False
 
+    @property
+    def updated_units(self) -> Collection[Any]:
+        """The units whose parameters it updates in their backward: gradients do not stay there."""
+        return ()
+
     # of a step
 
     def made(self, step: Any) -> None:
@@ -151,8 +158,19 @@ class PlugIn:
     def backward_opens(self, step: Any) -> None:
         """The units get ready for gradients: of a backward of this rank, or of others that it helps."""
 
+    def before_reduction(self, step: Any) -> None:
+        """A reduction will be issued next. All ranks are between the same collectives: it may communicate."""
+
     def backward_ends(self, step: Any) -> None:
         """All gradients of a backward have come. Reductions may be in flight."""
+
+    def backward_closes(self, step: Any, complete: bool) -> None:
+        """A backward is over, of this rank or of one that it helps, or the user ends several by hand.
+
+        Args:
+            step: The step.
+            complete: Whether all reductions have ended, too. Else a later backward waits for them.
+        """
 
     def backward_ended(self, step: Any) -> None:
         """A backward has ended: its reductions too, unless they wait for a later one.
@@ -166,12 +184,19 @@ class PlugIn:
     def rests(self, step: Any) -> None:
         """The user asks for something between steps, none of which runs: what was left open ends here."""
 
+    def dropped(self, step: Any) -> None:
+        """What backwards have left is dropped: one has raised, or the user has asked for it.
+
+        Reductions in flight have not been waited for.
+        """
+
     # of a unit
 
     def enters(self, unit: Any, what: Computing) -> None:
-        """A forward of a unit with parameters begins, or its recomputation. It is not gathered for it yet.
+        """A unit with parameters will compute, and is not gathered for it yet.
 
-        It may communicate where all ranks run the unit, and may raise.
+        Its forward or its recomputation begins, or a gradient has reached one of its outputs. It may
+        communicate where all ranks run the unit, and may raise.
         """
 
     def computes(self, unit: Any, what: Computing) -> None:
@@ -185,6 +210,9 @@ class PlugIn:
 
     def resumes(self, call: Any) -> None:
         """A gradient has reached a forward call, whose unit shows the full parameters again. It may raise."""
+
+    def hooked(self, unit: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """A forward has given hooks to `outputs`, whose gradients will begin the unit's backward."""
 
     def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """A unit is about to call `compute(*args, **kwargs)`, with its full parameters shown."""
@@ -200,6 +228,9 @@ class PlugIn:
 
     def reduces(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
         """The reduction of a unit's gradients, `nbytes` of them, was issued; `together` as in `gathers`."""
+
+    def reduced(self, unit: Any) -> None:
+        """A unit's reduction has ended: the sharded parameters have its result, or their host will."""
 
     def backward_over(self, unit: Any, phase: Phase) -> None:
         """A unit's backward is over: several times for some backwards, never for failed ones."""
@@ -268,19 +299,24 @@ class PlugIns:
     forward_ready: Moment
     backward_begins: Moment
     backward_opens: Moment
+    before_reduction: Moment
     backward_ends: Moment
+    backward_closes: Moment
     backward_ended: Moment
     failed: Moment
     rests: Moment
+    dropped: Moment
     enters: Moment
     computes: Moment
     computed: Moment
+    hooked: Moment
     runs: Moment
     ran: Moment
     resumes: Moment
     gathers: Moment
     sharded: Moment
     reduces: Moment
+    reduced: Moment
     backward_over: Moment
     span_begins: Moment
     span_ends: Moment
@@ -346,6 +382,10 @@ class PlugIns:
     def shadowed(self) -> bool:
         """Whether a rank without a batch takes part in the step."""
         return any([plug_in.shadowed for plug_in in self.attached])
+
+    def updates(self, unit: Any) -> bool:
+        """Whether any of them updates the unit's parameters in its backward."""
+        return any([unit in plug_in.updated_units for plug_in in self.attached])
 
     def _collect(self) -> None:
         above = () if self._above is None else self._above.attached

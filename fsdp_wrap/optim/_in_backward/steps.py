@@ -1,15 +1,15 @@
-"""`step_in_backward`: each unit is updated when its reduction is done, and its gradients go at once.
+"""`BackwardSteps`: updates each unit when its reduction is done, and its gradients go at once.
 
 The optimizer is one for all units. For a unit it steps with groups and state that have just the unit's
-parameters; between backwards it is what it always was, and so are its state dicts.
+parameters; between backwards it is what it always was, and so are its state dicts. `UnitUpdates`, the
+plug-in of each tree, says when a unit can be updated.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,93 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import Node
 
-from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
-from fsdp_wrap._core import (
-    SpanKind,
-    count_step,
-    counted_before,
-    reason_against_pieces,
-    warn_caller,
-    warn_of_lost_decay,
-)
+from fsdp_wrap._comm import HostLane
+from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
+from fsdp_wrap._core.torch_private import graph_task, hook_gradient
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Unit, handles_of, require_idle, units_in
-from fsdp_wrap._state import NormInParts, Originals, ShardedGradScaler, scale_to
-from fsdp_wrap.optim._on_shards import AnyOptimizer, put_in_order
-from fsdp_wrap.optim._unit_params import ScaledUnit, UnitParams
+from fsdp_wrap._runtime import Progress, Schedule, Unit, handles_of, require_idle, schedule_of, will_run
+from fsdp_wrap._state import NormInParts, scale_to
+from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
+from fsdp_wrap.optim._on_shards import put_in_order
 
-
-def step_in_backward(
-    model: nn.Module,
-    make_optimizer: Callable[[list[nn.Parameter]], AnyOptimizer],
-    *,
-    max_norm: float | None = None,
-    clip_value: float | None = None,
-    scaler: GradScaler | None = None,
-    in_thread: bool | None = None,
-) -> AnyOptimizer:
-    """Lets each unit be updated in the backward, as soon as its gradients are reduced, and frees these.
-
-    So the gradients of no more than two units exist. A backward is a step: there is no `optimizer.step()` to
-    call, and to call it changes nothing. A backward under `no_sync` (or the like) is none. A unit whose
-    forward ran more than once since the last backward is updated when the backward ends. So is one of which
-    an output gets its gradient after all parameters have theirs, and what is left then. Schedulers, state
-    dicts and checkpoints take the optimizer as if it stepped after the backward.
-
-    All ranks must call this alike.
-
-    Args:
-        model: Wrapped, or sharded by `fully_shard`.
-        make_optimizer: Makes the optimizer of the sharded parameters that need gradients, in the order of
-            `model.parameters()`. It may make groups of them, and leave some out, which are not updated here.
-            Each update must depend on nothing but its parameter, that one's gradient and state, and the
-            group.
-        max_norm: Clips by the total norm, before clipping, of the last backward: that of the running one is
-            not known before its end. The first backward, which knows none, updates at its end, and clips by
-            its own. A norm that is not finite is never taken for the next.
-        clip_value: The most that an element of a gradient may be, after `max_norm`, by its absolute value.
-        scaler: The scaler of the loss: with parameters that are no `DTensor`s a `ShardedGradScaler`. A unit
-            whose gradients overflow is not updated on any rank, nor are those that come after it in the same
-            backward; those before it have been. Only `scaler.update()` is left to call.
-        in_thread: Whether updates run in a thread beside the backward, on the host, where all shards must be
-            then. None for offloaded shards alone.
-
-    Returns:
-        The optimizer of `make_optimizer`; `backward_steps` tells how it goes.
-
-    Raises:
-        TypeError: If `make_optimizer` returns no `torch.optim.Optimizer`.
-        ValueError: If nothing in `model` is wrapped or sharded, a unit is updated in backward already, an
-            argument is out of its range, or the optimizer has other parameters than it was given, is
-            differentiable, or needs a closure.
-        RuntimeError: Inside a forward or backward.
-    """
-    units = [unit for unit in dict.fromkeys(units_in(model).values()) if unit.layouts]
-    _check(model, units, max_norm, clip_value)
-    params = _trained(model, units)
-    optimizer = make_optimizer(params)
-    _check_optimizer(model, optimizer, params)
-    _check_scaler(scaler, params)
-    steps = BackwardSteps(optimizer, units, max_norm, clip_value, scaler, _lane(units, in_thread))
-    _known[optimizer] = weakref.ref(steps)
-    return optimizer
-
-
-def backward_steps(optimizer: torch.optim.Optimizer) -> BackwardSteps:
-    """Returns the `BackwardSteps` of an optimizer that `step_in_backward` has returned.
-
-    Args:
-        optimizer: The optimizer.
-
-    Raises:
-        ValueError: If it has not returned it.
-    """
-    steps = _known[optimizer]() if optimizer in _known else None
-    if steps is None:
-        raise ValueError(f"this {type(optimizer).__name__} was not made by step_in_backward")
-    return steps
+_NEVER = -1  # the number of no node
+_NO_OUTPUTS: tuple[set[int], set[int]] = set(), set()
 
 
 class BackwardSteps:
@@ -138,17 +64,25 @@ class BackwardSteps:
         self._max_norm, self._clip_value, self._scaler, self._lane = max_norm, clip_value, scaler, lane
         self._optimizer = optimizer
         self._parts: MutableMapping[Unit, UnitParams] = WeakKeyDictionary()
+        self._trees: MutableMapping[Schedule, UnitUpdates] = WeakKeyDictionary()
         self._overflowed = self._began = False
         self._entries = 0  # of the optimizer's state, when it was put in order
         self._scaled: MutableMapping[Unit, ScaledUnit] = WeakKeyDictionary()
         theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit in units:
-            params = [param for param in _sharded(unit) if id(param) in theirs]
+            params = [param for param in sharded_params(unit) if id(param) in theirs]
             if params:
                 self._parts[unit] = UnitParams(optimizer, params)
-                unit.updater = self
+                unit.brings.append(self._updates_in)
         handles = handles_of(self._parts)
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
+        for schedule in dict.fromkeys(map(schedule_of, self._parts)):
+            schedule.plug_ins.attach(self._updates_in(schedule))
+
+    def _updates_in(self, tree: Any) -> UnitUpdates:
+        """Makes the plug-in for a tree that has units of the model."""
+        updates = self._trees[tree] = UnitUpdates(self, self._parts)
+        return updates
 
     @property
     def updated(self) -> list[str]:
@@ -173,11 +107,14 @@ class BackwardSteps:
         """
         require_idle(self._parts, "remove()")
         for unit in [*self._parts]:
-            unit.updater = None
+            unit.brings.remove(self._updates_in)
             del self._parts[unit]
-        _known.pop(self._optimizer, None)
+        for schedule, updates in self._trees.items():
+            schedule.plug_ins.detach(updates)
+        self._trees.clear()
+        steps_of.pop(self._optimizer, None)
 
-    # what the schedule calls
+    # what its plug-ins call
 
     def begin(self) -> None:
         """A backward begins."""
@@ -342,84 +279,154 @@ class BackwardSteps:
         return self._scaled[unit]
 
 
-_known: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = WeakKeyDictionary()
+class UnitUpdates(PlugIn):
+    """Says when the units of one tree are updated: each once its gradients are complete.
+
+    A unit whose forward ran once since the last backward is complete when its own backward is over, the
+    gradients of all its outputs have come and its reduction is done. All other units wait for the end of the
+    backward, since a further use needs their parameters or adds to their gradients.
+
+    Args:
+        steps: Updates them.
+        units: The units that `steps` updates, also those of other trees.
+    """
+
+    order = Precedence.UPDATES
+
+    def __init__(self, steps: BackwardSteps, units: Collection[Unit]) -> None:
+        self._steps, self._units = steps, units
+        self._begun = False  # whether a backward has begun whose gradients are not complete
+        self._last = True  # whether no later backward completes them
+        self._reduced: dict[Unit, None] = {}  # units with gradients, not updated yet
+        self._updated: set[Unit] = set()  # in the running backward
+        self._outputs: dict[Unit, tuple[set[int], set[int]]] = {}  # awaited and come, by number of their node
+        self._recomputed: dict[Unit, int] = {}  # the graph task of the last recomputation
+        self._updated_in: dict[Unit, int] = {}  # the graph task of the recomputation before the last update
+
+    @property
+    def updated_units(self) -> Collection[Unit]:
+        return self._units
+
+    # which units are complete
+
+    def backward_opens(self, step: Schedule) -> None:
+        self._begun, self._last = True, step.ending.waits and not step.plug_ins.shadowed
+        self._updated.clear()
+        self._outputs.clear()
+        self._steps.begin()
+
+    def enters(self, unit: Unit, what: Computing) -> None:
+        """Refuses to compute with a unit that the running backward has updated.
+
+        An inner backward may have, too, such as that of a checkpoint with `use_reentrant=True`.
+        """
+        if what is Computing.FORWARD or unit not in self._units:
+            return
+        task = graph_task()
+        recompute = what is Computing.RECOMPUTE
+        if unit in self._updated or (recompute and self._updated_in.get(unit) == task):
+            raise _come_again(unit)
+        if recompute:
+            self._recomputed[unit] = task
+
+    def hooked(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        """Lets the update of a unit wait for the gradients of several outputs.
+
+        The last leaf may have its gradient before some output does, whose backward needs the unit again.
+        """
+        if unit not in self._units:
+            return
+        owners = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
+        nodes = {node._sequence_nr(): node for _, node in owners}
+        for output, node in owners if len(nodes) > 1 else ():
+            number = node._sequence_nr()
+            # An earlier node must not know later ones, which refer to it: the cycle would never be collected.
+            earlier = {before: other for before, other in nodes.items() if before < number}
+            hook_gradient(output, partial(self._on_output, unit, frozenset(nodes), number, earlier))
+
+    def _on_output(
+        self, unit: Unit, every: frozenset[int], number: int, earlier: Mapping[int, Node], _: torch.Tensor
+    ) -> None:
+        """Notes that the gradient of an output has come, and which of the others will not."""
+        awaited, come = self._outputs.setdefault(unit, (set(), set()))
+        awaited |= every
+        come |= {number, *(before for before, node in earlier.items() if not will_run([node]))}
+        if unit.arrivals.progress is Progress.FINISHED:
+            awaited.add(_NEVER)  # it is unsharded again, until the end
+
+    def reduced(self, unit: Unit) -> None:
+        """Updates what is complete, but for units whose gradients are on their way to the host."""
+        if unit in self._units:
+            if unit in self._updated:
+                raise _come_again(unit)
+            self._reduced[unit] = None
+        if not self._steps.communicates:
+            self._update(unit for unit in self._reduced if not unit.handle.travels)
+
+    def before_reduction(self, step: Schedule) -> None:
+        """Updates all that is complete: updates that communicate do so here."""
+        self._update(self._reduced)
+
+    def _update(self, units: Iterable[Unit]) -> None:
+        for unit in [*units]:
+            if self._is_complete(unit):
+                del self._reduced[unit]
+                self._note(unit)
+                self._steps.update(unit, unit.handle.take_arriving())
+
+    def _is_complete(self, unit: Unit) -> bool:
+        if self._steps.waits or not self._last or unit.forwards > 1:
+            return False
+        awaited, come = self._outputs.get(unit, _NO_OUTPUTS)
+        if unit.arrivals.progress is not Progress.FINISHED or not awaited <= come:
+            return False
+        handle = unit.handle  # of which a reduction or a sum may still be due
+        return handle.reduction is None and not (handle.holds_gradients or handle.keeps_gradients)
+
+    def _note(self, unit: Unit) -> None:
+        self._updated.add(unit)
+        self._updated_in[unit] = self._recomputed.pop(unit, -1)
+
+    # the end
+
+    def backward_closes(self, step: Schedule, complete: bool) -> None:
+        """Updates the units that are left when all gradients are complete."""
+        if not complete:
+            return
+        begun, reduced = self._end()
+        left = [unit for unit in reduced if unit.layouts and not unit.handle.keeps_gradients]
+        for unit in left:
+            self._note(unit)
+        if begun:
+            self._steps.finish(left)
+        self._updated.clear()
+
+    def dropped(self, step: Schedule) -> None:
+        """Ends a failed backward without further updates."""
+        begun, reduced = self._end()
+        if begun:
+            self._steps.abandon(reduced)
+        self._updated.clear()
+
+    def _end(self) -> tuple[bool, list[Unit]]:
+        """Returns whether a backward had begun, and the units with gradients that were not updated."""
+        begun, reduced = self._begun, [*self._reduced]
+        self._begun, self._reduced = False, {}
+        return begun, reduced
+
+
+def _come_again(unit: Unit) -> RuntimeError:
+    return RuntimeError(
+        f"the running backward comes to {unit.name} again on rank {dist.get_rank()}, after it has updated "
+        "its parameters (step_in_backward): no forward before it has told that it would; use checkpoints "
+        "with use_reentrant=False, or step after the backward"
+    )
+
+
+steps_of: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = WeakKeyDictionary()
 """The `BackwardSteps` of optimizers: units hold them, and they hold the optimizer."""
 
 
-def _sharded(unit: Unit) -> list[nn.Parameter]:
+def sharded_params(unit: Unit) -> list[nn.Parameter]:
     """Returns the sharded parameters of a unit."""
     return [param for layout in unit.layouts for param in layout.sharded_params]
-
-
-def _trained(model: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
-    """Returns the sharded parameters that need gradients, in the model's order."""
-    owned = {id(param): param for unit in units for param in _sharded(unit) if param.requires_grad}
-    ordered = [owned.pop(id(param)) for param in model.parameters() if id(param) in owned]
-    return [*ordered, *owned.values()]
-
-
-def _check(model: nn.Module, units: Sequence[Unit], max_norm: float | None, clip_value: float | None) -> None:
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} has no wrapped or sharded module with parameters: pass the model that "
-            "has"
-        )
-    require_idle(units, "step_in_backward()")
-    for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, but is {value}")
-    for unit in units:
-        if unit.updater is not None:
-            raise ValueError(
-                f"{unit.name} is updated in backward already: call backward_steps(optimizer).remove() before"
-            )
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any, given: Sequence[nn.Parameter]) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"make_optimizer must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
-        )
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"{kind} computes with all gradients, and needs a closure: it cannot step in backward"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"this {kind} is differentiable, and backward has no graph: make it without")
-    reason = reason_against_pieces(optimizer)  # which steps, perhaps in a thread, must not find out
-    if reason is not None:
-        raise ValueError(f"this {kind} {reason}")
-    warn_of_lost_decay(optimizer)
-    known = {*map(id, given)}
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if id(param) not in known:
-            raise ValueError(
-                f"the {kind} of make_optimizer has {Originals(model).describe(param)}, which it was not "
-                "given: no unit would update it; give it to another optimizer, which steps after the backward"
-            )
-
-
-def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> None:
-    if scaler is None or isinstance(scaler, ShardedGradScaler) or not scaler.is_enabled():
-        return
-    if dist.get_world_size() > 1 and not all(isinstance(param, DTensor) for param in params):
-        raise ValueError(
-            f"a {type(scaler).__name__} would let ranks disagree on whether a unit has overflowed: pass a "
-            "fsdp_wrap.ShardedGradScaler"
-        )
-
-
-def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
-    """Returns the lane for updates beside the backward, or None."""
-    layouts = [layout for unit in units for layout in unit.layouts]
-    device = next(handle.communicator.device for handle in handles_of(units))
-    accelerator = accelerator_of(device)
-    shards = [layout.flat_param.data for layout in layouts]
-    on_host = all(accelerator is None or accelerator.is_on_host(shard) for shard in shards)
-    if in_thread and not on_host:
-        raise ValueError(
-            "in_thread=True needs all shards in host memory: offload the parameters of all units"
-        )
-    offloaded = all(layout.offloaded for layout in layouts)
-    return host_lane_of(device) if (offloaded and on_host if in_thread is None else in_thread) else None
