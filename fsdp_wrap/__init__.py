@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from fsdp_wrap import _each_tree as _each_tree
 from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._core import __version__ as __version__
 from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for

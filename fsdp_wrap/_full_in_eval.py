@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_wrap._core import WRAPPED_ATTR, Phase, PlugIn, Precedence, everywhere
+from fsdp_wrap._core import WRAPPED_ATTR, Phase, PlugIn, Precedence
+from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime import Unit
 
@@ -21,18 +22,9 @@ class FullInEval(PlugIn):
     order = Precedence.PRECISION
 
     def follows(self, step: Any, units: Sequence[Unit]) -> None:
-        for unit in units:
+        for unit in () if step.depth or graph_task() != -1 else units:
             if unit.options.full_in_eval and not unit.gone:
                 _follow_mode(unit)
-
-
-class _OfTrees(PlugIn):
-    def made(self, step: Any) -> None:
-        if any(unit.options.full_in_eval for unit in step.units):
-            step.plug_ins.attach(FullInEval())
-
-
-everywhere.attach(_OfTrees())
 
 
 def _follow_mode(unit: Unit) -> None:

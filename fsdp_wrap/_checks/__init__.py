@@ -5,6 +5,9 @@ May import: `_core`, `_comm`, `_params`, `_runtime`.
 Must never know: when units run, and which front-end made them.
 """
 
-from fsdp_wrap._checks.trees import scaling_gradients
+from fsdp_wrap._checks.edits import UserEdits
+from fsdp_wrap._checks.notes import StepNotes
+from fsdp_wrap._checks.order import OrderCheck
+from fsdp_wrap._checks.steps import StepChecks, scaling_gradients
 
-__all__ = ["scaling_gradients"]
+__all__ = ["OrderCheck", "StepChecks", "StepNotes", "UserEdits", "scaling_gradients"]

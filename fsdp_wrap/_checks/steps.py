@@ -8,7 +8,8 @@ number of steps is a part of the word of each collective, which ranks compare an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from fsdp_wrap._comm import GroupPositions
 from fsdp_wrap._core import PlugIn, Precedence, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
-from fsdp_wrap._runtime import Schedule, handles_of
+from fsdp_wrap._runtime import Schedule, Unit, handles_of, schedule_of
 
 _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
@@ -231,3 +232,15 @@ def _skips(optimizer: Any) -> bool:
 
 
 before_steps.append(_before_step)
+
+
+@contextmanager
+def scaling_gradients(units: Iterable[Unit]) -> Iterator[None]:
+    """Scales gradients of units while the context is open, by a factor that all ranks have agreed on."""
+    schedules = dict.fromkeys(map(schedule_of, units))
+    attached = chain.from_iterable(schedule.plug_ins.attached for schedule in schedules)
+    trees = [plug_in for plug_in in attached if isinstance(plug_in, StepChecks)]
+    unedited = [checks.parts for checks in trees if checks.parts is not None and not checks.edited]
+    yield
+    for parts in unedited:
+        parts.accept()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of
+from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of, await_arrivals
 from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
 from fsdp_wrap._core.torch_private import DTensorSpec, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
@@ -529,6 +529,11 @@ class Layout(ABC):
         arriving, self._arriving = self._arriving, []
         return [functools.partial(self._add_arrived, copy, used) for copy, used in arriving]
 
+    def add_arrived(self) -> None:
+        """Adds the gradients that have come to the host; the caller has waited for them."""
+        for add in self.take_arriving():
+            add()
+
     def _add_arrived(self, copy: ToHost, used: Sequence[bool]) -> None:
         self.add_reduced(copy.values, used)
 
@@ -548,6 +553,9 @@ class Layout(ABC):
 
     def mark_unsynced(self) -> None:
         """Marks the sharded parameters' gradients, for `zeroed`."""
+        if self._arriving and self._accelerator is not None:  # to add them later would take the marks away
+            await_arrivals(self._accelerator)
+            self.add_arrived()
         self._marks.put(self.sharded_params)
 
     def zeroed(self) -> list[bool]:

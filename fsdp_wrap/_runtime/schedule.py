@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fsdp_wrap._comm import Communicator, GroupCommunicator, Tree, accelerator_of
+from fsdp_wrap._comm import Communicator, GroupCommunicator, Tree
 from fsdp_wrap._core import (
     BackwardPrefetch,
     Computing,
@@ -43,7 +43,6 @@ from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
 from fsdp_wrap._runtime.finalization import BackwardEnd
-from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
@@ -125,9 +124,6 @@ class Schedule(StepState):
         self._communicators = [each for each in every if isinstance(each, GroupCommunicator)]
         _alive.add(self)
         self.device = next((each.device for each in every), torch.device("cpu"))
-        accelerator = accelerator_of(self.device)
-        offloads = any(layout.offloaded for unit in self._units for layout in unit.layouts)
-        self._offloading = Offloading(accelerator) if offloads and accelerator is not None else None
         self.tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self.tree, parts)
@@ -201,8 +197,9 @@ class Schedule(StepState):
                 self._order.started.append(unit)
                 if (options.forward_prefetch or options.forward_targets) and not unit.follows:
                     self._prefetch_forward(unit)
-                elif self._offloading is not None:
-                    self._offloading.send_ahead(self._order.next_in_forward())
+                else:
+                    for act in self.plug_ins.expects:
+                        act(self._order.next_in_forward())
         if unit.buffers.casts:
             (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
@@ -343,8 +340,6 @@ class Schedule(StepState):
                 unit.restart()
                 unit.reshard(Phase.FORWARD)
             self._prefetched, self.lasting = [], {}
-            if self._offloading is not None:
-                self._offloading.end_forward(self._units)
 
     def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
         """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
@@ -407,14 +402,12 @@ class Schedule(StepState):
             act(self)
 
     def _follow_user(self, units: Sequence[Unit]) -> None:
-        """Lets the compute stream wait for the event of `wait_for`, and discards device copies of shards."""
-        for act in self.plug_ins.follows:
-            act(self, units)
+        """Lets the compute stream wait for the event of `wait_for`, before shards are read."""
         event, self._event = self._event, None
         if event is not None:
             event.wait()
-        if self._offloading is not None:
-            self._offloading.outdate(units)
+        for act in self.plug_ins.follows:
+            act(self, units)
 
     def hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
@@ -468,8 +461,9 @@ class Schedule(StepState):
                     self._prefetching_later = unit  # until reductions in flight free their memory
                 else:
                     self._prefetch(unit)
-            if self._offloading is not None and (self._prefetching_later or not prefetches):
-                self._offloading.send_ahead(self._next_to_unshard(unit))
+            for act in self.plug_ins.expects:
+                if self._prefetching_later or not prefetches:
+                    act(self._next_to_unshard(unit))
         for act in self.plug_ins.sees if tells else ():
             act(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
@@ -644,8 +638,6 @@ class Schedule(StepState):
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions."""
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
-                if self._offloading is not None:
-                    self._offloading.settle(unit)
                 unit.handle.keep_accumulated()
         if self.batches.waiting is not None:
             self._send_waiting(Phase.FINAL_CALLBACK)
@@ -661,8 +653,6 @@ class Schedule(StepState):
             self.ending.finish()
             for unit in self._units:
                 unit.forwards = 0
-        if self._offloading is not None:
-            self._offloading.end_backward(self._units)
         for act in self.plug_ins.backward_closes:
             act(self, waits)
 
@@ -701,8 +691,6 @@ class Schedule(StepState):
         self._restore_sums()
         for act in self.plug_ins.dropped:
             act(self)
-        if self._offloading is not None:
-            self._offloading.abandon()
         for unit in self._units:
             unit.forwards = 0
             unit.arrivals.forget()
@@ -754,8 +742,7 @@ class Schedule(StepState):
 
     def show_unsharded(self, unit: Unit) -> None:
         """Shows the modules of a unit its full parameters, until it is resharded or its forward ends."""
-        if self._offloading is not None:
-            self._offloading.outdate([unit])
+        self._follow_user([unit])
         unit.unshard(Phase.IDLE)
         unit.prepare_leaves()
         unit.handle.shown.show_leaves()
@@ -907,10 +894,10 @@ class Schedule(StepState):
         while len(self._reducing) > leave:
             reducing = self._reducing.popleft()
             units = (reducing,) if isinstance(reducing, Unit) else reducing.taken
-            if isinstance(reducing, Unit) and self._offloading is not None:  # offloaded: never batched
-                self._offloading.finish_reduction(reducing)
-            else:
-                reducing.finish_reduction()
+            for act in self.plug_ins.awaits_reduction:
+                for unit in units:
+                    act(unit)
+            reducing.finish_reduction()
             for act in self.plug_ins.reduced:
                 for unit in units:
                     act(unit)

@@ -77,7 +77,7 @@ class Row:
             model.first, model.second = FSDP(model.first, sharding_strategy=strategy), FSDP(model.second)
             return FSDP(model, sharding_strategy=strategy)
         if self.parts:
-            fully_shard([model.first, model.second])
+            fully_shard([model.first, model.second], reshard_after_forward=self.reshards)
         else:
             fully_shard(model.first, reshard_after_forward=self.reshards)
             fully_shard(model.second)

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from bed.accelerator import run_simulated
 from fronts import FRONTS, assert_tensors, each_front, either_front, full_state, inner
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
+from fsdp_wrap._offloading import Offloading
 from fsdp_wrap._params import Layout, to_local
-from fsdp_wrap._runtime.offloading import Offloading
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import Muon
 from stream_programs import BF16, OFFLOAD, STATE, batch, net, offloads, one_step, products_beside, wrapped
@@ -75,8 +75,8 @@ def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
 def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead():
     """One unit's shard, and one reduced gradient that is on its way."""
     peaks = []
-    for send_ahead in (Offloading.send_ahead, lambda *_: None):
-        with mock.patch.object(Offloading, "send_ahead", send_ahead):
+    for expects in (Offloading.expects, lambda *_: None):
+        with mock.patch.object(Offloading, "expects", expects):
             _, told = _devices(partial(wrapped, "orig", cpu_offload=OFFLOAD))
         peaks.append(told[-1][1]["compute"])
     shard_nbytes = sum(each.numel() for each in net()[0].parameters()) * 4 // 2

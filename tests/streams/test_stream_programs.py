@@ -128,7 +128,7 @@ FAULTS = [
     (_HYBRID, [mock.patch.object(Reduction, "finish", _too_early)], "all_reduce on reduce"),
     (_OFFLOADS[0], [mock.patch.object(ToHost, "release", _forget)], "free on compute"),
     (_OFFLOADS[1], [mock.patch.object(FromHost, "write", _forgetful)], "free on compute"),
-    (_OFFLOADS[0], [mock.patch("fsdp_wrap._runtime.offloading.await_copies", lambda _: None)], "on host"),
+    (_OFFLOADS[0], [mock.patch("fsdp_wrap._offloading.await_copies", lambda _: None)], "on host"),
 ]
 
 

@@ -40,7 +40,9 @@ class Precedence(IntEnum):
     """Takes times late, so that the work of the others is not in them."""
     SAVED = 8
     """Sees what autograd saves for a unit, and not what other plug-ins compute."""
-    UPDATES = 9
+    HOST = 9
+    """Copies shards and gradients between host and device: gradients have come before a unit is updated."""
+    UPDATES = 10
     """Updates parameters, and frees their gradients, when all others have done with these."""
 
 
@@ -132,7 +134,7 @@ class PlugIn:
         """
 
     def follows(self, step: Any, units: Sequence[Any]) -> None:
-        """The step is about to take over what the user has changed in units, none of which runs.
+        """The step goes on after the user, who may have written to shards of the units, perhaps unnoticed.
 
         A forward follows, of this rank or of others that it helps (`uneven`), or a gather by hand.
         """
@@ -217,6 +219,9 @@ class PlugIn:
     def runs(self, unit: Any, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """A unit is about to call `compute(*args, **kwargs)`, with its full parameters shown."""
 
+    def expects(self, unit: Any) -> None:
+        """The gather of this unit is expected next, and no prefetch issues it now; None for no known unit."""
+
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
         """The all-gather of a unit was issued, into `nbytes` of new memory.
 
@@ -228,6 +233,9 @@ class PlugIn:
 
     def reduces(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
         """The reduction of a unit's gradients, `nbytes` of them, was issued; `together` as in `gathers`."""
+
+    def awaits_reduction(self, unit: Any) -> None:
+        """A unit's reduction is waited for next."""
 
     def reduced(self, unit: Any) -> None:
         """A unit's reduction has ended: the sharded parameters have its result, or their host will."""
@@ -313,9 +321,11 @@ class PlugIns:
     runs: Moment
     ran: Moment
     resumes: Moment
+    expects: Moment
     gathers: Moment
     sharded: Moment
     reduces: Moment
+    awaits_reduction: Moment
     reduced: Moment
     backward_over: Moment
     span_begins: Moment

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from fsdp_wrap._comm import Accelerator, await_copies
-from fsdp_wrap._core import SpanKind
+from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
 from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle
-from fsdp_wrap._runtime.unit import Unit
+from fsdp_wrap._runtime import Unit
 
 
-class Offloading:
-    """Copies of a tree's shards to the device before they are gathered, and of its gradients to the host."""
+class Offloading(PlugIn):
+    """Copies of a tree's shards to the device before they are gathered, and of its gradients to the host.
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    Args:
+        units: The units of the tree.
+        accelerator: Their device.
+    """
+
+    order = Precedence.HOST
+
+    def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
+        self._units, self._accelerator = units, accelerator
         self._ahead: ParamHandle = EmptyHandle()
         self._arriving: list[Unit] = []
 
     # parameters
 
-    def outdate(self, units: Iterable[Unit]) -> None:
+    def follows(self, step: Any, units: Sequence[Unit]) -> None:
         """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
-            for each in unit.handle.from_host:
-                each.outdate()
+            for copier in unit.handle.from_host:
+                copier.outdate()
 
-    def send_ahead(self, unit: Unit | None) -> None:
+    def expects(self, unit: Unit | None) -> None:
         """Copies the shard of the next unit to the device while the current one computes.
 
         Skips groups of one rank: the shard is the whole unit there, and sending it ahead would be a prefetch,
@@ -48,63 +56,57 @@ class Offloading:
         self._ahead = handle
         nbytes = sum(part.nbytes for part in handle.from_host)
         with unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes):
-            for each in handle.from_host:
-                each.send_ahead(handle.communicator.empty)
+            for copier in handle.from_host:
+                copier.send_ahead(handle.communicator.empty)
 
     def _recall(self) -> None:
         ahead, self._ahead = self._ahead, EmptyHandle()
         for copier in ahead.from_host:
             copier.recall()
 
-    def end_forward(self, units: Sequence[Unit]) -> None:
+    def computed(self, unit: Any, what: Computing) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
-        self._recall()
-        if any(each.lends for unit in units for each in unit.handle.from_host):
-            self._await_copies(units)
+        if what is Computing.FORWARD and not unit.schedule.depth:
+            self._recall()
+            if any(copier.lends for each in self._units for copier in each.handle.from_host):
+                self._await_copies()
 
-    def _await_copies(self, units: Sequence[Unit]) -> None:
-        with units[0].plug_ins.span(SpanKind.AWAIT_COPIES, None, units):
+    def _await_copies(self) -> None:
+        with self._units[0].plug_ins.span(SpanKind.AWAIT_COPIES, None, self._units):
             await_copies(self._accelerator)
 
     # gradients
 
-    def finish_reduction(self, unit: Unit) -> None:
-        """Finishes a unit's reduction and starts the copy of its gradients to the host.
+    def awaits_reduction(self, unit: Unit) -> None:
+        """Lets the compute stream wait for the copy of the unit before to the host: one runs at a time.
 
-        Only one unit's gradients are copied at a time: the compute stream waits for the unit before, and so
-        does the host where users have hooked its sharded parameters, to call the hooks.
+        The host waits for it, too, where users have hooked its sharded parameters, to call the hooks.
         """
         before = self._arriving[-1] if self._arriving else None
         if before is not None:
             for layout in before.layouts:
                 layout.release_arriving()
             if any(layout.has_hooks for layout in before.layouts):
-                self.settle(before)
-        unit.finish_reduction()
+                add = before.handle.take_arriving()
+                if add is not None:
+                    add()
         self._arriving.append(unit)
 
-    def settle(self, unit: Unit) -> None:
-        """Waits for one unit's gradients, and adds them to those of the sharded parameters."""
-        add = unit.handle.take_arriving()
-        if add is not None:
-            add()
-
-    def end_backward(self, units: Sequence[Unit]) -> None:
+    def backward_closes(self, step: Any, complete: bool) -> None:
         """Waits for all copies, and adds all gradients to those of the sharded parameters."""
         self._recall()
-        self._await_copies(units)
+        self._await_copies()
         for layout in self._arriving_layouts():
             layout.release_arriving()
-            for add in layout.take_arriving():
-                add()
+            layout.add_arrived()
 
-    def abandon(self) -> None:
+    def dropped(self, step: Any) -> None:
         """Drops copies and gradients that a failed backward left."""
         self._recall()
         for layout in self._arriving_layouts():
             layout.drop_arriving()
 
-    def _arriving_layouts(self) -> Iterator[Layout]:
-        """Yields the layouts whose gradients are on their way; from now on none is."""
+    def _arriving_layouts(self) -> list[Layout]:
+        """Returns the layouts whose gradients are on their way; from now on none is."""
         arriving, self._arriving = self._arriving, []
-        return (layout for unit in arriving for layout in unit.layouts)
+        return [layout for unit in arriving for layout in unit.layouts]

@@ -1,0 +1,25 @@
+"""The plug-ins that each tree of units gets when its step is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_wrap._checks import OrderCheck, StepChecks, StepNotes, UserEdits
+from fsdp_wrap._comm import accelerator_of
+from fsdp_wrap._core import PlugIn, everywhere
+from fsdp_wrap._full_in_eval import FullInEval
+from fsdp_wrap._offloading import Offloading
+
+
+class _EachTree(PlugIn):
+    def made(self, step: Any) -> None:
+        units, accelerator = step.units, accelerator_of(step.device)
+        for check in (UserEdits(), StepNotes(step.tree), OrderCheck(), StepChecks(step)):
+            step.plug_ins.attach(check)
+        if any(unit.options.full_in_eval for unit in units):
+            step.plug_ins.attach(FullInEval())
+        if accelerator is not None and any(layout.offloaded for unit in units for layout in unit.layouts):
+            step.plug_ins.attach(Offloading(units, accelerator))
+
+
+everywhere.attach(_EachTree())
