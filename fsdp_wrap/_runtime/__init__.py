@@ -41,7 +41,6 @@ from fsdp_wrap._runtime.schedule import (
     note_change,
     out_of_memory,
     require_idle,
-    schedule_kinds,
     schedule_of,
 )
 from fsdp_wrap._runtime.unit import (

@@ -958,13 +958,9 @@ class Schedule(StepState):
             act(self)
 
 
-schedule_kinds: list[type[Schedule]] = [Schedule]
-"""The last one makes schedules; an add-on appends its own."""
-
-
 def schedule_of(unit: Unit) -> Schedule:
     """Returns a unit's schedule; makes one, with the unit as root, if it has none yet."""
-    schedule = unit.schedule or schedule_kinds[-1](unit)
+    schedule = unit.schedule or Schedule(unit)
     assert isinstance(schedule, Schedule)
     return schedule
 

@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_wrap._params import DataMesh, LocalPart, typed_part
-from fsdp_wrap._runtime import Schedule, schedule_kinds
-
-_unchecked = spmd.no_typecheck()
+from fsdp_wrap._runtime import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +137,17 @@ def _axes(mesh: DeviceMesh) -> dict[str, Any]:
     return {name: spmd.MeshAxis.of(mesh.get_group(name)) for name in mesh.mesh_dim_names or ()}
 
 
-class UncheckedSchedule(Schedule):
-    """A schedule that the type checker leaves alone: buffers have no types, and hooks compute nothing."""
+_COMPUTING = (
+    Schedule.pre_forward,
+    Schedule.post_forward,
+    Schedule.end_lasting,
+    Schedule._pre_backward,
+    Schedule._on_input_gradient,
+    Schedule._unit_backward_over,
+    Schedule._end_backward,
+)
+"""The verbs of the runtime that compute with tensors: buffers have no types, and hooks compute nothing."""
 
-    pre_forward = _unchecked(Schedule.pre_forward)
-    post_forward = _unchecked(Schedule.post_forward)
-    end_lasting = _unchecked(Schedule.end_lasting)
-    _pre_backward = _unchecked(Schedule._pre_backward)
-    _on_input_gradient = _unchecked(Schedule._on_input_gradient)
-    _unit_backward_over = _unchecked(Schedule._unit_backward_over)
-    _end_backward = _unchecked(Schedule._end_backward)
-
-
+for _verb in _COMPUTING:
+    spmd.register_no_typecheck(_verb)  # and what it calls; it needs no wrapper
 typed_part.fill(AnnotatedPart.of_annotated)
-schedule_kinds.append(UncheckedSchedule)
