@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes, ValueSeam, everywhere
+from fsdp_wrap._core import PlugIns, SegmentDtypes, ValueSeam
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import PartialSums
@@ -64,8 +64,10 @@ class Gradients:
         communicator: Communicator,
         contributors: float,
         leaves: Sequence[nn.Parameter],
+        plug_ins: PlugIns,
     ) -> None:
         self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
+        self._plug_ins = plug_ins
         parts = layout.distributed
         self._over_meshes = None if parts is None else PartialSums(parts, dtypes.reduce)
         sums = self._over_meshes is not None and self._over_meshes.expected
@@ -222,7 +224,7 @@ class Gradients:
                         part.fill_(0.0 if filled[index] else _NOTHING)
         if not packed:
             self._layout.note_used(views.notes, filled)
-        for act in everywhere.sends:
+        for act in self._plug_ins.sends:
             act(self._layout, views.tensor)
         return views.tensor
 
@@ -237,7 +239,7 @@ class Gradients:
         The batch gets its memory by `allocate`, if it has none: as late as possible.
         """
         parts, pack = place
-        if pack is not None and not (self.collected or self.unreduced or everywhere.sends):
+        if pack is not None and not (self.collected or self.unreduced or self._plug_ins.sends):
             if allocate is not None:
                 allocate()
             if self._move_all(pack=pack):
@@ -270,7 +272,7 @@ class Gradients:
             layout.average_hook(reduced[: reduced.numel() - noted])
             if layout.averages_notes and asks:
                 used = layout.used_by_any(reduced, used, frozen=self._waited)
-        for act in everywhere.sees:
+        for act in self._plug_ins.sees:
             act(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()

@@ -24,7 +24,15 @@ from fsdp_wrap._comm import (
     accelerator_of,
     await_arrivals,
 )
-from fsdp_wrap._core import SegmentDtypes, SegmentPolicy, format_dtype, segment_dtypes, steps_taken
+from fsdp_wrap._core import (
+    PlugIns,
+    SegmentDtypes,
+    SegmentPolicy,
+    everywhere,
+    format_dtype,
+    segment_dtypes,
+    steps_taken,
+)
 from fsdp_wrap._params.collectives import (
     GatherShare,
     InReduction,
@@ -85,6 +93,7 @@ class ParamHandle:
         sizeable: Whether one takes a quarter of it.
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
         contributors: Number by which sums of gradients are divided: of the ranks, unless chosen otherwise.
+        plug_ins: What is attached to the unit, to its steps and to all steps; a copy has the unit's own.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class ParamHandle:
         held_by: HeldBy,
     ) -> None:
         self.communicator, self.replicas, self.held_by = communicator, replicas, held_by
+        self.plug_ins = PlugIns(everywhere)
         self.transport: Transport = communicator
         self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
         self._policies, self.keeps_storage = policies, False
@@ -132,6 +142,8 @@ class ParamHandle:
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
+        for plug_in in self.plug_ins.own:
+            handle.plug_ins.attach(plug_in)
         return handle
 
     def sum_by(self, sums: Summing | None) -> None:
@@ -166,7 +178,7 @@ class ParamHandle:
 
     def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
         kind: Callable[..., Segment] = ExtensionSegment if layout.extended else Segment
-        segment = kind(layout, dtypes, self.communicator, self.contributors)
+        segment = kind(layout, dtypes, self.communicator, self.contributors, self.plug_ins)
         if self.keeps_storage:
             segment.keep_memory(True)
         return segment

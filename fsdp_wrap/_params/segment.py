@@ -10,7 +10,7 @@ from sys import getrefcount
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator, ResidentBuffer
-from fsdp_wrap._core import SegmentDtypes, round_up
+from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Layout
@@ -38,7 +38,12 @@ class Segment:
     """
 
     def __init__(
-        self, layout: Layout, dtypes: SegmentDtypes, communicator: Communicator, contributors: float
+        self,
+        layout: Layout,
+        dtypes: SegmentDtypes,
+        communicator: Communicator,
+        contributors: float,
+        plug_ins: PlugIns,
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
@@ -64,7 +69,7 @@ class Segment:
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
-        self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves)
+        self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         """Returns the unsharded buffer and the gathered one."""

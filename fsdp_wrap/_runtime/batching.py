@@ -177,8 +177,8 @@ class BatchedReduction:
         self.partial = first.defers
         replicas = None if self.partial else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
-        for act in first.plug_ins.reduces:
-            for unit in taken:
+        for unit in taken:
+            for act in unit.plug_ins.reduces:
                 act(unit, phase, plan.nbytes[unit], _names(taken))
 
     def finish_reduction(self) -> None:

@@ -74,9 +74,9 @@ def run_forward(
             returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
         for schedule, call, nodes in calls:
             args, kwargs = schedule.watch_inputs(call, nodes, (args, kwargs), replaced)
-        for act in own.plug_ins.sees:
+        for act in unit.plug_ins.sees:
             act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
-        for act in own.plug_ins.runs:
+        for act in unit.plug_ins.runs:
             act(unit, compute, args, kwargs)
         output = compute(*args, **kwargs)
         if returned is not None:

@@ -175,7 +175,7 @@ class Schedule(StepState):
             self._begin_iteration()
         what = Computing.RECOMPUTE if recompute else Computing.FORWARD
         if handle.layouts:
-            for act in self.plug_ins.enters:
+            for act in unit.plug_ins.enters:
                 act(unit, what)
             if recompute:
                 unit.unshard(Phase.BACKWARD)
@@ -203,9 +203,9 @@ class Schedule(StepState):
         if unit.buffers.casts:
             (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
-        for act in self.plug_ins.computes:
+        for act in unit.plug_ins.computes:
             act(unit, what)
-        for act in self.plug_ins.sees:
+        for act in unit.plug_ins.sees:
             act(unit, ValueSeam.PARAMETERS, ())
         self.depth += 1  # last: `exit_forward` follows if nothing above has raised
         unit.running += 1
@@ -255,9 +255,9 @@ class Schedule(StepState):
                 `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
         """
         unit, handle = call.unit, call.unit.handle
-        for act in self.plug_ins.ran:
+        for act in unit.plug_ins.ran:
             act(unit, tensors)
-        for act in self.plug_ins.sees:
+        for act in unit.plug_ins.sees:
             act(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         within = unit.options.reshards_within if with_grad else None
@@ -287,7 +287,7 @@ class Schedule(StepState):
     def _hook_view(self, call: ForwardCall, inputs: list[Node], view: torch.Tensor) -> None:
         """Hooks an output that is a view for its backward, and itself for those who watch its gradient."""
         hooked = hooked_for(view, inputs)
-        if hooked is view or self.plug_ins.sees:
+        if hooked is view or call.unit.plug_ins.sees:
             hook_gradient(view, partial(self._pre_backward, call, inputs, True))
         if hooked is not view:
             hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
@@ -328,7 +328,7 @@ class Schedule(StepState):
         unit, handle = call.unit, call.unit.handle
         unit.running -= 1
         recompute = graph_task() != -1
-        for act in self.plug_ins.computed:
+        for act in unit.plug_ins.computed:
             act(unit, Computing.RECOMPUTE if recompute else Computing.FORWARD)
         if recompute:
             return
@@ -446,9 +446,9 @@ class Schedule(StepState):
         task = graph_task()
         if call.task != task:
             call.open(task, inputs)
-            for act in self.plug_ins.computes:
+            for act in unit.plug_ins.computes:
                 act(unit, Computing.BACKWARD)
-            for act in self.plug_ins.sees:
+            for act in unit.plug_ins.sees:
                 act(unit, ValueSeam.PARAMETERS, ())
             every = torch.is_grad_enabled() or options.gradients_in_place
             unit.arrivals.go_on(every, at_quarter=bool(self._reducing or self._prefetching_later))
@@ -464,7 +464,7 @@ class Schedule(StepState):
             for act in self.plug_ins.expects:
                 if self._prefetching_later or not prefetches:
                     act(self._next_to_unshard(unit))
-        for act in self.plug_ins.sees if tells else ():
+        for act in unit.plug_ins.sees if tells else ():
             act(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
 
@@ -481,7 +481,7 @@ class Schedule(StepState):
                 self.batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
-        for act in self.plug_ins.resumes:
+        for act in unit.plug_ins.resumes:
             act(call)
 
     def _watched(self, call: ForwardCall, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -541,7 +541,7 @@ class Schedule(StepState):
     ) -> tuple[torch.Tensor | None] | None:
         """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
         unit = call.unit
-        for act in self.plug_ins.sees:
+        for act in unit.plug_ins.sees:
             act(unit, ValueSeam.INPUT_GRADIENTS, grads)
         if call.task == graph_task() and call.input_done():
             if unit.tied:
@@ -570,7 +570,7 @@ class Schedule(StepState):
             self._take_gradients(unit, Phase.BACKWARD)
             return
         if unit.arrivals.end():
-            for act in self.plug_ins.backward_over:
+            for act in unit.plug_ins.backward_over:
                 act(unit, Phase.BACKWARD)
         self._leave_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
@@ -659,7 +659,7 @@ class Schedule(StepState):
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
         if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
             if unit.arrivals.end():
-                for act in self.plug_ins.backward_over:
+                for act in unit.plug_ins.backward_over:
                     act(unit, Phase.FINAL_CALLBACK)
             self._leave_backward(unit, Phase.FINAL_CALLBACK)
         else:
@@ -850,7 +850,7 @@ class Schedule(StepState):
         if self._reducing or self._prefetching_later:
             # A reduction of this unit must finish before more of its gradients are taken.
             self._make_room(0 if handle.reduction is not None else in_flight)
-        for act in self.plug_ins.sees:
+        for act in unit.plug_ins.sees:
             act(unit, ValueSeam.GRADIENTS, ())
         if not (self.syncs and unit.options.syncs):
             for segment in handle.segments:

@@ -138,7 +138,7 @@ class Unit:
             recomputations.
         casts: Casts of inputs and outputs.
         schedule: State of its tree's step; None before its first use.
-        plug_ins: What is attached to its steps.
+        plug_ins: What is attached to it, to its steps and to all steps.
         brings: Makes plug-ins for the trees that it joins later, one for each tree.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
@@ -178,7 +178,7 @@ class Unit:
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self._held = False
-        self.handle = handle
+        self.handle, self.plug_ins = handle, handle.plug_ins
         for layout in handle.layouts:
             layout.belong_to(self)
         self.options = options
@@ -272,13 +272,15 @@ class Unit:
 
     def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
         """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
-        self.schedule, self.plug_ins = schedule, schedule.plug_ins
+        self.schedule = schedule
+        self.plug_ins.move_below(schedule.plug_ins)
         self.fqn = fqn
         self.positions = tell(self)
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""
-        self.schedule, self.plug_ins = None, everywhere
+        self.schedule = None
+        self.plug_ins.move_below(everywhere)
 
     def nest(self, fqn: str) -> None:
         """Notes that another unit encloses this one, and its name there."""

@@ -1,7 +1,8 @@
 """`PlugIn`: the one way to attach something to the steps of models.
 
 A step calls the moments that plug-ins override, and no others: without plug-ins it enters no frame for them.
-`everywhere` holds the plug-ins of all steps of this process. Each step holds its own besides.
+`everywhere` holds the plug-ins of all steps of this process. Each step holds its own besides, and each unit
+holds those of its own moments.
 """
 
 from __future__ import annotations
@@ -290,12 +291,13 @@ _changing = RLock()
 
 
 class PlugIns:
-    """The plug-ins of a step, or of all steps: an attribute for each moment has the methods to call.
+    """Plug-ins of a unit, of a step or of all steps: an attribute for each moment has the methods to call.
 
     Args:
         above: Plug-ins that count here, too; None for none.
 
     Attributes:
+        own: Those that are attached here, and not above.
         attached: All plug-ins, in their order.
         see_spans: Whether any of them sees spans.
     """
@@ -336,7 +338,7 @@ class PlugIns:
     sends: Moment
 
     def __init__(self, above: PlugIns | None = None) -> None:
-        self._own: list[PlugIn] = []
+        self.own: tuple[PlugIn, ...] = ()
         self.attached: tuple[PlugIn, ...] = ()
         self._above, self._below = above, WeakSet[PlugIns]()
         with _changing:
@@ -344,16 +346,27 @@ class PlugIns:
                 above._below.add(self)
             self._collect()
 
+    def move_below(self, above: PlugIns) -> None:
+        """Lets other plug-ins than before count here, besides its own."""
+        with _changing:
+            if self._above is not None:
+                self._above._below.discard(self)
+            above._below.add(self)
+            self._above = above
+            self._collect()
+
     def attach(self, plug_in: PlugIn) -> None:
         """Attaches a plug-in, after those that have the same place."""
         with _changing:
-            self._own.append(plug_in)
+            self.own = (*self.own, plug_in)
             self._collect()
 
     def detach(self, plug_in: PlugIn) -> None:
         """Detaches a plug-in; what runs now may call it once more."""
         with _changing:
-            self._own.remove(plug_in)
+            own = [*self.own]
+            own.remove(plug_in)
+            self.own = (*own,)
             self._collect()
 
     @contextmanager
@@ -398,9 +411,13 @@ class PlugIns:
         return any([unit in plug_in.updated_units for plug_in in self.attached])
 
     def _collect(self) -> None:
-        above = () if self._above is None else self._above.attached
-        self.attached = (*sorted((*above, *self._own), key=lambda plug_in: plug_in.order),)
+        above = self._above
+        others = () if above is None else above.attached
+        self.attached = (*sorted((*others, *self.own), key=lambda plug_in: plug_in.order),)
         for moment in MOMENTS:
+            if above is not None and not self.own:  # as most units
+                setattr(self, moment, getattr(above, moment))
+                continue
             base = getattr(PlugIn, moment)
             overriding = (one for one in self.attached if getattr(type(one), moment) is not base)
             setattr(self, moment, tuple(getattr(one, moment) for one in overriding))

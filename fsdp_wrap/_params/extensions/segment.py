@@ -7,7 +7,7 @@ from operator import attrgetter
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator
-from fsdp_wrap._core import SegmentDtypes, round_up
+from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import set_version_counters
 from fsdp_wrap._params.extensions.gathered import Gathered, Several
 from fsdp_wrap._params.extensions.layout import ExtensionLayout
@@ -29,12 +29,17 @@ class ExtensionSegment(Segment):
     layout: ExtensionLayout
 
     def __init__(
-        self, layout: ExtensionLayout, dtypes: SegmentDtypes, communicator: Communicator, contributors: float
+        self,
+        layout: ExtensionLayout,
+        dtypes: SegmentDtypes,
+        communicator: Communicator,
+        contributors: float,
+        plug_ins: PlugIns,
     ) -> None:
         self._values = [Gathered(whole, dtypes.param) for whole in layout.wholes]
         self._is_made = False
         self._own_rows: list[torch.Tensor] = []
-        super().__init__(layout, dtypes, communicator, contributors)
+        super().__init__(layout, dtypes, communicator, contributors, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         nothing = self._communicator.buffer(0, torch.uint8)
