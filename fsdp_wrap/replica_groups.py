@@ -78,7 +78,7 @@ def join_replica_groups(
             "it joins replica groups"
         )
     for unit in units if average_gradients else ():
-        if any(layout.average_hook is not None for layout in unit.layouts):
+        if unit.plug_ins.averaged:
             raise RuntimeError(
                 f"reductions of {unit.name} have a hook already: call set_all_reduce_hook(None) first, or "
                 "join replica groups only once"

@@ -267,11 +267,10 @@ class Gradients:
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self.factor is not None:
             reduced.mul_(self.factor)
-        if layout.average_hook is not None:
-            noted = 0 if layout.averages_notes else layout.noted_numel
-            layout.average_hook(reduced[: reduced.numel() - noted])
-            if layout.averages_notes and asks:
-                used = layout.used_by_any(reduced, used, frozen=self._waited)
+        for act in self._plug_ins.averaged:
+            act(layout, reduced)
+        if asks and self._plug_ins.average_notes:
+            used = layout.used_by_any(reduced, used, frozen=self._waited)
         for act in self._plug_ins.sees:
             act(self._layout, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False

@@ -93,7 +93,7 @@ class ParamHandle:
         sizeable: Whether one takes a quarter of it.
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
         contributors: Number by which sums of gradients are divided: of the ranks, unless chosen otherwise.
-        plug_ins: What is attached to the unit, to its steps and to all steps; a copy has the unit's own.
+        plug_ins: What is attached to the unit, to its steps and to all steps.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class ParamHandle:
         if self._reduce_scatter is not None:
             handle.reduce_by(self._reduce_scatter, self._summing)
         for plug_in in self.plug_ins.own:
-            handle.plug_ins.attach(plug_in)
+            if plug_in.copied:
+                handle.plug_ins.attach(plug_in)
         return handle
 
     def sum_by(self, sums: Summing | None) -> None:

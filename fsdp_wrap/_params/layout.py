@@ -152,8 +152,6 @@ class Layout(ABC):
         full_numel: Elements of the unsharded buffer with its padding: a multiple of the ranks.
         memory: The tensors that alias the unsharded buffer: the leaves, or their local parts.
         distributed: The distributed part of each original parameter; None where none is distributed.
-        average_hook: Called with this rank's part of each reduction once it is averaged.
-        averages_notes: Whether that hook averages the notes of `note_used`, too.
     """
 
     extents: Sequence[Extent]
@@ -192,8 +190,6 @@ class Layout(ABC):
         self.memory: Sequence[torch.Tensor] = self.leaves
         parts = [part_of(slot.fqn, slot.param) for slot in slots]
         self.distributed = parts if any(parts) else None
-        self.average_hook: Callable[[torch.Tensor], None] | None = None
-        self.averages_notes = False
         self._owner: weakref.ref[Owner] | None = None
         self._allocate = (
             functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty

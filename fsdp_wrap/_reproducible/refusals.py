@@ -12,7 +12,7 @@ from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Schedule, Unit, hook_of
 
 _ELEMENTWISE = {
     *("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
@@ -50,8 +50,7 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
             f"'{unit.name_of(handle.distributed[0])}' is distributed by tensor or expert parallelism, whose "
             "groups sum by themselves: reproducible() takes parameters that are sharded over data only"
         )
-    hooks = [segment.layout.average_hook for segment in handle.segments]
-    if handle.has_own_reduction or any(each not in (None, drop_signs_of_zeros) for each in hooks):
+    if handle.has_own_reduction or hook_of(unit) is not None:
         raise RuntimeError(
             f"{unit.name} has a hook of its reductions, which may sum or round by itself: a reproducible "
             "model takes none"
@@ -118,11 +117,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, held: Sequence[nn.Paramet
             f"reproducible() does not know whether {kind} updates equal elements equally, wherever they lie "
             "in a shard: compare two numbers of ranks"
         )
-
-
-def drop_signs_of_zeros(grad: torch.Tensor) -> None:
-    """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
-    grad.add_(0.0)
 
 
 def too_few(done: int, expected: int) -> RuntimeError:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import PlugIn, Precedence
-from fsdp_wrap._params import ParamHandle, held_params, to_local
+from fsdp_wrap._params import Layout, ParamHandle, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
-    drop_signs_of_zeros,
     leftovers,
     norms_over_batches,
     refuse_optimizer,
@@ -66,8 +65,6 @@ class CountedSteps(PlugIn):
         self._divisors[unit] = handle.contributors
         handle.divide_gradients_by(leaves if average else 1.0)
         unit.set()  # a plan of batched reductions does not fit any more
-        for layout in handle.layouts:
-            layout.average_hook = drop_signs_of_zeros
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -93,8 +90,6 @@ class CountedSteps(PlugIn):
         for unit, divisor in self._divisors.items():
             unit.handle.sum_by(None)
             unit.handle.divide_gradients_by(divisor)
-            for layout in unit.layouts:
-                layout.average_hook = None
 
     # moments
 
@@ -129,6 +124,10 @@ class CountedSteps(PlugIn):
             self.backwards += 1
             if self.done == self._each:
                 step.ending.complete()
+
+    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
+        """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
+        reduced[: reduced.numel() - layout.noted_numel].add_(0.0)
 
     def backward_ended(self, step: Schedule) -> None:
         """Hands over the sums of a complete step."""

@@ -21,9 +21,9 @@ from fsdp_wrap._comm import (
     registered_memory,
     symmetric_memory,
 )
-from fsdp_wrap._core import OtherCommsError
+from fsdp_wrap._core import OtherCommsError, PlugIn, Precedence
 from fsdp_wrap._core.torch_private import foreach_copy_
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Layout, ParamHandle
 from fsdp_wrap._runtime.unit import Unit
 
 Hook = Callable[[torch.Tensor], None]
@@ -126,8 +126,33 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, 
         )
     if hook is not None and stream is not None and accelerator is not None:
         hook = _on_stream(hook, stream, accelerator)
-    for segment in handle.segments:
-        segment.layout.average_hook, segment.layout.averages_notes = hook, notes
+    before = hook_of(unit)
+    if before is not None:
+        unit.plug_ins.detach(before)
+    if hook is not None:
+        unit.plug_ins.attach(ReductionHook(hook, notes))
+
+
+def hook_of(unit: Unit) -> ReductionHook | None:
+    """Returns the hook of a unit's reductions, if it has one."""
+    return next((each for each in unit.plug_ins.own if isinstance(each, ReductionHook)), None)
+
+
+class ReductionHook(PlugIn):
+    """Calls a function with the averaged gradients of a unit; see `hook_reductions`."""
+
+    order = Precedence.EVENTS
+    copied = True
+
+    def __init__(self, hook: Hook, notes: bool) -> None:
+        self._hook, self._notes = hook, notes
+
+    @property
+    def averages_notes(self) -> bool:
+        return self._notes
+
+    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
+        self._hook(reduced if self._notes else reduced[: reduced.numel() - layout.noted_numel])
 
 
 def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:

@@ -150,6 +150,26 @@ def test_all_reduce_hook(rank, world_size):
 
 
 @ranks(2)
+def test_a_hook_of_reductions_follows_its_unit(rank, world_size):
+    """It follows into the step of a model around the unit, and into deep copies, which may drop it."""
+    hooked = []
+    inner = fully_shard(nn.Linear(4, 4))
+    inner.set_all_reduce_hook(lambda reduced: hooked.append(reduced.numel()))
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    inner(torch.ones(2, 4)).sum().backward()
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(hooked) == 2
+    twin = copy.deepcopy(model)
+    twin(torch.ones(2, 4)).sum().backward()
+    assert len(hooked) == 3
+    twin[0].set_all_reduce_hook(None)
+    for each in (twin, model):
+        each(torch.ones(2, 4)).sum().backward()
+    assert len(hooked) == 4
+
+
+@ranks(2)
 def test_hints_change_no_numbers(rank, world_size):
     torch.manual_seed(0)
     plain = Transformer(2)

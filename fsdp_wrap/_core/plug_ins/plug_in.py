@@ -102,9 +102,11 @@ class PlugIn:
 
     Attributes:
         order: Its place among other plug-ins.
+        copied: Whether it is attached to the deep copies of its unit, too.
     """
 
     order: int = Precedence.RECORDS
+    copied: bool = False
 
     @property
     def aligns(self) -> bool:
@@ -125,6 +127,11 @@ class PlugIn:
     def updated_units(self) -> Collection[Any]:
         """The units whose parameters it updates in their backward: gradients do not stay there."""
         return ()
+
+    @property
+    def averages_notes(self) -> bool:
+        """Whether `averaged` averages over more ranks, and with the gradients what tells which are used."""
+        return False
 
     # of a step
 
@@ -278,6 +285,15 @@ class PlugIn:
     def sends(self, layout: Any, full: torch.Tensor) -> None:
         """A reduce buffer is complete, as it will be sent."""
 
+    # of values, which may change
+
+    def averaged(self, layout: Any, reduced: torch.Tensor) -> None:
+        """This rank's part of a reduction is summed and divided. No sharded parameter has it yet.
+
+        It may be changed in place. The last `layout.noted_numel` elements are no gradients: they tell which
+        parameters were used.
+        """
+
 
 MOMENTS = tuple(name for name, value in vars(PlugIn).items() if callable(value))
 """The names of the moments."""
@@ -336,6 +352,7 @@ class PlugIns:
     on_lane: Moment
     sees: Moment
     sends: Moment
+    averaged: Moment
 
     def __init__(self, above: PlugIns | None = None) -> None:
         self.own: tuple[PlugIn, ...] = ()
@@ -409,6 +426,11 @@ class PlugIns:
     def updates(self, unit: Any) -> bool:
         """Whether any of them updates the unit's parameters in its backward."""
         return any([unit in plug_in.updated_units for plug_in in self.attached])
+
+    @property
+    def average_notes(self) -> bool:
+        """Whether any of them averages which gradients are used."""
+        return any([plug_in.averages_notes for plug_in in self.attached])
 
     def _collect(self) -> None:
         above = self._above
