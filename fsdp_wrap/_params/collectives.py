@@ -54,13 +54,6 @@ class InReduction(Protocol):
     def abandon(self) -> None: ...
 
 
-class Summing(Protocol):
-    """Sums a unit's gradients in another way than its communicators; made by an add-on."""
-
-    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> InReduction:
-        """Issues the reduction of unsharded gradients, which it may overwrite."""
-
-
 class PostForwardShards:
     """A unit's full parameters, cut evenly between few ranks, which keep them from forward to backward."""
 

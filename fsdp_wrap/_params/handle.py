@@ -40,7 +40,6 @@ from fsdp_wrap._params.collectives import (
     PostForwardShards,
     ReduceScatter,
     Reduction,
-    Summing,
     Transport,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
@@ -85,7 +84,6 @@ class ParamHandle:
         values: Count of times that the leaves got new values; a graph needs its forward's values.
         written: The last versions of the sharded parameters, by segment; see `Layout.written`.
         transport: Gathers parameters and reduces gradients in training.
-        sums: Reduces gradients in place of the transport; None for ordinary sums.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
         aside: Whether the unit counts as sharded, but its full parameters are still there; see `set_aside`.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
@@ -130,14 +128,13 @@ class ParamHandle:
         self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
         self.has_own_reduction = False
-        self.sums: Summing | None = None
         self._summing = replicas
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns a handle of other layouts, otherwise like this one."""
         handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self._transport_of)
-        if self.sums is None:  # which a copy does not have
+        if not self.plug_ins.takes:  # else it is that of sums which a copy does not have
             handle.divide_gradients_by(self.contributors)
         handle.keep_storage(self.keeps_storage)
         if self._reduce_scatter is not None:
@@ -146,10 +143,6 @@ class ParamHandle:
             if plug_in.copied:
                 handle.plug_ins.attach(plug_in)
         return handle
-
-    def sum_by(self, sums: Summing | None) -> None:
-        """Lets something else sum gradients over ranks; None for the transport."""
-        self.sums = sums
 
     def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
         """Changes the transport of training, made for a handle; full parameters for users come as before."""
@@ -529,17 +522,17 @@ class ParamHandle:
         """
         segments = self.reduced_segments()
         full = [segment.gradients.complete(counts_unused) for segment in segments]
-        if self.sums is not None:
-            self.reduction = self.sums.start(segments, full)
-            return sum(buffer.nbytes for buffer in full)
-        empty = self.communicator.empty
-        shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
-        pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
-        if self.has_own_reduction or not self.transport.keeps_notes:
-            ranks = self.communicator if self.communicator.size > 1 else self.replicas
-            pending = NotedReduction(segments, shards, pending, ranks)
-        at_once = over_replicas or self._summing.size == 1
-        self.reduction = Reduction(segments, shards, pending, self._summing if at_once else None)
+        for act in self.plug_ins.takes:
+            act(self, segments, full)
+        if self.reduction is None:
+            empty = self.communicator.empty
+            shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
+            pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
+            if self.has_own_reduction or not self.transport.keeps_notes:
+                ranks = self.communicator if self.communicator.size > 1 else self.replicas
+                pending = NotedReduction(segments, shards, pending, ranks)
+            at_once = over_replicas or self._summing.size == 1
+            self.reduction = Reduction(segments, shards, pending, self._summing if at_once else None)
         return sum(buffer.nbytes for buffer in full)
 
     def reduced_segments(self) -> list[Segment]:
@@ -558,7 +551,7 @@ class ParamHandle:
         return sum(each.layout.numel * each.gradients.buffer_dtype.itemsize for each in segments)
 
     def join(self, reduction: InReduction) -> None:
-        """Leaves the gradients to a batched reduction."""
+        """Leaves the gradients to a batched reduction, or to that of a plug-in."""
         self.reduction = reduction
 
     def leave_reduction(self, partial: bool = False) -> None:

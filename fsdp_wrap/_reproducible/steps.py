@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import PlugIn, Precedence
-from fsdp_wrap._params import Layout, ParamHandle, held_params, to_local
+from fsdp_wrap._params import ParamHandle, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
     leftovers,
@@ -61,7 +61,7 @@ class CountedSteps(PlugIn):
 
     def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
         self._sums[unit] = TreeSums(handle, leaves)
-        handle.sum_by(self._sums[unit])
+        handle.plug_ins.attach(self._sums[unit])
         self._divisors[unit] = handle.contributors
         handle.divide_gradients_by(leaves if average else 1.0)
         unit.set()  # a plan of batched reductions does not fit any more
@@ -88,7 +88,7 @@ class CountedSteps(PlugIn):
         for param in self.params:
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
-            unit.handle.sum_by(None)
+            unit.plug_ins.detach(self._sums[unit])
             unit.handle.divide_gradients_by(divisor)
 
     # moments
@@ -124,10 +124,6 @@ class CountedSteps(PlugIn):
             self.backwards += 1
             if self.done == self._each:
                 step.ending.complete()
-
-    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
-        """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
-        reduced[: reduced.numel() - layout.noted_numel].add_(0.0)
 
     def backward_ended(self, step: Schedule) -> None:
         """Hands over the sums of a complete step."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_wrap._comm import Communicator, Finished, Pending
-from fsdp_wrap._core import ceil_div
+from fsdp_wrap._core import PlugIn, Precedence, ceil_div
 from fsdp_wrap._params import Layout, ParamHandle, Segment
 from fsdp_wrap._reproducible.tree import Node, SumTree
 
@@ -20,8 +20,8 @@ _NOTHING = -0.0
 """The sum of micro-batches that did not use a unit: to add it changes no number, whatever its sign."""
 
 
-class TreeSums:
-    """The sums of one unit, from the first backward of a step to the last.
+class TreeSums(PlugIn):
+    """The sums of one unit, to which it is attached, from the first backward of a step to the last.
 
     Args:
         handle: The unit's.
@@ -30,6 +30,8 @@ class TreeSums:
     Attributes:
         each: Number of micro-batches of each rank.
     """
+
+    order = Precedence.RANKS
 
     def __init__(self, handle: ParamHandle, leaves: int) -> None:
         self._ranks, self._replicas = handle.communicator, handle.replicas
@@ -49,7 +51,7 @@ class TreeSums:
         self._trees.clear()
         self._added.clear()
 
-    def start(self, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> TreeReduction:
+    def takes(self, handle: ParamHandle, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of one backward, which it spoils; issues their exchange after the last one."""
         if self._refusal is not None:
             raise self._refusal
@@ -64,7 +66,11 @@ class TreeSums:
             if self._index + 1 < self.each:
                 tree.settle()
                 segment.gradients.drop()
-        return self._exchange([] if self._index + 1 < self.each else segments)
+        handle.join(self._exchange([] if self._index + 1 < self.each else segments))
+
+    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
+        """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
+        reduced[: reduced.numel() - layout.noted_numel].add_(0.0)
 
     def finish_without(self, segments: Sequence[Segment]) -> None:
         """Hands over sums of earlier backwards where the last one brought nothing; collective."""

@@ -386,7 +386,7 @@ class CollectiveBatcher:
             return False
         if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
             return False
-        return handle.sums is None and len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
+        return not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 
     def send(self, phase: Phase) -> BatchedReduction | None:
         """Issues the waiting batched reduction, if any; returns it."""

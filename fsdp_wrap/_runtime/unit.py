@@ -421,7 +421,7 @@ class Unit:
         with span:
             handle.finish_reduction()
         # Others than a communicator's own need not wait for peers.
-        if self.positions.reductions and not handle.has_own_reduction and handle.sums is None:
+        if self.positions.reductions and not handle.has_own_reduction and not at.takes:
             self.positions.reduced()
 
     # forward

@@ -168,7 +168,7 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
     for schedule in found:
         schedule.require_idle(doing)
         for unit in schedule.units:
-            if unit.handle.sums is not None:
+            if unit.plug_ins.takes:
                 raise RuntimeError(
                     f"{unit.name} is reproducible, and {doing} lets ranks have different numbers of "
                     "micro-batches: call Reproducible.remove() first"

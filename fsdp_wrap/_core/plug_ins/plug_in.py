@@ -287,6 +287,17 @@ class PlugIn:
 
     # of values, which may change
 
+    def takes(self, handle: Any, segments: Sequence[Any], full: Sequence[torch.Tensor]) -> None:
+        """A unit's gradients are complete, and nothing of them was sent.
+
+        A plug-in may take them into a reduction of its own, and overwrite them: it calls `handle.join`.
+
+        Args:
+            handle: The unit's.
+            segments: The segments that take part.
+            full: The unsharded gradients of each.
+        """
+
     def averaged(self, layout: Any, reduced: torch.Tensor) -> None:
         """This rank's part of a reduction is summed and divided. No sharded parameter has it yet.
 
@@ -352,6 +363,7 @@ class PlugIns:
     on_lane: Moment
     sees: Moment
     sends: Moment
+    takes: Moment
     averaged: Moment
 
     def __init__(self, above: PlugIns | None = None) -> None:
