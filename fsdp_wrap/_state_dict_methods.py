@@ -60,9 +60,8 @@ class _OpenLoad(PlugIn):
     """
 
     def __init__(self, wrapper: StateDictMethods, end: Callable[[bool], None]) -> None:
-        self._wrapper, self._end = weakref.ref(wrapper), end
-        self._plug_ins = schedule_of(wrapper._unit).plug_ins
-        self._plug_ins.attach(self)
+        self._wrapper, self._unit, self._end = weakref.ref(wrapper), wrapper._unit, end
+        wrapper._unit.plug_ins.attach(self)
 
     def rests(self, step: Any) -> None:
         wrapper = self._wrapper()
@@ -71,7 +70,7 @@ class _OpenLoad(PlugIn):
 
     def end(self, keep: bool) -> None:
         """Shows the sharded parameters again; drops what was loaded, or keeps it."""
-        self._plug_ins.detach(self)
+        self._unit.plug_ins.detach(self)
         self._end(keep)
 
 

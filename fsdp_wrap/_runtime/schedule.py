@@ -32,7 +32,6 @@ from fsdp_wrap._core import (
     Replaced,
     Seam,
     ValueSeam,
-    everywhere,
     load_watchers,
     map_tensors,
     step_in_backward,
@@ -129,10 +128,10 @@ class Schedule(StepState):
         self.ranks: SameModel = SameModel(self.tree, parts)
         for unit, fqns in names.items():
             unit.join(self, ", ".join(fqns), self.ranks.positions_of)
-        for act in everywhere.made:
+        for act in dict.fromkeys(chain.from_iterable(unit.plug_ins.made for unit in self._units)):
             act(self)
-        for make in dict.fromkeys(chain.from_iterable(unit.brings for unit in self._units)):
-            self.plug_ins.attach(make(self))
+        for unit in self._units:
+            unit.plug_ins.move_below(self.plug_ins)
 
     @property
     def units(self) -> list[Unit]:
@@ -954,7 +953,7 @@ class Schedule(StepState):
         if where:
             raise NotIdleError(f"{doing} must not run inside {where}")
         self.end_failed_backward()
-        for act in self.plug_ins.rests:
+        for act in dict.fromkeys(chain.from_iterable(unit.plug_ins.rests for unit in self._units)):
             act(self)
 
 

@@ -25,7 +25,6 @@ from fsdp_wrap._core import (
     InputCasts,
     NoValuesError,
     Phase,
-    PlugIn,
     PlugIns,
     SpanKind,
     clean_fqn,
@@ -139,7 +138,6 @@ class Unit:
         casts: Casts of inputs and outputs.
         schedule: State of its tree's step; None before its first use.
         plug_ins: What is attached to it, to its steps and to all steps.
-        brings: Makes plug-ins for the trees that it joins later, one for each tree.
         positions: Log of its collectives for other ranks, once it has joined a schedule.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
@@ -191,7 +189,6 @@ class Unit:
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = mesh_label
         self.running = self.forwards = 0
-        self.brings: list[Callable[[StepState], PlugIn]] = []
         self.nested = False
         self._derive()
         self.schedule: StepState | None = None
@@ -272,9 +269,7 @@ class Unit:
 
     def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
         """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
-        self.schedule = schedule
-        self.plug_ins.move_below(schedule.plug_ins)
-        self.fqn = fqn
+        self.schedule, self.fqn = schedule, fqn
         self.positions = tell(self)
 
     def leave(self) -> None:

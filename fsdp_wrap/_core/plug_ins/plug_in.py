@@ -138,7 +138,7 @@ class PlugIn:
     def made(self, step: Any) -> None:
         """The step of a tree was made: what keeps something for one tree is attached to it here.
 
-        Only the plug-ins of all steps see it.
+        The plug-ins of all steps, and of its units, see it.
         """
 
     def follows(self, step: Any, units: Sequence[Any]) -> None:
@@ -329,6 +329,16 @@ class PlugIns:
         see_spans: Whether any of them sees spans.
     """
 
+    __slots__ = (
+        *MOMENTS,
+        "own",
+        "attached",
+        "see_spans",
+        "_above",
+        "_below",
+        "__weakref__",
+    )  # each unit has one
+
     made: Moment
     follows: Moment
     forward_begins: Moment
@@ -369,17 +379,20 @@ class PlugIns:
     def __init__(self, above: PlugIns | None = None) -> None:
         self.own: tuple[PlugIn, ...] = ()
         self.attached: tuple[PlugIn, ...] = ()
-        self._above, self._below = above, WeakSet[PlugIns]()
-        with _changing:
-            if above is not None:
-                above._below.add(self)
+        self._above: PlugIns | None = None
+        self._below: WeakSet[PlugIns] | None = None
+        if above is None:
             self._collect()
+        else:
+            self.move_below(above)
 
     def move_below(self, above: PlugIns) -> None:
         """Lets other plug-ins than before count here, besides its own."""
         with _changing:
-            if self._above is not None:
+            if self._above is not None and self._above._below is not None:
                 self._above._below.discard(self)
+            if above._below is None:
+                above._below = WeakSet()
             above._below.add(self)
             self._above = above
             self._collect()
@@ -456,7 +469,7 @@ class PlugIns:
             overriding = (one for one in self.attached if getattr(type(one), moment) is not base)
             setattr(self, moment, tuple(getattr(one, moment) for one in overriding))
         self.see_spans = bool(self.span_begins or self.span_ends)
-        for below in self._below:
+        for below in self._below or ():
             below._collect()
 
 

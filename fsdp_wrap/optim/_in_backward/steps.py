@@ -65,6 +65,7 @@ class BackwardSteps:
         self._optimizer = optimizer
         self._parts: MutableMapping[Unit, UnitParams] = WeakKeyDictionary()
         self._trees: MutableMapping[Schedule, UnitUpdates] = WeakKeyDictionary()
+        self._joins = _Joins(self._update_in)
         self._overflowed = self._began = False
         self._entries = 0  # of the optimizer's state, when it was put in order
         self._scaled: MutableMapping[Unit, ScaledUnit] = WeakKeyDictionary()
@@ -73,16 +74,17 @@ class BackwardSteps:
             params = [param for param in sharded_params(unit) if id(param) in theirs]
             if params:
                 self._parts[unit] = UnitParams(optimizer, params)
-                unit.brings.append(self._updates_in)
+                unit.plug_ins.attach(self._joins)
         handles = handles_of(self._parts)
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
         for schedule in dict.fromkeys(map(schedule_of, self._parts)):
-            schedule.plug_ins.attach(self._updates_in(schedule))
+            if schedule not in self._trees:
+                self._update_in(schedule)
 
-    def _updates_in(self, tree: Any) -> UnitUpdates:
-        """Makes the plug-in for a tree that has units of the model."""
+    def _update_in(self, tree: Schedule) -> None:
+        """Updates the model's units in the backwards of a tree."""
         updates = self._trees[tree] = UnitUpdates(self, self._parts)
-        return updates
+        tree.plug_ins.attach(updates)
 
     @property
     def updated(self) -> list[str]:
@@ -107,7 +109,7 @@ class BackwardSteps:
         """
         require_idle(self._parts, "remove()")
         for unit in [*self._parts]:
-            unit.brings.remove(self._updates_in)
+            unit.plug_ins.detach(self._joins)
             del self._parts[unit]
         for schedule, updates in self._trees.items():
             schedule.plug_ins.detach(updates)
@@ -277,6 +279,16 @@ class BackwardSteps:
         if unit not in self._scaled:
             self._scaled[unit] = ScaledUnit(self._parts[unit])
         return self._scaled[unit]
+
+
+class _Joins(PlugIn):
+    """Attached to units, it lets them be updated in the trees that they join later."""
+
+    def __init__(self, update_in: Callable[[Schedule], None]) -> None:
+        self._update_in = update_in
+
+    def made(self, step: Schedule) -> None:
+        self._update_in(step)
 
 
 class UnitUpdates(PlugIn):
