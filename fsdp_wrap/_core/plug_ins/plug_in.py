@@ -459,16 +459,18 @@ class PlugIns:
 
     def _collect(self) -> None:
         above = self._above
-        others = () if above is None else above.attached
-        self.attached = (*sorted((*others, *self.own), key=lambda plug_in: plug_in.order),)
-        for moment in MOMENTS:
-            if above is not None and not self.own:  # as most units
+        if above is not None and not self.own:  # as most units
+            self.attached, self.see_spans = above.attached, above.see_spans
+            for moment in MOMENTS:
                 setattr(self, moment, getattr(above, moment))
-                continue
-            base = getattr(PlugIn, moment)
-            overriding = (one for one in self.attached if getattr(type(one), moment) is not base)
-            setattr(self, moment, tuple(getattr(one, moment) for one in overriding))
-        self.see_spans = bool(self.span_begins or self.span_ends)
+        else:
+            others = () if above is None else above.attached
+            self.attached = (*sorted((*others, *self.own), key=lambda plug_in: plug_in.order),)
+            for moment in MOMENTS:
+                base = getattr(PlugIn, moment)
+                overriding = (one for one in self.attached if getattr(type(one), moment) is not base)
+                setattr(self, moment, tuple(getattr(one, moment) for one in overriding))
+            self.see_spans = bool(self.span_begins or self.span_ends)
         for below in self._below or ():
             below._collect()
 
