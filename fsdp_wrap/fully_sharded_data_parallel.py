@@ -300,7 +300,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         copies += " (state over replicas)" if handle.staged else ""
         ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
         way = f", through {ways[0]}" if ways else ""
-        others = schedule_of(self._unit).batches.companions_of(self._unit) if self._unit.schedule else []
+        others = schedule_of(self._unit).queue.gathered_with(self._unit) if self._unit.schedule else []
         if others:
             way += f", gathered with {listed(map(repr, others), 3)}"
         held = ", ".join(segment.describe() for segment in handle.segments)

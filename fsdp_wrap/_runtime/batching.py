@@ -1,4 +1,4 @@
-"""`CollectiveBatcher`: batches of collectives, one gather or reduction for several small units.
+"""`BatchingQueue`: batches of collectives, one gather or reduction for several small units.
 
 Batches are planned from the order of the last forward or backward, the same on all ranks, and from the units'
 layouts and options. If the order changes, each unit issues its own collectives.
@@ -6,7 +6,7 @@ layouts and options. If the order changes, each unit issues its own collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from fsdp_wrap._core import (
     check_nbytes,
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
-from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.unit import Unit, UnitOptions
+from fsdp_wrap._runtime.queue import Queue, Reducing
+from fsdp_wrap._runtime.unit import StepState, Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 _ON_CPU = 2 << 20
@@ -215,70 +215,61 @@ class BatchedReduction:
         return reduction
 
 
-class CollectiveBatcher:
-    """Plans batches of collectives for the units of a schedule, and issues them.
+class BatchingQueue(Queue):
+    """Puts small units in batches, which share a gather or a reduction.
 
-    Attributes:
-        asked: The argument of the last `allow`.
-        most: Maximum bytes of a batch, and so of each unit in it.
-        waiting: The batched reduction that waits for gradients of more units.
+    Args:
+        step: The state of the tree's step.
+        before: The queue that this one replaces.
+        nbytes: Memory for batches: half of it for parameters, half for gradients.
     """
 
-    def __init__(self, order: ExecOrder) -> None:
-        self._order = order
-        self.asked: int | None = -1  # nothing yet
-        self.most = 0
-        self.waiting: BatchedReduction | None = None
+    def __init__(self, step: StepState, before: Queue, nbytes: int) -> None:
+        super().__init__(step, before)
+        self._most = nbytes // 2  # bytes of a batch, and so of each unit in it
+        self._waiting: BatchedReduction | None = None  # for gradients of more units
         self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the issuing unit
         self._reductions: dict[tuple[Unit, bool], _ReductionPlan] = {}  # by first unit and `defers`
 
-    def allow(self, nbytes: int | None, device: torch.device) -> None:
-        """Sets the memory for batches: half of it for parameters, half for gradients.
-
-        None is the default: none on accelerators, where no measurement favours them.
-        """
-        self.asked = nbytes
-        if nbytes is None:
-            nbytes = _ON_CPU if device.type == "cpu" else 0
-        if self.most != nbytes // 2:
-            self.most = nbytes // 2
-            self._gathers.clear()
-            self._reductions.clear()
-
     # parameters
 
-    def gather(self, unit: Unit, coming: list[Unit], phase: Phase) -> Sequence[Unit]:
-        """Issues the gather of a sharded unit, batched with units that are expected next.
+    def enter(self, unit: Unit) -> None:
+        super().enter(unit)
+        self._gather(unit, Phase.FORWARD)
 
-        Args:
-            unit: The sharded unit.
-            coming: The expected units, in their order.
-            phase: Phase of the iteration.
+    def come_back(self, unit: Unit) -> None:
+        self._gather(unit, Phase.BACKWARD)
 
-        Returns:
-            The other units of the batch.
-        """
+    def _gather(self, unit: Unit, phase: Phase) -> None:
+        """Issues the gather of a sharded unit, batched with units that are expected next."""
+        handle = unit.handle
+        if handle.state is not HandleState.SHARDED:
+            return
+        if handle.batch_nbytes > self._most:
+            unit.gather(phase)
+            return
+        forward = phase is Phase.FORWARD
+        coming = self.order.coming_in_forward(unit) if forward else self.order.coming_in_backward(unit)
         plan = self._gathers.get((unit, phase))
         if plan is None or plan.coming != coming or not _can_gather(plan.members):
             plan = self._plan_gather(unit, coming, phase)
         if plan is None:
             unit.gather(phase)
-            return ()
-        assert unit.schedule is not None
-        plan.note.issue(phase, unit.schedule.iteration)
+            return
+        plan.note.issue(phase, self._step.iteration)
         units = [member.unit for member in plan.members]
         segments = [each.handle.segments for each in units]
         with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
-        lasting = not unit.schedule.syncs
+        lasting = not self._step.syncs
         for each, share in zip(units, shares):
             each.handle.gather(each.lasts or lasting, share)
             for act in each.plug_ins.gathers:
                 act(each, phase, each.handle.unsharded_nbytes, plan.names)
-        return units[1:]
+        if forward:
+            self._ahead += units[1:]
 
-    def companions_of(self, unit: Unit) -> list[str]:
-        """Returns the names of the units that shared a unit's last gather in forward."""
+    def gathered_with(self, unit: Unit) -> list[str]:
         runs = [run.names for (_, phase), run in self._gathers.items() if phase is Phase.FORWARD]
         return [name for names in runs if unit.fqn in names for name in names if name != unit.fqn]
 
@@ -308,7 +299,7 @@ class CollectiveBatcher:
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
-        fits = 0 < nbytes <= self.most and not unit.options.gradients_in_place
+        fits = 0 < nbytes <= self._most and not unit.options.gradients_in_place
         return fits and handle.can_be_batched
 
     def _companions(
@@ -319,7 +310,7 @@ class CollectiveBatcher:
         size: Callable[[ParamHandle], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
-        kin, left = _same_ways(unit), self.most - size(unit.handle)
+        kin, left = _same_ways(unit), self._most - size(unit.handle)
         found: list[Unit] = []
         for each in coming:
             if each is unit or each in found or not may(each) or _same_ways(each) != kin:
@@ -332,18 +323,50 @@ class CollectiveBatcher:
 
     # gradients
 
-    def take(self, unit: Unit) -> bool:
-        """Adds a unit's gradients to a batch; returns False if they need their own reduction."""
-        self._order.reduced.append(unit)
-        waiting = self.waiting
+    def before_gradients(self, unit: Unit, phase: Phase) -> None:
+        if self._waiting is not None and unit in self._waiting.taken:  # more have come
+            self._send(phase, unit.options.most_reducing - 1)
+        super().before_gradients(unit, phase)
+
+    def reduce(self, unit: Unit, phase: Phase) -> None:
+        alone = unit.handle.batch_nbytes > self._most or phase is Phase.IDLE
+        if alone or not self._take(unit):
+            super().reduce(unit, phase)
+        if self._waiting is not None and not self._waiting.missing:
+            self._send(phase, unit.options.most_reducing - 1)
+
+    def send(self) -> None:
+        self._send(Phase.FINAL_CALLBACK, 0)
+
+    def drop(self) -> None:
+        super().drop()
+        self._waiting = None  # the units drop its gradients
+
+    def _send(self, phase: Phase, in_flight: int) -> None:
+        """Issues the waiting batch, if any, complete or not; `in_flight` others may stay in flight."""
+        waiting = self._waiting
         if waiting is None:
-            coming, defers = self._order.coming_to_reduce(), unit.defers
+            return
+        if self._reducing:
+            self.make_room(in_flight)
+        for act in self._step.plug_ins.before_reduction:
+            act(self._step)
+        self._waiting = None
+        waiting.send(phase)
+        self._reducing.append(Reducing(waiting.taken, waiting.finish_reduction))
+
+    def _take(self, unit: Unit) -> bool:
+        """Adds a unit's gradients to a batch; returns False if they need their own reduction."""
+        self.order.reduced.append(unit)
+        waiting = self._waiting
+        if waiting is None:
+            coming, defers = self.order.coming_to_reduce(), unit.defers
             plan = self._reductions.get((unit, defers))
             if plan is None or plan.coming != coming or not plan.fits():
                 plan = self._plan_reduction(unit, coming, defers)
             if plan is None:
                 return False
-            waiting = self.waiting = BatchedReduction(plan)
+            waiting = self._waiting = BatchedReduction(plan)
         if unit not in waiting.missing:
             return False
         if waiting.take(unit):
@@ -388,16 +411,19 @@ class CollectiveBatcher:
             return False
         return not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
 
-    def send(self, phase: Phase) -> BatchedReduction | None:
-        """Issues the waiting batched reduction, if any; returns it."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.send(phase)
-        return waiting
 
-    def forget(self) -> None:
-        """Forgets the waiting batch; the units drop its gradients."""
-        self.waiting = None
+def queue_of(step: StepState, nbytes: int | None, device: torch.device, before: Queue) -> Queue:
+    """Returns the queue for a memory of batches, which goes on where the one before stands.
+
+    Args:
+        step: The state of the tree's step.
+        nbytes: Memory for batches; None for the default: none on accelerators, where no figures favour them.
+        device: The device of computation.
+        before: The queue up to now.
+    """
+    if nbytes is None:
+        nbytes = _ON_CPU if device.type == "cpu" else 0
+    return BatchingQueue(step, before, nbytes) if nbytes > 1 else Queue(step, before)
 
 
 def _same_ways(unit: Unit) -> tuple[object, ...]:

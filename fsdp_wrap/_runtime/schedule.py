@@ -8,7 +8,6 @@ final callback finishes the units that no trigger has reached.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +24,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_wrap._comm import Communicator, GroupCommunicator, Tree
 from fsdp_wrap._core import (
-    BackwardPrefetch,
     Computing,
     NotIdleError,
     Phase,
@@ -40,9 +38,10 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.batching import BatchedReduction, CollectiveBatcher
+from fsdp_wrap._runtime.batching import queue_of
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.order import ExecOrder
+from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import (
     ParametrizationGuard,
     name_sharded,
@@ -88,7 +87,7 @@ class Schedule(StepState):
         device: Device of computation.
         depth: Number of forward calls in progress.
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
-        batches: Batches of its units' collectives.
+        queue: The collectives of its units: those in flight, and those to come.
         lasting: Forward calls whose units stay full until the outermost forward ends, each with the nodes of
             its inputs: units with parts that have not all run, and units that do not reshard after forward.
         transformed: The ends of forward calls in progress inside transforms of `torch.func`.
@@ -102,7 +101,6 @@ class Schedule(StepState):
             names.setdefault(unit, []).append(fqn)
         self._units = list(names)
         self._outermost = root.over_all_meshes
-        self._order = ExecOrder()
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
@@ -112,10 +110,8 @@ class Schedule(StepState):
         self._trains, self._keeps_graph = False, False
         self._users_sums: tuple[bool, bool] | None = None  # while a backward makes other sums
         self._thread = get_ident()  # that of the last forward
-        self._reducing: deque[Unit | BatchedReduction] = deque()
-        self.batches = CollectiveBatcher(self._order)
-        self._prefetching_later: Unit | None = None
-        self._prefetched: list[Unit] = []
+        self.queue = Queue(self)
+        self._together: int | None = -1  # the setting by which the queue was made: none yet
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
@@ -167,7 +163,7 @@ class Schedule(StepState):
     def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
         """Begins a forward call: unshards, and shows the modules the leaves; `exit_forward` must follow."""
         recompute = graph_task() != -1  # a forward inside a backward
-        handle, options = unit.handle, unit.options
+        handle = unit.handle
         if self.depth == 0 and not recompute:
             if handle.state in SHOWN_TO_USERS:
                 refuse_shown(unit)  # before any state changes: other ranks may go on
@@ -182,23 +178,14 @@ class Schedule(StepState):
                 unit.forwards += self._trains
                 if self._awaited:
                     # It gathers anew: a write to what was set aside may go unseen.
-                    for each in (unit, *self._order.coming_in_forward(unit)):
+                    for each in (unit, *self.queue.order.coming_in_forward(unit)):
                         each.drop_aside(Phase.FORWARD)
-                if self._prefetched:
-                    self._take_prefetched(unit, handle)
-                if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self.batches.most:
-                    coming = self._order.coming_in_forward(unit)
-                    self._prefetched += self.batches.gather(unit, coming, Phase.FORWARD)
+                self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self.hook_leaves(unit)
             if not recompute:
-                self._order.started.append(unit)
-                if (options.forward_prefetch or options.forward_targets) and not unit.follows:
-                    self._prefetch_forward(unit)
-                else:
-                    for act in self.plug_ins.expects:
-                        act(self._order.next_in_forward())
+                self.queue.entered(unit)
         if unit.buffers.casts:
             (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
@@ -270,7 +257,7 @@ class Schedule(StepState):
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
-            self._order.ended.append(unit)
+            self.queue.order.ended.append(unit)
         for act in self.plug_ins.hooked:
             act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
         if unit.running > 1:
@@ -335,30 +322,11 @@ class Schedule(StepState):
         if over and handle.shown.state is Showing.LEAVES:
             handle.shown.show_sharded()
         if self.depth == 0:
-            for unit in (*self._prefetched, *self.lasting):  # did not run after all, or raised
+            self.queue.end_forward()
+            for unit in self.lasting:  # it raised
                 unit.restart()
                 unit.reshard(Phase.FORWARD)
-            self._prefetched, self.lasting = [], {}
-
-    def _take_prefetched(self, unit: Unit, handle: ParamHandle) -> None:
-        """Gives a unit whose forward begins its prefetched parameters, unless its shards have changed."""
-        if unit in self._prefetched:
-            self._prefetched.remove(unit)
-            if handle.look():
-                unit.reshard(Phase.FORWARD)
-        elif unit.options.forward_prefetch and not unit.options.forward_targets:
-            for wrong in self._prefetched:  # the order has changed
-                wrong.reshard(Phase.FORWARD)
-            self._prefetched = []
-
-    def _prefetch_forward(self, unit: Unit) -> None:
-        expected, options = self._order.next_in_forward(), unit.options
-        next_one = (expected,) if options.forward_prefetch and expected is not None else ()
-        for target in options.forward_targets or next_one:
-            if target.handle.state is HandleState.SHARDED:
-                target.drop_aside(Phase.FORWARD)
-                coming = self._order.coming_in_forward(target)
-                self._prefetched += [target, *self.batches.gather(target, coming, Phase.FORWARD)]
+            self.lasting = {}
 
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
@@ -374,9 +342,8 @@ class Schedule(StepState):
             act(self)
         for act in self.plug_ins.forward_opens:
             act(self)
-        if self.batches.asked != self.root.options.travel_together_bytes:
-            self.batches.allow(self.root.options.travel_together_bytes, self.device)
-        self._order.begin_forward()
+        self.follow_settings()
+        self.queue.order.begin_forward()
         self._follow_user(self._units)
         for unit in self._units:
             handle = unit.handle
@@ -399,6 +366,12 @@ class Schedule(StepState):
                 self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
+
+    def follow_settings(self) -> None:
+        """Makes the queue anew if the root has another memory for batches than before."""
+        nbytes = self.root.options.travel_together_bytes
+        if self._together != nbytes:
+            self._together, self.queue = nbytes, queue_of(self, nbytes, self.device, self.queue)
 
     def _follow_user(self, units: Sequence[Unit]) -> None:
         """Lets the compute stream wait for the event of `wait_for`, before shards are read."""
@@ -433,10 +406,9 @@ class Schedule(StepState):
         if self._end() is None:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
-        if self._reducing or self._prefetching_later:
+        if self.queue.busy and (handle.bulky or (options.gradients_in_place and handle.sizeable)):
             # With gradients in place, memory counts more than overlap with the first of them.
-            if handle.bulky or (options.gradients_in_place and handle.sizeable):
-                self._make_room(options.most_reducing - 1)
+            self.queue.make_room(options.most_reducing - 1)
         try:
             self._unshard_again(call)
         except (RuntimeError, MemoryError) as error:
@@ -450,19 +422,11 @@ class Schedule(StepState):
             for act in unit.plug_ins.sees:
                 act(unit, ValueSeam.PARAMETERS, ())
             every = torch.is_grad_enabled() or options.gradients_in_place
-            unit.arrivals.go_on(every, at_quarter=bool(self._reducing or self._prefetching_later))
+            unit.arrivals.go_on(every, at_quarter=self.queue.busy)
             if unit.tied or unit.tied_to is not None:
                 unit.arrivals.owes = handle.trainable
-            prefetches = options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-            if prefetches:
-                lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
-                if handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
-                    self._prefetching_later = unit  # until reductions in flight free their memory
-                else:
-                    self._prefetch(unit)
-            for act in self.plug_ins.expects:
-                if self._prefetching_later or not prefetches:
-                    act(self._next_to_unshard(unit))
+            lends = options.gradients_in_place and handle.bulky and self._takes_in_place(unit)
+            self.queue.came_back(unit, lends)
         for act in unit.plug_ins.sees if tells else ():
             act(unit, ValueSeam.OUTPUT_GRADIENTS, [grad])
         return self._watched(call, grad) if torch.is_grad_enabled() else None  # create_graph
@@ -476,8 +440,7 @@ class Schedule(StepState):
         if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
             handle.look()
         if unshards:
-            if handle.state is HandleState.SHARDED and handle.batch_nbytes <= self.batches.most:
-                self.batches.gather(unit, self._order.coming_in_backward(unit), Phase.BACKWARD)
+            self.queue.come_back(unit)
             unit.unshard(Phase.BACKWARD)
             handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
         for act in unit.plug_ins.resumes:
@@ -525,8 +488,8 @@ class Schedule(StepState):
             if all_came:
                 self._end_tied(unit.tied_to or unit)
             return
-        if arrivals.quarter_came and (self._reducing or self._prefetching_later):
-            self._make_room(options.most_reducing - 1)
+        if arrivals.quarter_came and self.queue.busy:
+            self.queue.make_room(options.most_reducing - 1)
         if all_came and not arrivals.open_calls:
             # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs.
             # Hooks of watched inputs end the backward then; without them the final callback does.
@@ -573,8 +536,7 @@ class Schedule(StepState):
                 act(unit, Phase.BACKWARD)
         self._leave_backward(unit, Phase.BACKWARD)
         self._take_gradients(unit, Phase.BACKWARD)
-        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(unit)
+        self.queue.backward_over(unit)
 
     def _leave_backward(self, unit: Unit, phase: Phase) -> None:
         """Frees the full parameters of a unit after its backward, or keeps them for the next iteration."""
@@ -600,7 +562,7 @@ class Schedule(StepState):
         self.ending.begin()
         for act in self.plug_ins.backward_opens:
             act(self)
-        self._order.begin_backward()
+        self.queue.order.begin_backward()
         for unit in self._units:
             handle = unit.handle
             if handle.follow_requires_grad():  # other leaves than in the last forward
@@ -638,8 +600,11 @@ class Schedule(StepState):
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
                 unit.handle.keep_accumulated()
-        if self.batches.waiting is not None:
-            self._send_waiting(Phase.FINAL_CALLBACK)
+        try:
+            self.queue.send()
+        except (RuntimeError, MemoryError) as error:
+            self.explain(error)
+            raise
         self._close(waits)
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
@@ -648,7 +613,7 @@ class Schedule(StepState):
     def _close(self, waits: bool) -> None:
         """Ends a backward, or with `waits` all since the last end: then their gradients are complete."""
         if waits:
-            self._make_room()
+            self.queue.make_room()
             self.ending.finish()
             for unit in self._units:
                 unit.forwards = 0
@@ -682,9 +647,7 @@ class Schedule(StepState):
         if self._backward_open:
             for act in self.plug_ins.failed:
                 act(self)
-        self._reducing.clear()
-        self._prefetching_later = None
-        self.batches.forget()
+        self.queue.drop()
         self._awaited = {}
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
@@ -700,7 +663,7 @@ class Schedule(StepState):
 
     def copy_order(self) -> ExecOrder:
         """Returns the order of units up to now, by which prefetches and batches are predicted."""
-        return self._order.copy()
+        return self.queue.order.copy()
 
     def follow(self, order: ExecOrder | None = None) -> None:
         """Shards all units, and takes over what the user has changed, as before a forward.
@@ -709,21 +672,11 @@ class Schedule(StepState):
             order: The order by which to predict from now on, the same on all ranks.
         """
         if order is not None:
-            self._order.restore(order)
+            self.queue.order.restore(order)
         self._follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
             unit.handle.become_sharded()
-
-    def reduce(self, unit: Unit, phase: Phase) -> None:
-        """Issues a unit's reduction, to which this rank need not have gradients to add."""
-        unit.reduce(phase)
-        self._reducing.append(unit)
-
-    def finish_reduction_of(self, unit: Unit) -> None:
-        """Finishes reductions, oldest first, up to a unit's."""
-        while unit in self._reducing:
-            self._make_room(len(self._reducing) - 1)
 
     # by hand
 
@@ -772,7 +725,7 @@ class Schedule(StepState):
         if not self.iteration:
             return
         if any(unit.handle.replicas.size > 1 for unit in self._units):
-            self._make_room()  # starts sums over replicas
+            self.queue.make_room()  # starts sums over replicas
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
             self.end_backwards_of(unit)
@@ -809,30 +762,6 @@ class Schedule(StepState):
         needed = unit.running or unit.arrivals.needed_to_end or handle.state is not HandleState.UNSHARDED
         return reduced and not needed and after_backward(unit, self.syncs) is Until.NOW
 
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.follows:  # left to the unit with which it runs, whose own gather must come before
-            return
-        expected = self._order.next_in_backward(unit)
-        while expected is not None and expected.follows and expected in unit.companions:
-            expected = self._order.next_in_backward(expected)
-        targets: Iterable[Unit | None] = unit.options.backward_targets or (expected,)
-        if expected is not None and expected.companions and not unit.options.backward_targets:
-            targets = (*expected.tied, *expected.over_all_meshes[::-1])  # in the order of their backwards
-        for target in targets:
-            if target is None or not target.options.unshards_in_backward:
-                continue
-            if target.handle.batch_nbytes > self.batches.most:
-                target.gather(Phase.BACKWARD)
-            elif target.handle.state is HandleState.SHARDED:
-                self.batches.gather(target, self._order.coming_in_backward(target), Phase.BACKWARD)
-
-    def _next_to_unshard(self, unit: Unit) -> Unit | None:
-        """Returns the unit whose prefetch or backward will follow that of `unit`."""
-        if unit.options.backward_targets:
-            return unit.options.backward_targets[0]
-        expected = self._order.next_in_backward(unit, moves=False)
-        return expected if expected is None or expected.options.unshards_in_backward else None
-
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
         handle, owes = unit.handle, unit.arrivals.owes
@@ -843,66 +772,23 @@ class Schedule(StepState):
             self._deferred.add(unit)
             return
         unit.arrivals.owes = False
-        waiting, in_flight = self.batches.waiting, unit.options.most_reducing - 1
-        if waiting is not None and unit in waiting.taken:  # more have come
-            self._send_waiting(phase, in_flight)
-        if self._reducing or self._prefetching_later:
-            # A reduction of this unit must finish before more of its gradients are taken.
-            self._make_room(0 if handle.reduction is not None else in_flight)
-        for act in unit.plug_ins.sees:
-            act(unit, ValueSeam.GRADIENTS, ())
-        if not (self.syncs and unit.options.syncs):
-            for segment in handle.segments:
-                segment.gradients.collect()
-            return
-        alone = handle.batch_nbytes > self.batches.most or phase is Phase.IDLE
         try:
-            if alone or not self.batches.take(unit):
-                for act in self.plug_ins.before_reduction:
-                    act(self)
-                unit.reduce(phase)
-                self._reducing.append(unit)
+            self.queue.before_gradients(unit, phase)
+            for act in unit.plug_ins.sees:
+                act(unit, ValueSeam.GRADIENTS, ())
+            if self.syncs and unit.options.syncs:
+                self.queue.reduce(unit, phase)
+            else:
+                for segment in handle.segments:
+                    segment.gradients.collect()
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
-        waiting = self.batches.waiting
-        if waiting is not None and not waiting.missing:
-            self._send_waiting(phase, in_flight)
 
     def _completes(self, unit: Unit, handle: ParamHandle) -> bool:
         """Whether a backward without gradients for a unit must sum earlier ones over the replicas."""
         syncs = self.syncs and unit.options.syncs and not unit.defers
         return syncs and handle.keeps_partial and handle.reduction is None
-
-    def _send_waiting(self, phase: Phase, in_flight: int = 0) -> None:
-        """Issues the waiting batched reduction, complete or not; `in_flight` others may stay in flight."""
-        if self._reducing:
-            self._make_room(in_flight)
-        for act in self.plug_ins.before_reduction:
-            act(self)
-        try:
-            sent = self.batches.send(phase)
-        except (RuntimeError, MemoryError) as error:
-            self.explain(error)
-            raise
-        if sent is not None:
-            self._reducing.append(sent)
-
-    def _make_room(self, leave: int = 0) -> None:
-        """Finishes reductions, oldest first, until `leave` are in flight; issues the prefetch that waited."""
-        while len(self._reducing) > leave:
-            reducing = self._reducing.popleft()
-            units = (reducing,) if isinstance(reducing, Unit) else reducing.taken
-            for act in self.plug_ins.awaits_reduction:
-                for unit in units:
-                    act(unit)
-            reducing.finish_reduction()
-            for act in self.plug_ins.reduced:
-                for unit in units:
-                    act(unit)
-        waiting, self._prefetching_later = self._prefetching_later, None
-        if waiting is not None:
-            self._prefetch(waiting)
 
     @contextmanager
     def no_sync(self, reduce_within_copy: bool = False) -> Iterator[None]:

@@ -33,7 +33,7 @@ class RoundOptions:
         """Gives each unit collectives of its own, from the next forward on."""
         for schedule in self._schedules:
             self._change(schedule.root, travel_together_bytes=0)
-            schedule.batches.allow(0, schedule.device)  # now: ranks without that forward forget plans as well
+            schedule.follow_settings()  # now: ranks without that forward forget plans as well
 
     def follow_others(self) -> None:
         """Leaves it to other ranks whether gradients are reduced."""
@@ -55,7 +55,7 @@ class RoundOptions:
             unit.set(**options)
         self._before.clear()
         for schedule in self._schedules:  # now: only some ranks have begun a forward with other options
-            schedule.batches.allow(schedule.root.options.travel_together_bytes, schedule.device)
+            schedule.follow_settings()
 
     def _change(self, unit: Unit, **options: Any) -> None:
         before = self._before.setdefault(unit, {})

@@ -133,9 +133,9 @@ class Follower:
             return
         self._drop_gathered()
         if order == Instruction.REDUCE:
-            schedule.reduce(unit, _PHASES[detail])
+            schedule.queue.reduce_alone(unit, _PHASES[detail])
         elif order == Instruction.FINISH_REDUCTION:
-            schedule.finish_reduction_of(unit)
+            schedule.queue.finish_reduction_of(unit)
         elif order == Instruction.BEGIN_BACKWARD:
             schedule.sum_in_backward(bool(detail & 2), bool(detail & 1))
             schedule.begin_backward()

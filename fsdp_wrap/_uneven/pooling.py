@@ -97,8 +97,8 @@ class Pool:
                 handle = unit.handle
                 if handle.reduced_segments():
                     handle.forget_zeroed()
-                    schedule.reduce(unit, Phase.IDLE)
-                    schedule.finish_reduction_of(unit)
+                    schedule.queue.reduce_alone(unit, Phase.IDLE)
+                    schedule.queue.finish_reduction_of(unit)
             schedule.await_reduction()
 
     def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:

@@ -375,6 +375,7 @@ class PlugIns:
     sends: Moment
     takes: Moment
     averaged: Moment
+    see_spans: bool
 
     def __init__(self, above: PlugIns | None = None) -> None:
         self.own: tuple[PlugIn, ...] = ()

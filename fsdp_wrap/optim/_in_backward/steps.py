@@ -65,7 +65,7 @@ class BackwardSteps:
         self._optimizer = optimizer
         self._parts: MutableMapping[Unit, UnitParams] = WeakKeyDictionary()
         self._trees: MutableMapping[Schedule, UnitUpdates] = WeakKeyDictionary()
-        self._joins = _Joins(self._update_in)
+        self._joins = _UpdatesLater(self._update_in)
         self._overflowed = self._began = False
         self._entries = 0  # of the optimizer's state, when it was put in order
         self._scaled: MutableMapping[Unit, ScaledUnit] = WeakKeyDictionary()
@@ -281,7 +281,7 @@ class BackwardSteps:
         return self._scaled[unit]
 
 
-class _Joins(PlugIn):
+class _UpdatesLater(PlugIn):
     """Attached to units, it lets them be updated in the trees that they join later."""
 
     def __init__(self, update_in: Callable[[Schedule], None]) -> None:
