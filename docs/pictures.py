@@ -44,6 +44,7 @@ FOLDERS = {
     "_state_over_replicas": ("one state for all copies", STATE),
     "_activations": ("activations in host memory", STATE),
     "_state": ("full values, state dicts, norms", STATE),
+    "_custom_comms": ("users' collectives and hooks", RUNTIME),
     "_checks": ("mistakes that show in a step", RUNTIME),
     "_runtime": ("when each unit does what", RUNTIME),
     "_params": ("how parameters lie in buffers", PARAMETERS),

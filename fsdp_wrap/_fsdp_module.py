@@ -11,15 +11,13 @@ from torch import nn
 
 from fsdp_wrap._attributes import telling
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
+from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
-    allocate_by_group,
-    allocate_symmetric,
     converted,
     handles_of,
-    hook_reductions,
     refuse_replaced,
     refuse_sharing,
     refuse_steps_between_sums,
@@ -27,7 +25,6 @@ from fsdp_wrap._runtime import (
     run_forward,
     schedule_of,
     units_in,
-    use_comms,
 )
 from fsdp_wrap._state import deepcopy_wrapper, note_load, shortened
 from fsdp_wrap.forward_methods import register_forward_method

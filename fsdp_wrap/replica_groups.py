@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._custom_comms import hook_reductions
 from fsdp_wrap._params import holding, to_local
-from fsdp_wrap._runtime import hook_reductions, units_in
+from fsdp_wrap._runtime import units_in
 
 __all__ = ["ReplicaManager", "join_replica_groups"]
 

@@ -11,8 +11,9 @@ from torch import nn
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
+from fsdp_wrap._custom_comms import hook_of
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Schedule, Unit, hook_of
+from fsdp_wrap._runtime import Schedule, Unit
 
 _ELEMENTWISE = {
     *("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),

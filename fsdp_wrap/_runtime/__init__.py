@@ -17,13 +17,6 @@ from fsdp_wrap._runtime.build import (
     move,
     over_replicas,
 )
-from fsdp_wrap._runtime.custom_comms import (
-    allocate_by_group,
-    allocate_symmetric,
-    hook_of,
-    hook_reductions,
-    use_comms,
-)
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
 from fsdp_wrap._runtime.materialize import MaterializationError, Values
 from fsdp_wrap._runtime.order import ExecOrder

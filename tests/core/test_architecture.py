@@ -20,6 +20,7 @@ INNER = [
     "_params",
     "_runtime",
     "_checks",
+    "_custom_comms",
     "_state",
     "_activations",
     "_compression",
