@@ -36,7 +36,7 @@ _OF_FILES = {
     "_core/": DECIDING,
     "_core/modules.py": SHOWING,
     "_comm/": COLLECTIVES,
-    "_comm/positions.py": POSITIONS,
+    "_comm/positions/": POSITIONS,
     "_comm/process_group.py:InFlight.": POSITIONS,
     "_comm/process_group.py:Works": POSITIONS,
     "_comm/watching/watch.py": POSITIONS,

@@ -51,17 +51,10 @@ from fsdp_wrap._comm.lanes import (
     lane_of,
 )
 from fsdp_wrap._comm.messages import Messages, when_completed
-from fsdp_wrap._comm.positions import (
-    Agreement,
-    Collective,
-    GroupPositions,
-    Note,
-    Tree,
-    UnitCollective,
-    UnitPositions,
-    describe_here,
-    positions_of,
-)
+from fsdp_wrap._comm.positions.agreement import Agreement
+from fsdp_wrap._comm.positions.group import Collective, GroupPositions, describe_here, positions_of
+from fsdp_wrap._comm.positions.notes import Note
+from fsdp_wrap._comm.positions.units import Tree, UnitCollective, UnitPositions
 from fsdp_wrap._comm.process_group import (
     Buffer,
     Communicator,

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from fsdp_wrap._comm.positions import GroupPositions, all_must, list_ranks
+from fsdp_wrap._comm.positions.group import GroupPositions, list_ranks
+from fsdp_wrap._comm.positions.notes import all_must
 
 _current: ContextVar[str] = ContextVar("fsdp_wrap_call", default="")
 

@@ -24,7 +24,7 @@ from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.group_memory import GroupMemory
 from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.lanes import Finished, Pending, lane_of, lane_on
-from fsdp_wrap._comm.positions import GroupPositions, positions_of
+from fsdp_wrap._comm.positions.group import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import Watch
 from fsdp_wrap._core import everywhere, warn_caller
 from fsdp_wrap._core.torch_private import (

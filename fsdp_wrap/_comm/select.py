@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.groups import PLANNED, Ranks
 from fsdp_wrap._comm.messages import ExchangeCommunicator
-from fsdp_wrap._comm.positions import positions_of
+from fsdp_wrap._comm.positions.group import positions_of
 from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
 from fsdp_wrap._core import Seam, __version__
 

@@ -27,8 +27,9 @@ from fronts import assert_same_values, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events, replicate
 from fsdp_wrap._checks import order
-from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm import Note, positions_of
 from fsdp_wrap._comm import process_group as _process_group
+from fsdp_wrap._comm.positions import log_files
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects
@@ -415,7 +416,7 @@ def test_right_runs_are_silent(rank, world_size, strategy, kind):
     with silence():
         train_variously(lambda: wrapped(kind=kind, sharding_strategy=ShardingStrategy[strategy]))
     dist.barrier()
-    table = _positions.positions_of(dist.group.WORLD).table()
+    table = positions_of(dist.group.WORLD).table()
     for other in range(2):
         state = "this one" if other == rank else "alive"
         assert f"rank {other} ({state}): in or after unit 'c' (forward of iteration 24)" in table
@@ -432,7 +433,7 @@ def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tm
             stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         else:
-            stack.enter_context(mock.patch.object(_positions, "_directory", lambda: tmp_path / "none"))
+            stack.enter_context(mock.patch.object(log_files, "_directory", lambda: tmp_path / "none"))
         model = wrapped()
         if lacking == "place":
             step(wrapped(process_group=dist.new_group()))
@@ -445,8 +446,8 @@ def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tm
 
 def hold_a_file(how: str, folder: str, store: str, link) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
-    with mock.patch.object(_positions, "_directory", lambda: Path(folder)):
-        _positions.positions_of(dist.group.WORLD)
+    with mock.patch.object(log_files, "_directory", lambda: Path(folder)):
+        positions_of(dist.group.WORLD)
     link.send("held")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -467,11 +468,11 @@ def test_files_go_with_their_process(rank, world_size, tmp_path):
         children[how].start()
         assert links[how].recv() == "held"
     children["killed"].join()
-    _positions._remove_left_overs(folder)
+    log_files._remove_left_overs(folder)
     assert len(os.listdir(folder)) == 2, "somebody may still want it"
     for file in folder.iterdir():
         os.utime(file, (0, 0))
-    _positions._remove_left_overs(folder)
+    log_files._remove_left_overs(folder)
     assert len(os.listdir(folder)) == 1
     links["living"].send("end")
     children["living"].join()
@@ -481,34 +482,34 @@ def test_files_go_with_their_process(rank, world_size, tmp_path):
 def test_a_peer_has_come_if_it_had_before_the_comparison():
     """What it issues later may be something else, which nobody has compared."""
     with fake_ranks(0, 2):
-        group = _positions.positions_of(dist.group.WORLD)
-        group._words[1] = 1  # as if it were on this host
-        group._search()
-        group.issue(_positions.Note("gathers a unit"), Phase.FORWARD, 1)
-        own = _positions._row(1) * 2
+        group = positions_of(dist.group.WORLD)
+        group.log.words[1] = 1  # as if it were on this host
+        group.log.search()
+        group.issue(Note("gathers a unit"), Phase.FORWARD, 1)
+        own = group.log.row_of(1) * 2
         assert not group.reached(1)
 
         def comes_late(number: int) -> None:
-            group._words[own + 1] = group._words[own]
+            group.log.words[own + 1] = group.log.words[own]
 
         with mock.patch.object(group, "compare", comes_late):
             assert not group.reached(1)
         assert group.reached(1)
 
 
-def test_a_sheet_has_all_its_memory_at_once(tmp_path):
+def test_a_log_has_all_its_memory_at_once(tmp_path):
     """Lack of it must raise where it is taken: a page that comes with a write ends the process."""
     with mock.patch.object(os, "posix_fallocate", wraps=os.posix_fallocate) as taken:
-        sheet = _positions._Sheet.open(tmp_path / "sheet", 1, 3)
+        log = log_files.open_log(tmp_path / "log", 1, 3)
     spans = [(call.args[1], call.args[1] + call.args[2]) for call in taken.call_args_list]
-    own = sheet.entries(1, 3), sheet.entries(2, 3)
-    assert sheet.words.nbytes == sheet.entries(0, 3)
-    for first, last in ((0, sheet.words.nbytes), own, (sheet.nbytes(3) - 1, sheet.nbytes(3))):
+    own = log.entries_of(1, 3), log.entries_of(2, 3)
+    assert log.words.nbytes == log.entries_of(0, 3)
+    for first, last in ((0, log.words.nbytes), own, (log.nbytes(3) - 1, log.nbytes(3))):
         assert any(begin <= first and last <= end for begin, end in spans), (first, last, spans)
 
 
 def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
-    with mock.patch.object(_positions, "_directory", lambda: folder):
+    with mock.patch.object(log_files, "_directory", lambda: folder):
         step(wrapped())
         step(wrapped(process_group=dist.new_group([0, 1, 2])))
     pids = gather_objects(os.getpid())
@@ -590,7 +591,7 @@ class Late:
 
 
 def works(*pending: Any) -> _process_group.Works:
-    positions = _positions.positions_of(dist.group.WORLD)
+    positions = positions_of(dist.group.WORLD)
     return _process_group.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
 
 

@@ -22,7 +22,7 @@ from forks import run_forks
 from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, StateDictType, checkpoint, iter_full_params
-from fsdp_wrap._comm import positions as _positions
+from fsdp_wrap._comm.positions import log_files
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap.distributed_state_dict import (
@@ -210,7 +210,7 @@ def survive(rank: int, world_size: int, victims: list[int], plan: tuple[str, int
     os.setpgid(0, 0)
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "1"  # also where all other tests run over gloo
     tempfile.tempdir = str(folder / "temporary")
-    _positions._directory = lambda: folder / "positions"  # whose files a later job removes
+    log_files._directory = lambda: folder / "positions"  # whose files a later job removes
     phase, number = plan
     dies = rank in victims
     if dies and phase in PHASES:

@@ -23,7 +23,9 @@ from torch import nn
 from bed.accelerator import Simulation, run_simulated
 from bed.patience import NEVER, until
 from fronts import either_front
-from fsdp_wrap._comm import positions
+from fsdp_wrap._comm.positions.group import GroupPositions, positions_of
+from fsdp_wrap._comm.positions.host_log import HostLog, LogEntry
+from fsdp_wrap._comm.positions.log_files import LogFiles
 from fsdp_wrap._comm.watching import bulletin, monitor, watch
 from stream_programs import batch, wrapped
 
@@ -50,8 +52,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = lambda job, group, rank, ranks: positions._Sheet.unseen(rank, ranks)  # noqa: E731
-    monkeypatch.setattr(positions._Job, "sheet", alone)
+    alone = lambda files, name, rank, ranks: HostLog.unshared(rank, ranks)  # noqa: E731
+    monkeypatch.setattr(LogFiles, "open", alone)
 
 
 def warmed_up(rank: int, device: Simulation, front: str = "orig") -> nn.Module:
@@ -65,9 +67,9 @@ def warmed_up(rank: int, device: Simulation, front: str = "orig") -> nn.Module:
     return model
 
 
-def here() -> positions.GroupPositions:
+def here() -> GroupPositions:
     assert dist.group.WORLD is not None
-    return positions.positions_of(dist.group.WORLD)
+    return positions_of(dist.group.WORLD)
 
 
 def run_two(program: Callable[[int, Simulation, Callable[[], object]], Any]) -> tuple[list[str], list[Any]]:
@@ -242,7 +244,7 @@ class Event:
 def somewhere() -> Any:
     made = mock.Mock(verdict=None, elsewhere=(), lives=True)
     made.positions = made
-    made.latest.return_value = positions.LogEntry(7, 0, b"gathers unit 'a'", 2, 0)
+    made.latest.return_value = LogEntry(7, 0, b"gathers unit 'a'", 2, 0)
     made.limit.return_value = LIMIT
     made.time_left.side_effect = lambda waited: LIMIT - waited
     made.is_late.return_value = False
@@ -264,7 +266,7 @@ def one() -> Iterator[tuple[monitor.Monitor, Any, Any]]:
 def test_few_events_are_asked(one):
     made, group, _ = one
     events = [Event(done=number < 700) for number in range(1000)]
-    nothing = positions.LogEntry(0, 0, b"", 0, 0)
+    nothing = LogEntry(0, 0, b"", 0, 0)
     lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, nothing) for each in events)
     monitor._drop_done(lane)
     assert len(lane) == 300 and lane[0].event is events[700]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap import checkpoint
-from fsdp_wrap._comm import positions
+from fsdp_wrap._comm.positions import log_files
 from fsdp_wrap._core import own_files
 from fsdp_wrap._values import files as values
 from fsdp_wrap.checkpoint import _convert
@@ -213,9 +213,9 @@ def test_positions_lie_in_files_of_this_user(tmp_path, precious, planted):
     path = tmp_path / "fsdp_wrap-0.0"
     PLANTED[planted](path, precious)
     with pytest.raises(OSError, match=r"fsdp_wrap-0\.0 is a link, no file"):
-        positions._Sheet.open(path, 0, 2)
+        log_files.open_log(path, 0, 2)
     os.utime(path, (0, 0), follow_symlinks=False)
-    positions._remove_left_overs(tmp_path)
+    log_files._remove_left_overs(tmp_path)
     assert os.path.lexists(path) and precious.read_bytes() == b"precious"
 
 
@@ -225,6 +225,6 @@ def test_positions_in_a_file_of_another_user_are_refused(tmp_path, monkeypatch):
     os.utime(path, (0, 0))
     give_away(path, monkeypatch)
     with pytest.raises(OSError, match=r"fsdp_wrap-0\.0 is a link, no file, or another user's"):
-        positions._Sheet.open(path, 0, 2)
-    positions._remove_left_overs(tmp_path)
+        log_files.open_log(path, 0, 2)
+    log_files._remove_left_overs(tmp_path)
     assert path.exists()

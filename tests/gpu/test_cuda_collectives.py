@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bed import ranks
 from bed.patience import until
 from fronts import either_front
-from fsdp_wrap._comm import Ranks, positions
+from fsdp_wrap._comm import Ranks, positions_of
 from fsdp_wrap._comm import device as _device
 from fsdp_wrap._comm.process_group import GroupCommunicator
 from fsdp_wrap._comm.watching import monitor, watch
@@ -84,7 +84,7 @@ LIMIT = timedelta(seconds=2)
 
 
 def here():
-    return positions.positions_of(dist.group.WORLD)
+    return positions_of(dist.group.WORLD)
 
 
 @contextmanager

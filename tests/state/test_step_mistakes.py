@@ -22,7 +22,7 @@ from fronts import FRONTS, each_form, each_front, shard
 from fsdp_wrap import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap._checks.factors import factor_of
-from fsdp_wrap._comm.positions import behind
+from fsdp_wrap._comm.positions.notes import behind
 from fsdp_wrap.optim import step_in_backward
 from fsdp_wrap.replicate import replicate
 from fsdp_wrap.sharded_grad_scaler import ShardedGradScaler

@@ -31,7 +31,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 import fsdp_wrap  # noqa: E402
 from bed import run_isolated  # noqa: E402
-from fsdp_wrap._comm import positions  # noqa: E402
+from fsdp_wrap._comm.positions import log_files  # noqa: E402
 from fsdp_wrap.optim import steps_on_shards  # noqa: E402
 
 UNITS, WIDTH = 4, 8
@@ -84,7 +84,7 @@ def walk(rank: int, world_size: int, front: str) -> dict[str, Walk]:
     package = torch.distributed if front == TORCHS else fsdp_wrap
     (folder,) = package.__path__
     torch.manual_seed(0)
-    positions._LEFT_OVER_AFTER = math.inf  # files of other runs on this host are not on the way
+    log_files._LEFT_OVER_AFTER = math.inf  # files of other runs on this host are not on the way
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
     steps_on_shards(False)  # the step is torch's
     constructed, sharded = _traced(partial(FRONTS[front], model), f"{folder}/")

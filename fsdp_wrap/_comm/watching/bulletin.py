@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from itertools import starmap
 from typing import Any
 
-from fsdp_wrap._comm.positions import GroupPositions, Noted, alike, behind, list_ranks
+from fsdp_wrap._comm.positions.group import GroupPositions, list_ranks
+from fsdp_wrap._comm.positions.notes import Noted, alike, behind
 
 
 class Bulletin:

@@ -21,7 +21,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from fsdp_wrap._comm.device import Accelerator
-from fsdp_wrap._comm.positions import GroupPositions, LogEntry
+from fsdp_wrap._comm.positions.group import GroupPositions
+from fsdp_wrap._comm.positions.host_log import LogEntry
 from fsdp_wrap._comm.watching.bulletin import Bulletin, bulletin_of
 from fsdp_wrap._comm.watching.watch import Watch, flight_records
 from fsdp_wrap._core import warn_caller

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm.calls import tell_call
 from fsdp_wrap._comm.groups import time_limit
-from fsdp_wrap._comm.positions import GroupPositions, list_ranks, positions_of
+from fsdp_wrap._comm.positions.group import GroupPositions, list_ranks, positions_of
 from fsdp_wrap._core.torch_private import dump_flight_records, groups_alive
 
 _MARGIN, _LONGEST_MARGIN = 0.2, 30.0  # how long before the limit to give up: a part of it, seconds

@@ -21,7 +21,7 @@ from bed.accelerator.group import BACKEND, SimulatedGroup
 from bed.accelerator.replay import Different, replay
 from bed.accelerator.simulation import Simulation, simulations
 from bed.threads import threads_as_ranks
-from fsdp_wrap._comm.positions import _Sheet
+from fsdp_wrap._comm.positions.host_log import HostLog
 from fsdp_wrap._core import steps_taken
 from fsdp_wrap._runtime import over_replicas
 
@@ -85,7 +85,7 @@ def _run(size: int, body: Callable[[int, Simulation], Any], records: bool, seeds
 
     SimulatedGroup._meetings.clear()
     SimulatedGroup._arrivals.clear()
-    alive = mock.patch.object(_Sheet, "lives", lambda *_: True)  # threads share what a process locks
+    alive = mock.patch.object(HostLog, "lives", lambda *_: True)  # threads share what a process locks
     with simulations(), alive, _steps_by_rank(), threads_as_ranks(size, BACKEND) as run:
         run(rank_body)
     faults = [f"rank {rank}: {fault}" for rank, one in enumerate(all_ranks) for fault in one.faults]
