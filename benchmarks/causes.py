@@ -37,8 +37,7 @@ _OF_FILES = {
     "_core/modules.py": SHOWING,
     "_comm/": COLLECTIVES,
     "_comm/positions/": POSITIONS,
-    "_comm/process_group.py:InFlight.": POSITIONS,
-    "_comm/process_group.py:Works": POSITIONS,
+    "_comm/works.py": POSITIONS,
     "_comm/watching/watch.py": POSITIONS,
 }
 """By the beginning of a file's path in the package, and of a function's name; the longest that fits."""

@@ -6,7 +6,9 @@ May import: `_core`.
 Must never know: parameters, units, and why they communicate.
 """
 
+from fsdp_wrap._comm.buffers import Buffer, ResidentBuffer, resize_watchers, tell_resized
 from fsdp_wrap._comm.calls import calling
+from fsdp_wrap._comm.collectives import all_gather_object, as_transport, reduce_scatter_single
 from fsdp_wrap._comm.device import (
     Accelerator,
     accelerator_of,
@@ -55,18 +57,7 @@ from fsdp_wrap._comm.positions.agreement import Agreement
 from fsdp_wrap._comm.positions.group import Collective, GroupPositions, describe_here, positions_of
 from fsdp_wrap._comm.positions.notes import Note
 from fsdp_wrap._comm.positions.units import Tree, UnitCollective, UnitPositions
-from fsdp_wrap._comm.process_group import (
-    Buffer,
-    Communicator,
-    GroupCommunicator,
-    ResidentBuffer,
-    Works,
-    all_gather_object,
-    as_transport,
-    destroyed,
-    reduce_scatter_single,
-    resize_watchers,
-    tell_resized,
-)
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator, destroyed
 from fsdp_wrap._comm.select import SAME_SETTINGS, make_communicator
 from fsdp_wrap._comm.watching.watch import Watch, deaths_told
+from fsdp_wrap._comm.works import Works

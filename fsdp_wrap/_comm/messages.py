@@ -25,21 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffers import resize_watchers, tell_resized
+from fsdp_wrap._comm.collectives import REDUCTIONS, as_transport, combine
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending
-from fsdp_wrap._comm.process_group import (
-    REDUCTIONS,
-    SUM,
-    Fill,
-    GroupCommunicator,
-    Op,
-    Tensors,
-    Works,
-    as_transport,
-    combine,
-    resize_watchers,
-    tell_resized,
-)
+from fsdp_wrap._comm.process_group import SUM, Fill, GroupCommunicator, Op, Tensors
+from fsdp_wrap._comm.works import Works
 from fsdp_wrap._core.torch_private import number_of_dispatch_modes
 
 _GATHER_TAG, _REDUCE_TAG = 0x66736470, 0x66736472  # side by side; no user is likely to choose them

@@ -1,4 +1,4 @@
-"""Communicators: they allocate the buffers that travel in one group, and move them; their works in flight.
+"""Communicators: they allocate the buffers that travel in one group, and move them.
 
 1-D buffers in, `Pending` out. `make_communicator` (`_comm/select.py`) is the one place that chooses among
 them.
@@ -6,33 +6,34 @@ them.
 
 from __future__ import annotations
 
-import ctypes
-import pickle
-import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffers import Buffer, PooledBuffer
+from fsdp_wrap._comm.collectives import (
+    GATHER,
+    TO_GATHER,
+    TRANSPORTED,
+    all_gather_object,
+    as_transport,
+    broadcast_object,
+    reduce_scatter_single,
+)
 from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.group_memory import GroupMemory
 from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.lanes import Finished, Pending, lane_of, lane_on
 from fsdp_wrap._comm.positions.group import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import Watch
-from fsdp_wrap._core import everywhere, warn_caller
-from fsdp_wrap._core.torch_private import (
-    AllgatherOptions,
-    ReduceScatterOptions,
-    groups_alive,
-    object_device_of,
-)
+from fsdp_wrap._comm.works import InFlight, Works, WorksWithoutLimit
+from fsdp_wrap._core import everywhere
+from fsdp_wrap._core.torch_private import groups_alive
 
 Tensors = list[torch.Tensor]
 Fill = Callable[[], object]
@@ -45,307 +46,9 @@ Start = Callable[[dist.ProcessGroup, bool], list[Any]]
 """Issues collectives of a group, asynchronously or not; returns the works if so."""
 
 
-# Methods of the group: torch's functions around them, with coalescing, double the host's time.
-GATHER, _REDUCE = (
-    ("all_gather_single", "reduce_scatter_single")
-    if hasattr(dist.ProcessGroup, "all_gather_single")  # renamed in torch 2.13
-    else ("_allgather_base", "_reduce_scatter_base")
-)
-
-
-def _at_once_and_later(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Makes options for synchronous works, and for asynchronous ones."""
-    options = make(), make()
-    for later, each in enumerate(options):
-        each.asyncOp = bool(later)
-    return options
-
-
-TO_GATHER, _TO_REDUCE = _at_once_and_later(AllgatherOptions), _at_once_and_later(ReduceScatterOptions)
-"""Options of gathers and reductions, by whether works are asynchronous."""
-
-TRANSPORTED = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes that all backends know."""
-
-
-def as_transport(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as bytes if not all backends know its dtype."""
-    return tensor if tensor.dtype in TRANSPORTED else tensor.view(torch.uint8)
-
-
-def all_gather_single(
-    full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> Any:
-    """Fills a tensor of any dtype from all ranks; returns the work if that is asynchronous."""
-    work = getattr(group, GATHER)(as_transport(full), as_transport(own), TO_GATHER[async_op])
-    return work if async_op or work is None else work.wait()
-
-
-def reduce_scatter_single(
-    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> Any:
-    """Sums a tensor over all ranks, of which each gets a part; returns the work if that is asynchronous."""
-    work = getattr(group, _REDUCE)(shard, full, _TO_REDUCE[async_op])
-    return work if async_op or work is None else work.wait()
-
-
-REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-}
-"""The operator of each on two tensors."""
-
-
-def combine(
-    sources: Sequence[torch.Tensor], target: torch.Tensor, operation: Callable[..., torch.Tensor] = torch.add
-) -> None:
-    """Reduces all ranks' tensors, in the order of the ranks, into `target`, which may be one of them.
-
-    So all ranks have the same bits, every time. The arithmetic is done in the target's dtype.
-    """
-    if target.is_floating_point() and target.element_size() == 1:  # torch does not compute with them
-        target.copy_(reduce(operation, [source.float() for source in sources]))
-        return
-    first, second, *rest = sources
-    if first.dtype != target.dtype:
-        target.copy_(first)
-        first, second, *rest = target, *(source.to(target.dtype) for source in sources[1:])
-    rest = [source.clone() if source is target else source for source in rest]
-    operation(first, second, out=target)
-    for source in rest:
-        operation(target, source, out=target)
-
-
-Run = Callable[[Callable[[bool], Any]], object]
-"""Runs a collective to its end, given what issues it, asynchronously or not."""
-
-
-def all_gather_object(
-    value: Any, group: dist.ProcessGroup, run: Run = lambda start: start(False)
-) -> list[Any]:
-    """Returns every rank's small picklable value, by rank; torch's function of the name needs NumPy."""
-    own, ranks = _pickled(value, group), dist.get_world_size(group)
-    length = torch.tensor([own.numel()], device=own.device)
-    lengths = length.new_empty(ranks)
-    run(lambda later: all_gather_single(lengths, length, group, later))
-    longest = int(lengths.max())
-    full = own.new_empty(ranks * longest)
-    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-    run(lambda later: all_gather_single(full, padded, group, later))
-    return [_unpickled(part[:length]) for part, length in zip(full.chunk(ranks), lengths.tolist())]
-
-
-def broadcast_object(value: Any, group: dist.ProcessGroup, run: Run = lambda start: start(False)) -> Any:
-    """Returns the small picklable value of a group's first rank; torch's function needs NumPy."""
-    data = _pickled(value if dist.get_rank(group) == 0 else None, group)
-    length = torch.tensor([data.numel()], device=data.device)
-    run(lambda later: dist.broadcast(length, group=group, group_src=0, async_op=later))
-    if dist.get_rank(group) != 0:
-        data = data.new_empty(int(length))
-    run(lambda later: dist.broadcast(data, group=group, group_src=0, async_op=later))
-    return _unpickled(data)
-
-
-def _pickled(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    device = object_device_of(group)
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-
-
-def _unpickled(data: torch.Tensor) -> Any:
-    data = data.cpu()
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
-
-
-resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
-"""Called when memory of a buffer has come or gone."""
-
-
-def tell_resized(storage: torch.UntypedStorage) -> None:
-    """Tells the watchers that memory has come or gone."""
-    for watcher in tuple(resize_watchers):
-        watcher(storage)
-
-
-class Buffer:
-    """A 1-D tensor whose memory comes and goes while views of it stay valid objects.
-
-    It starts allocated: views can be made only while it is. They must not be used while it is freed.
-
-    Attributes:
-        storages: Keys of the storages that it consists of.
-    """
-
-    temporary = True  # whether the content matters only while it is allocated
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._lie_in(torch.empty(numel, dtype=dtype, device=device))
-
-    def _lie_in(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.data = tensor, tensor.data  # writes to `data` do not move the version counter
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self._storage = tensor.untyped_storage()
-        self.storages = {self._storage._cdata}
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the memory is there."""
-        return self.nbytes == 0 or self._storage.nbytes() > 0
-
-    @property
-    def resizable(self) -> bool:
-        """Whether the memory can come and go: not once it is shared with NumPy."""
-        return self._storage.resizable()
-
-    def allocate(self) -> None:
-        """Gets memory, with undefined content."""
-        if self._storage.nbytes() != self.nbytes:
-            self._storage.resize_(self.nbytes)
-            if resize_watchers:
-                tell_resized(self._storage)
-
-    def free(self) -> bool:
-        """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
-        if self._storage.nbytes():
-            if not self._storage.resizable():
-                return False
-            self._storage.resize_(0)
-            if resize_watchers:
-                tell_resized(self._storage)
-        return True
-
-    def keep_alone(self) -> None:
-        """Moves the content to memory of its own if other ranks can see it."""
-        return None
-
-
-class ResidentBuffer(Buffer):
-    """A buffer over memory that stays: a shard that is the whole parameter (NO_SHARD)."""
-
-    temporary = False
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._lie_in(tensor)
-
-    @property
-    def resizable(self) -> bool:
-        return True
-
-    def free(self) -> bool:
-        return True
-
-
-class PooledBuffer(Buffer):
-    """A buffer in a group's memory."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, memory: GroupMemory) -> None:
-        with memory.allocating():
-            super().__init__(numel, dtype, device)
-        self._memory = memory
-
-    def allocate(self) -> None:
-        if self._storage.nbytes() != self.nbytes:
-            with self._memory.allocating():
-                super().allocate()
-
-
 def destroyed() -> RuntimeError:
     """Returns the error of a module whose process group is gone."""
     return RuntimeError("the process group of this wrapped module was destroyed; wrap it anew")
-
-
-_FIRST_LOOK = 0.25  # seconds; beside such a wait, looking costs nothing
-_FIRST_LIMIT = timedelta(seconds=_FIRST_LOOK)
-_LATER_LOOKS = 1.0
-_LAST_LOOK = 0.01  # rounded to no milliseconds it would be no limit
-
-
-class InFlight(ABC):
-    """Something of a group's that was issued just now."""
-
-    def __init__(self, watch: Watch, works: Sequence[Any] = ()) -> None:
-        self._watch, self._works = watch, works
-        self._number = watch.positions.issued
-        self._begin = time.monotonic()
-        self._ended, self._warned = False, False
-        self._failure: str | None = None  # not the error, which would hold the frames of its waiter
-
-    @abstractmethod
-    def _wait_for(self, seconds: float) -> bool:
-        """Waits some seconds at most; returns whether it has ended. Called until it has, or has failed."""
-
-    def wait(self, pause: float = _FIRST_LOOK) -> None:
-        """Waits until it has ended, with a first look at the ranks after `pause` seconds.
-
-        Raises a RuntimeError if it has failed, or does not end, or a peer has issued something else.
-        """
-        while not self._ended:
-            if self._failure is not None:
-                raise RuntimeError(self._failure)
-            try:
-                self._ended = self._wait_for(pause)
-            except RuntimeError as error:
-                self._failure = str(error)
-                try:
-                    raise self._watch.failure(error) from error  # or that raises: peers issued another one
-                except RuntimeError as told:
-                    self._failure = str(told)  # for what waits again when the error passes through it
-                    raise
-            if not self._ended:
-                pause = min(max(2 * pause, 2 * _FIRST_LOOK), _LATER_LOOKS)
-                pause = max(min(pause, self._look()), _LAST_LOOK)
-
-    def _look(self) -> float:
-        """Looks at the ranks and warns once; returns the seconds left, or raises a RuntimeError."""
-        watch, waited = self._watch, time.monotonic() - self._begin
-        watch.positions.compare_all()
-        watch.require_living(self._number)
-        left = watch.time_left(waited)
-        if left <= 0:
-            raise RuntimeError(watch.report(waited, self._number))
-        if not self._warned and watch.is_late(waited):
-            warn_caller(watch.report(waited, self._number))
-            self._warned = True
-        return left
-
-
-class Works(InFlight):
-    """Works of the process group."""
-
-    def wait(self, pause: float = _LAST_LOOK) -> None:
-        try:
-            for work in self._works:
-                work.wait(_FIRST_LIMIT)
-        except RuntimeError:  # one is late, or has failed
-            super().wait(pause)
-
-    def _wait_for(self, seconds: float) -> bool:
-        limit = timedelta(seconds=seconds)
-        for work in self._works:
-            try:
-                work.wait(limit)
-            except RuntimeError:
-                if not work.is_completed():  # it goes on: only the waiting has ended
-                    return False
-                work.wait()  # raises its error, or has succeeded just after the limit
-        return True
-
-
-class WorksWithoutLimit(InFlight):
-    """Works to wait for once all peers have come: nothing could end a wait for a missing one."""
-
-    def _wait_for(self, seconds: float) -> bool:
-        begin = time.monotonic()
-        while not self._watch.positions.reached(self._number):
-            waited = time.monotonic() - begin
-            if waited > seconds:
-                return False
-            time.sleep(min(waited / 8, 0.001))  # late by a small part of the whole wait
-        for work in self._works:
-            work.wait()
-        return True
 
 
 class Communicator:

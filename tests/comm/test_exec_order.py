@@ -28,7 +28,7 @@ from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import Phase, ShardingStrategy, record_events, replicate
 from fsdp_wrap._checks import order
 from fsdp_wrap._comm import Note, positions_of
-from fsdp_wrap._comm import process_group as _process_group
+from fsdp_wrap._comm import works as _works
 from fsdp_wrap._comm.positions import log_files
 from fsdp_wrap._comm.watching import watch as _watch
 from fsdp_wrap.wrap import ModuleWrapPolicy
@@ -559,9 +559,9 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
     group._get_backend.return_value, group.dead_before.return_value = group, []
     group.table.return_value, group.absent_from.return_value = "the table", [3]
-    timed = (mock.patch.object(each, "time", clock) for each in (_watch, _process_group))
+    timed = (mock.patch.object(each, "time", clock) for each in (_watch, _works))
     with collected_warnings() as texts, next(timed), next(timed):
-        pending = _process_group.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
+        pending = _works.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
             pending.wait()
     assert max(clock.limits) <= 1.0
@@ -590,9 +590,9 @@ class Late:
         return True
 
 
-def works(*pending: Any) -> _process_group.Works:
+def works(*pending: Any) -> _works.Works:
     positions = positions_of(dist.group.WORLD)
-    return _process_group.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
+    return _works.Works(_watch.Watch(dist.group.WORLD, torch.device("cpu"), positions), [*pending])
 
 
 @ranks(1)

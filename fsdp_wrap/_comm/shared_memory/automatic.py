@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffers import Buffer
 from fsdp_wrap._comm.groups import Ranks
-from fsdp_wrap._comm.process_group import Buffer, Communicator, GroupCommunicator
+from fsdp_wrap._comm.process_group import Communicator, GroupCommunicator
 from fsdp_wrap._comm.select import between_any, shared_memory_between
 from fsdp_wrap._comm.shared_memory.host import HostCommunicator
 from fsdp_wrap._comm.shared_memory.memory import SharedBuffer, own_memory

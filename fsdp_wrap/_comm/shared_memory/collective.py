@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fsdp_wrap._comm.process_group import InFlight
 from fsdp_wrap._comm.shared_memory.channel import Channel
 from fsdp_wrap._comm.watching.watch import Watch
+from fsdp_wrap._comm.works import InFlight
 
 _PAUSE = 0.001  # seconds between looks for room
 

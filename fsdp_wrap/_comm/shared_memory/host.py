@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._comm.buffers import Buffer
+from fsdp_wrap._comm.collectives import REDUCTIONS, combine
 from fsdp_wrap._comm.groups import Ranks, listening
 from fsdp_wrap._comm.lanes import Pending, Then
-from fsdp_wrap._comm.process_group import REDUCTIONS, SUM, Buffer, GroupCommunicator, Op, Tensors, combine
+from fsdp_wrap._comm.process_group import SUM, GroupCommunicator, Op, Tensors
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.shared_memory.collective import PostedCollective, Room
 from fsdp_wrap._comm.shared_memory.lending import Lending

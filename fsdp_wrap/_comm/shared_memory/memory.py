@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_wrap._comm.process_group import Buffer
+from fsdp_wrap._comm.buffers import Buffer
 from fsdp_wrap._comm.shared_memory.mapped_file import Descriptor, MappedFile
 from fsdp_wrap._core import format_bytes, round_up
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fsdp_wrap._comm.groups import Ranks, host_id
-from fsdp_wrap._comm.process_group import InFlight
 from fsdp_wrap._comm.shared_memory.channel import LENDER, Board, Channel, Peer
 from fsdp_wrap._comm.shared_memory.memory import PeerMemory, own_memory
 from fsdp_wrap._comm.shared_memory.signals import Life, require_futex
 from fsdp_wrap._comm.watching.watch import Watch
+from fsdp_wrap._comm.works import InFlight
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import default_store
 
