@@ -21,6 +21,7 @@ SCRIPTS = (
     "step",
     "floor",
     "host",
+    "construction",
     "memory",
     "in_backward",
     "host_step",

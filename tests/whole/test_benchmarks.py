@@ -27,7 +27,7 @@ from benchmarks.meters import resident, tensors
 
 ON_MESHES = ("tiny with tensor parallelism", "tiny accumulated over replicas")
 CASES = (
-    *("tiny", *ON_MESHES, "4 blocks", "barrier", "4 parameters", "12 parameters", "gloo"),
+    *("tiny", *ON_MESHES, "4 blocks", "barrier", "2 ranks", "4 parameters", "12 parameters", "gloo"),
     *("fake group", "fake group of 2", "fake group of 8", accumulation.CASE, *counts.CASES),
     uneven.AGREEMENT,
 )
