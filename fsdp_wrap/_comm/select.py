@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -93,6 +94,7 @@ def _settings() -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
+@cache  # it looks for a folder, and each unit asks
 def _versions() -> list[str]:
     """Formats the versions of this library, which reads other ranks' notes, and of torch but its patch."""
     major, minor, *_ = torch.__version__.split(".")

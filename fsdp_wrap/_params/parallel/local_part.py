@@ -58,7 +58,7 @@ class HeldBy:
         assert ranks is not None
         names = None if mesh.given is None else mesh.given.mesh_dim_names
         return cls(
-            tuple(ranks.members),
+            ranks.members,
             device.type,
             names and names[-1:],
             replicated=mesh.shard is None,
