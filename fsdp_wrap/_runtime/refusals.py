@@ -287,7 +287,7 @@ def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]
     sources = chain.from_iterable(layout.sources for layout in unit.layouts)
     for slot, source in zip(slots, sources):
         if slot.param is not source:
-            refuse_in_steps(slot.param, _why(_LEFT, unit, slot.fqn))
+            refuse_in_steps(slot.param, partial(_why_left, weakref.ref(unit), slot.fqn))
 
 
 def require_root(unit: Unit, doing: str) -> None:
@@ -315,9 +315,9 @@ def refuse_pieces(unit: Unit) -> None:
         for extent, source in zip(layout.extents, layout.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
-    for source, each in found.items():
-        fqn, dims = each[0][0], tuple(dim for _, dim in each)
-        note_piece(source, OptimizerPiece(_why("{name}", unit, fqn), dims, cut, _why(_IN_PIECES, unit, fqn)))
+    for source, originals in found.items():
+        name = partial(_name_of, weakref.ref(unit), originals[0][0])
+        note_piece(source, OptimizerPiece(name, tuple(dim for _, dim in originals), cut, _why_in_pieces))
 
 
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
@@ -340,24 +340,25 @@ def _why_not_between(reference: weakref.ref[Unit]) -> str | None:
     )
 
 
-_LEFT = (
-    "was made before the model was sharded and holds the parameter '{name}' as it was then, which training "
-    "no longer reaches (seen on rank {rank}): make it from model.parameters() after sharding, or wrap with "
-    "FullyShardedDataParallel(..., use_orig_params=True), which keeps Parameter objects that are no DTensors"
-)
-_IN_PIECES = (
-    "computes with whole parameters, and of '{name}' it gets a flat piece (on rank {rank}): its numbers "
-    "would be other ones than without sharding. Use an optimizer that is elementwise (SGD, AdamW), "
-    "fsdp_wrap.optim.Muon, or use_orig_params=True with ShardingStrategy.NO_SHARD, which gives it whole ones"
-)
+def _name_of(reference: weakref.ref[Unit], fqn: str) -> str:
+    """Returns the name of a parameter relative to the root, or to its unit if that is gone."""
+    unit = reference()
+    return fqn if unit is None else unit.name_of(fqn)
 
 
-def _why(reason: str, unit: Unit, fqn: str) -> Callable[[], str]:
-    """Returns a function that says why an optimizer cannot step; it holds the unit weakly."""
-    reference = weakref.ref(unit)
+def _why_left(reference: weakref.ref[Unit], fqn: str) -> str:
+    return (
+        f"was made before the model was sharded and holds the parameter '{_name_of(reference, fqn)}' as it "
+        f"was then, which training no longer reaches (seen on rank {dist.get_rank()}): make it from "
+        "model.parameters() after sharding, or wrap with FullyShardedDataParallel(..., "
+        "use_orig_params=True), which keeps Parameter objects that are no DTensors"
+    )
 
-    def tell() -> str:
-        unit = reference()
-        return reason.format(name=fqn if unit is None else unit.name_of(fqn), rank=dist.get_rank())
 
-    return tell
+def _why_in_pieces(name: str) -> str:
+    return (
+        f"computes with whole parameters, and of '{name}' it gets a flat piece (on rank {dist.get_rank()}): "
+        "its numbers would be other ones than without sharding. Use an optimizer that is elementwise (SGD, "
+        "AdamW), fsdp_wrap.optim.Muon, or use_orig_params=True with ShardingStrategy.NO_SHARD, which gives "
+        "it whole ones"
+    )

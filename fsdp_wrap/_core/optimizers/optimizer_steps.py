@@ -124,14 +124,14 @@ class OptimizerPiece:
     """A parameter of an optimizer that is a flat piece of one or several of the model's parameters.
 
     `name` returns the name of the first of them, `dims` are their numbers of dimensions. `cut` tells whether
-    other ranks have the rest; else it is whole, but flat. `reason` returns the end of a sentence about an
-    optimizer that computes with whole parameters, and so cannot step.
+    other ranks have the rest; else it is whole, but flat. `reason` returns, for the name, the end of a
+    sentence about an optimizer that computes with whole parameters, and so cannot step.
     """
 
     name: Callable[[], str]
     dims: tuple[int, ...]
     cut: bool
-    reason: Callable[[], str]
+    reason: Callable[[str], str]
 
 
 sees_wholes: Seam[Callable[[torch.optim.Optimizer, dict[str, Any], Sequence[OptimizerPiece]], bool]] = Seam(
@@ -168,7 +168,7 @@ def reason_against_pieces(optimizer: torch.optim.Optimizer) -> str | None:
         params: list[nn.Parameter] = group["params"]
         pieces = [_pieces[param] for param in params if id(param) not in tried.params and param in _pieces]
         if pieces and sees_wholes.filled is not None and sees_wholes.filled(optimizer, group, pieces):
-            return str(pieces[0].reason())
+            return str(pieces[0].reason(pieces[0].name()))
         tried.params.update(map(id, params))
         tried.lists.add((id(params), len(params)))
     return None
