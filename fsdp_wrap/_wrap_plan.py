@@ -287,11 +287,15 @@ def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
 def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:
     """Refuses arguments that the wrapper does not accept, before the first wrapper is constructed."""
     signature = inspect.signature(wrapper_cls)
+    accepted: set[tuple[str, ...]] = set()
     for module, kwargs in targets.items():
+        if tuple(kwargs) in accepted:
+            continue
         try:
             signature.bind(module, **kwargs)
         except TypeError as error:
             raise TypeError(f"cannot wrap {tree.describe(module)}: {error}") from None
+        accepted.add(tuple(kwargs))
 
 
 def _assign_tied_params(

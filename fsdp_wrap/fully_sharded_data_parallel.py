@@ -38,6 +38,7 @@ from fsdp_wrap._core import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    UnitContents,
     check_flag,
     clean_fqn,
     listed,
@@ -52,7 +53,7 @@ from fsdp_wrap._runtime import (
     UnitSpec,
     Values,
     build_unit,
-    check_module,
+    check_contents,
     converted,
     joins,
     require_idle,
@@ -245,13 +246,14 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         settings = Settings.of(locals())
         mesh = settings.mesh()
         values = Values(param_init_fn=param_init_fn, synchronised=sync_module_states, first=mesh.is_first)
-        tensors = check_module(module, ignored, values, mesh, None if use_orig_params else _IN_BACKWARD)
-        device = resolve_device(tensors, device_id, mesh.groups)
+        contents = UnitContents.of(module, ignored)
+        check_contents(contents, values, mesh, None if use_orig_params else _IN_BACKWARD)
+        device = resolve_device(contents.tensors(), device_id, mesh.groups)
         spec = _spec_of(settings, module, mesh, device)
         if auto_wrap_policy is not None:
             _wrap_below(type(self), module, auto_wrap_policy, ignored, replace(settings, device_id=device))
         self._show_settings(settings, mesh, device)
-        self._adopt(module, build_unit(module, ignored, spec, values))
+        self._adopt(module, build_unit(module, contents, spec, values))
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
@@ -578,8 +580,11 @@ def _wrap_below(
         apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
+        own = Settings.of(kwargs)
+        if own == settings:  # which were checked
+            continue
         try:
-            Settings.of(kwargs).mesh()
+            own.mesh()
         except (TypeError, ValueError) as error:
             raise type(error)(f"for '{names[child]}': {error}") from None
     plan.apply(make_unit)

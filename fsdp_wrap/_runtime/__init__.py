@@ -13,7 +13,7 @@ from fsdp_wrap._runtime.build import (
     UnitSpec,
     assemble_unit,
     build_unit,
-    check_module,
+    check_contents,
     move,
     over_replicas,
 )

@@ -24,7 +24,6 @@ from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
 from fsdp_wrap._core import (
     AlreadyShardedError,
     BufferCasts,
-    Ignored,
     ParamSlot,
     Seam,
     SegmentPolicy,
@@ -165,14 +164,11 @@ class UnitSpec:
         return make_communicator(mesh.shard, *options), make_communicator(mesh.replicate, *options)
 
 
-def check_module(
-    module: nn.Module, ignored: Ignored, values: Values, mesh: ShardMesh, instead: str | None
-) -> list[tuple[str, torch.Tensor]]:
-    """Checks all tensors of a module before anything changes; returns them by name, parameters first.
+def check_contents(contents: UnitContents, values: Values, mesh: ShardMesh, instead: str | None) -> None:
+    """Checks all tensors of a module before anything changes.
 
     Collective with `values.synchronised`: then a module that one rank refuses is refused on all ranks.
     """
-    contents = UnitContents.of(module, ignored)
     error: Exception | None = None
     try:
         check_tensors(contents, instead)
@@ -186,13 +182,13 @@ def check_module(
     if error is not None:
         raise error
     drop_gradients(contents)
-    return contents.tensors()
 
 
-def build_unit(module: nn.Module, ignored: Ignored, spec: UnitSpec, values: Values) -> Unit:
-    """Makes a unit of a checked module, with the parameters that no unit below it owns."""
-    left = (param for unit in units_in(module).values() for param in unit.left)
-    contents = UnitContents.of(module, ignored, {param for param in left if not is_owned(param)})
+def build_unit(module: nn.Module, contents: UnitContents, spec: UnitSpec, values: Values) -> Unit:
+    """Makes a unit of checked contents, less the parameters that units below it have taken since."""
+    if below := units_in(module):
+        left = (param for unit in below.values() for param in unit.left)
+        contents = UnitContents.of(module, contents.ignored, {param for param in left if not is_owned(param)})
     if any(tensor.is_meta for _, tensor in contents.tensors()):
         materialize(contents, values, spec.device, _stand_ins(contents))
     tensors = contents.tensors()
@@ -319,9 +315,11 @@ def sample(param: nn.Parameter) -> torch.Tensor:
     if param.is_meta or not param.numel() or is_extension(param):
         return torch.full((_SAMPLED,), math.nan, device=param.device)
     flat = to_local(param).detach().reshape(-1)
-    found = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
-    real = found.abs() if found.is_complex() else found
-    return nn.functional.pad(real.to(torch.float32), (0, _SAMPLED - real.numel()))
+    distance = max(1, flat.numel() // _SAMPLED)
+    values = flat[: _SAMPLED * distance : distance]
+    real = (values.abs() if values.is_complex() else values).to(torch.float32)
+    missing = _SAMPLED - real.numel()
+    return nn.functional.pad(real, (0, missing)) if missing else real
 
 
 class InitialValues:
