@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -37,7 +37,7 @@ class Buffer:
         self.tensor, self.data = tensor, tensor.data  # writes to `data` do not move the version counter
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
-        self.storages = {self._storage._cdata}
+        self.storages: Collection[int] = (self._storage._cdata,)
 
     @property
     def allocated(self) -> bool:

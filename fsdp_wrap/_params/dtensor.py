@@ -236,10 +236,18 @@ class DTensorLayout(Layout):
             param.__dict__.update(self._attributes[index])
             mark_owned(param)
             part = self._parts[index]
-            ways = partial(_param_of, this, index), partial(_leaf_of, this, index)
-            param.redistribute = Redistribution(*ways, part)  # type: ignore[attr-defined]
+            param.redistribute = Redistribution(this, index, part)  # type: ignore[attr-defined]
             if self._grad_dtype is not None:
                 _set_grad_dtype(param, self._grad_dtype)
+
+    def sharded_param(self, index: int) -> nn.Parameter:
+        """Returns the sharded parameter of an index."""
+        return self.sources[index]
+
+    def graph_leaf(self, index: int) -> nn.Parameter | None:
+        """Returns the leaf that takes a parameter's gradients; None while the unit is in no schedule."""
+        owner = self.owner
+        return self.leaves[index] if owner is not None and owner.prepare_leaves() else None
 
     # contents
 
@@ -390,19 +398,6 @@ def _why_left(name_of: Callable[[str], str], fqn: str) -> str:
         f"{dist.get_rank()}), by load_state_dict(assign=True), say: training no longer reaches it. Make the "
         "optimizer after that, or load without assign"
     )
-
-
-def _param_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:
-    layout = reference()  # tensors with weak references to themselves cannot be swapped
-    return None if layout is None else layout.sources[index]
-
-
-def _leaf_of(reference: weakref.ref[DTensorLayout], index: int) -> nn.Parameter | None:
-    layout = reference()
-    owner = None if layout is None else layout.owner
-    if layout is None or owner is None or not owner.prepare_leaves():
-        return None
-    return layout.leaves[index]
 
 
 def _whole(cut: Cut, part: LocalPart | None) -> tuple[torch.Size, tuple[int, ...]]:

@@ -67,7 +67,7 @@ class Registry:
     def __init__(self) -> None:
         self.taken: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # In the order of `note`: lenders unshard in it, so it must be the same on all ranks.
-        self._users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Unit, None]]
+        self._users: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Unit]]]
         self._users = weakref.WeakKeyDictionary()
         self._owners = WeakIdKeyDictionary()  # original parameter -> its unit, segment and index there
 
@@ -93,11 +93,18 @@ class Registry:
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
             for module, _ in chain.from_iterable(layout.places):
-                self._users.setdefault(module, weakref.WeakKeyDictionary())[unit] = None
+                users = self._users_of(module)
+                if unit not in users:
+                    self._users[module] = [weakref.ref(user) for user in (*users, unit)]
+
+    def _users_of(self, module: nn.Module) -> list[Unit]:
+        """Returns the units whose parameters a module shows."""
+        users = (reference() for reference in self._users.get(module, ()))
+        return [unit for unit in users if unit is not None]
 
     def units(self) -> set[Unit]:
         """Returns all units with parameters."""
-        return {unit for units in self._users.values() for unit in units if unit.layouts}
+        return {unit for module in [*self._users] for unit in self._users_of(module) if unit.layouts}
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
         """Returns the unit that owns an original parameter, its layout, and its index there."""
@@ -117,11 +124,11 @@ class Registry:
 
     def borrow(self, contents: UnitContents) -> list[Unit]:
         """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
-        users = (self._users.get(module, ()) for _, module in contents.modules)
+        users = (self._users_of(module) for _, module in contents.modules)
         # A unit whose module is gone has no parameters, and lends nothing.
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.layouts}
         for fqn, place, param in contents.borrowed:
-            layouts = (layout for unit in self._users.get(place[0], ()) for layout in unit.layouts)
+            layouts = (layout for unit in self._users_of(place[0]) for layout in unit.layouts)
             shown = (places for layout in layouts for places in layout.places)
             if not any(place in places for places in shown):  # units may share it
                 unit, layout, index = self.owner(fqn, param)

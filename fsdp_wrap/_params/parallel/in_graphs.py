@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,27 +17,40 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._params.parallel.local_part import LocalPart
 
 
-@dataclass(eq=False)
+class Sharded(Protocol):
+    """A layout, as far as `Redistribution` needs it."""
+
+    def sharded_param(self, index: int) -> nn.Parameter:
+        """Returns the sharded parameter of an index."""
+
+    def graph_leaf(self, index: int) -> nn.Parameter | None:
+        """Returns the leaf that takes its gradients; None while the unit is in no schedule."""
+
+
+@dataclass(eq=False, slots=True)
 class Redistribution:
     """The method `redistribute` of one sharded parameter, which `full_tensor` calls as well.
 
     Attributes:
-        param_of: Returns the sharded parameter; None once its layout is gone.
-        leaf_of: Returns the leaf that takes its gradients; None while its unit is in no schedule.
+        layout: Returns the layout of the parameter; None once it is gone, and in copies.
+        index: The parameter's index there.
         part: The part of the parameter that is sharded, if it was distributed before.
     """
 
-    param_of: Callable[[], nn.Parameter | None]
-    leaf_of: Callable[[], nn.Parameter | None]
+    # Tensors with weak references to themselves cannot be swapped, so it has one to the layout.
+    layout: Callable[[], Sharded | None]
+    index: int
     part: LocalPart | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> DTensor:
-        param = self.param_of()
-        if param is None:
+        layout = self.layout()
+        if layout is None:
             raise RuntimeError("a copy of a sharded parameter has no unit: use param.detach().full_tensor()")
+        param = layout.sharded_param(self.index)
         placements = kwargs.get("placements", args[1] if len(args) > 1 else ()) or [None]
         whole = all(isinstance(placement, Replicate) for placement in placements)
-        leaf = self.leaf_of() if whole and param.requires_grad and torch.is_grad_enabled() else None
+        in_graph = whole and param.requires_grad and torch.is_grad_enabled()
+        leaf = layout.graph_leaf(self.index) if in_graph else None
         if leaf is None:
             return DTensor.redistribute(param, *args, **kwargs)  # type: ignore[arg-type]
         gathered = DTensor.redistribute(param.detach(), *args, **kwargs)  # type: ignore[arg-type]
@@ -49,11 +62,11 @@ class Redistribution:
 
 
 def _of_a_copy() -> Redistribution:
-    return Redistribution(_nothing, _nothing, None)
+    return Redistribution(_nothing, 0, None)
 
 
 def _nothing() -> None:
-    """Returns None, for the parameter and the leaf of a copy."""
+    """Returns None, for the layout of a copy."""
 
 
 torch.serialization.add_safe_globals([_of_a_copy])
