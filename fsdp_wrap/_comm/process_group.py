@@ -27,7 +27,7 @@ from fsdp_wrap._comm.collectives import (
 )
 from fsdp_wrap._comm.device import accelerator_of
 from fsdp_wrap._comm.group_memory import GroupMemory
-from fsdp_wrap._comm.groups import Ranks, twin_of
+from fsdp_wrap._comm.groups import Ranks, once_for, twin_of
 from fsdp_wrap._comm.lanes import Finished, Pending, lane_of, lane_on
 from fsdp_wrap._comm.positions.group import GroupPositions, positions_of
 from fsdp_wrap._comm.watching.watch import Watch
@@ -224,7 +224,7 @@ class GroupCommunicator(Communicator):
         # Weak, since a group that outlives destroy_process_group() can abort the process when it exits.
         self._reference = weakref.ref(ranks.group)
         self._reducing = self._reference
-        self._watch = Watch(ranks.group, device, positions)
+        self._watch = once_for(ranks.group, ("watch", device), lambda: Watch(ranks.group, device, positions))
         self._compare_first: Callable[[], object] | None = None
         on = accelerator_of(device)
         self._on_host = on is None

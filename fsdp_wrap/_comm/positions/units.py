@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
 
 from fsdp_wrap._comm.positions.agreement import Agreement
 from fsdp_wrap._comm.positions.group import Collective, GroupPositions, Issued, Places, compare_waited
@@ -59,17 +59,16 @@ class UnitCollective(Collective):
 
     def __init__(
         self,
-        texts: Sequence[str],
+        texts: tuple[str, ...],
         tree: Tree,
-        groups: Iterable[GroupPositions],
+        groups: tuple[GroupPositions, ...],
         issued: list[Issued],
         agree: Agree | None = None,
     ) -> None:
-        super().__init__([], issued, tree)
-        self._tree = tree
+        super().__init__((), issued, tree)
+        self._tree, self._groups = tree, groups
         self._texts, self._agree = texts, agree
-        self._groups = tuple(dict.fromkeys(groups))
-        self._is_known = not self._groups
+        self._is_known = not groups
         tree.add(self)
 
     @property
@@ -79,13 +78,13 @@ class UnitCollective(Collective):
 
     def rewrite(self) -> None:
         """Writes the notes anew at the next collective."""
-        self._places = []
+        self._places = ()
 
     def with_others(self, others: Iterable[UnitCollective]) -> UnitCollective:
         """Returns the batched collective of known units of one tree in the same groups."""
         # "gathers a" and "gathers b" make "gathers a and b"
-        texts = [*self._texts, *(text.partition(" ")[2] for other in others for text in other._texts)]
-        return UnitCollective(texts, self._tree, self._groups, self._issued)
+        texts = (text.partition(" ")[2] for other in others for text in other._texts)
+        return UnitCollective((*self._texts, *texts), self._tree, self._groups, self._issued)
 
     def _find_places(self) -> Places:
         places = []
@@ -115,9 +114,7 @@ class UnitPositions:
     Attributes:
         enter: Logs, given the iteration and the phase's index, that this rank enters the unit.
         gather: The gather of parameters.
-        gather_kept: The gather from the ranks in `keeping`.
         reduction: The reduction of gradients.
-        reduction_in_copy: The reduction of gradients within one copy.
         gathers: Gathers to compare once they were waited for.
         gathered: Compares `gathers` with the peers' collectives.
         reductions: Reductions to compare once they were waited for.
@@ -134,16 +131,31 @@ class UnitPositions:
         waits: bool,
         agree: Agree,
     ) -> None:
-        self.gathers = gathers = list[Issued]()
-        self.reductions = reductions = list[Issued]()
-        in_copy = [f"reduces {name} in a copy"]
-        self.gather = UnitCollective([f"gathers {name}"], tree, gathering, gathers, agree)
-        self.gather_kept = UnitCollective([f"gathers {name} from neighbours"], tree, keeping, gathers, agree)
-        self.reduction = UnitCollective([f"reduces {name}"], tree, reducing, reductions, agree)
-        self.reduction_in_copy = UnitCollective(in_copy, tree, gathering, reductions, agree)
-        self.gathered = partial(compare_waited, gathers, waits)
-        self.reduced = partial(compare_waited, reductions, waits)
-        world = next((group.world for group in reducing), None)
+        self._name, self._tree, self._agree = name, tree, agree
+        self._gathering, self._keeping = tuple(dict.fromkeys(gathering)), tuple(dict.fromkeys(keeping))
+        groups = tuple(dict.fromkeys(reducing))
+        self.gathers = list[Issued]()
+        self.reductions = list[Issued]()
+        self.gather = self._collective(f"gathers {name}", self._gathering, self.gathers)
+        self.reduction = self._collective(f"reduces {name}", groups, self.reductions)
+        self.gathered = partial(compare_waited, self.gathers, waits)
+        self.reduced = partial(compare_waited, self.reductions, waits)
+        world = next((group.world for group in groups), None)
         self.enter: Callable[[int, int], object] = lambda iteration, phase: None
         if world is not None:
             self.enter = partial(write_entry, world.log.memory, world.log.entries, 1, 0, Note(name).text)
+
+    @cached_property
+    def gather_kept(self) -> UnitCollective:
+        """The gather from the ranks that share the unit's full parameters between forward and backward."""
+        return self._collective(f"gathers {self._name} from neighbours", self._keeping, self.gathers)
+
+    @cached_property
+    def reduction_in_copy(self) -> UnitCollective:
+        """The reduction of gradients within one copy."""
+        return self._collective(f"reduces {self._name} in a copy", self._gathering, self.reductions)
+
+    def _collective(
+        self, text: str, groups: tuple[GroupPositions, ...], issued: list[Issued]
+    ) -> UnitCollective:
+        return UnitCollective((text,), self._tree, groups, issued, self._agree)

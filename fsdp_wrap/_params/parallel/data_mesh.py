@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -173,10 +174,10 @@ class DataMesh:
         """
         if self.dims is not None and part is not None:
             return self._placed_within(part, dim, self.dims)
+        if part is None:
+            return self.mesh, _over_data(self.mesh.ndim, None if self.only_copies else dim)
         last = Replicate() if self.only_copies else _shard(dim, part, 0)
         over_data = (*[Replicate()] * (self.mesh.ndim - 1), last)
-        if part is None:
-            return self.mesh, over_data
         return concatenated_mesh([self.mesh, part.mesh]), (*over_data, *part.placements)
 
     def _placed_within(self, part: LocalPart, dim: int, dims: DataParallelMeshDims) -> Placed:
@@ -201,6 +202,12 @@ class DataMesh:
 
 typed_part: Seam[Callable[[str, torch.Tensor, DataMesh], LocalPart | None]]
 typed_part = Seam("parameters with types of spmd_types", "fsdp_wrap.compat._spmd_types")
+
+
+@functools.cache  # one tuple for all parameters
+def _over_data(ndim: int, dim: int | None) -> tuple[Placement, ...]:
+    """Returns the placements over a mesh of so many dimensions; the last one cuts along `dim`, if any."""
+    return (*[Replicate()] * (ndim - 1), Replicate() if dim is None else Shard(dim))
 
 
 def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
