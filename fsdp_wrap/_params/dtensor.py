@@ -121,6 +121,72 @@ def _rows(like: torch.Tensor, value: int) -> torch.Tensor:
     return like.new_full((1,), value).expand_as(like) if like.is_cpu else torch.full_like(like, value)
 
 
+def _padding(cuts: Sequence[Cut], parts: torch.Tensor) -> list[torch.Tensor]:
+    """Returns views of all parts (ranks x shard) that belong to no parameter."""
+    gaps = [parts[:, one.end : other.offset] for one, other in zip(cuts, cuts[1:])]
+    gaps += [gap for cut in cuts for gap in cut.padding(parts)]
+    return [gap for gap in gaps if gap.numel()]
+
+
+class _BoxPacker:
+    """Packs tensors of the parameters' shapes, of any dtype, into their boxes in all parts (ranks x shard).
+
+    It finds the boxes when it is first called. It holds no layout, which a batch would keep alive.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], used: slice, parts: torch.Tensor) -> None:
+        self._cuts, self._used, self._parts = cuts, used, parts
+
+    @functools.cached_property
+    def _boxes(self) -> list[torch.Tensor]:
+        return [box for cut in self._cuts for box in cut.boxes(self._parts)]
+
+    @functools.cached_property
+    def _gaps(self) -> list[torch.Tensor]:
+        return _padding(self._cuts, self._parts)
+
+    @functools.cached_property
+    def _notes(self) -> torch.Tensor:
+        return self._parts[:, self._used]
+
+    @functools.cached_property
+    def _folds(self) -> list[torch.Size] | None:
+        """The folded shapes, if all parameters have one."""
+        folds = [cut.folded for cut in self._cuts if cut.folded is not None]
+        return folds if len(folds) == len(self._cuts) else None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        if self._folds is not None:
+            views = [*map(torch.Tensor.view, tensors, self._folds)]
+        else:
+            views = [view for cut, tensor in zip(self._cuts, tensors) for view in cut.split(tensor)]
+        foreach_copy_(self._boxes, views)
+        if self._gaps:
+            foreach_zero_(self._gaps)
+        self._notes.fill_(1)
+
+
+class _RowPacker:
+    """Packs tensors of the parts' own dtype in one call; others go to `otherwise`."""
+
+    def __init__(self, cuts: Sequence[Cut], used: slice, parts: torch.Tensor, otherwise: _BoxPacker) -> None:
+        self._parts, self._otherwise, self._dtypes = parts, otherwise, {parts.dtype}
+        starts = [*(cut.offset for cut in cuts[1:]), used.start]
+        gaps = [start - cut.end for cut, start in zip(cuts, starts)]
+        between = [[_rows(parts[:, :gap], 0)] if gap else [] for gap in gaps]
+        between[-1].append(_rows(parts[:, used], 1))  # the rest of a part, for `note_used`
+        self._between = [*map(tuple, between)]
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        if {*map(_DTYPE, tensors)} != self._dtypes:
+            self._otherwise(tensors)
+            return
+        pieces: list[torch.Tensor] = []
+        for tensor, gap in zip(tensors, self._between):
+            pieces += (tensor, *gap)
+        chunk_cat(pieces, 0, len(self._parts), out=self._parts)
+
+
 def cut_all(slots: Sequence[ParamSlot], dims: Sequence[int], ranks: int) -> list[Cut]:
     alignment = alignment_of(slots)
     cuts: list[Cut] = []
@@ -282,57 +348,16 @@ class DTensorLayout(Layout):
         return self.extents[index].split(tensor)
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
-        boxes, gaps = [box for boxes in self.parts(gathered) for box in boxes], self.padding(gathered)
-        notes, cuts = self.notes(gathered), self.extents  # not the layout, which a batch would keep alive
-        folds = [cut.folded or () for cut in cuts]
-        by_folds = () not in folds
-
-        def pack(tensors: list[torch.Tensor]) -> None:
-            if by_folds:
-                views = [*map(torch.Tensor.view, tensors, folds)]
-            else:
-                views = [view for cut, tensor in zip(cuts, tensors) for view in cut.split(tensor)]
-            foreach_copy_(boxes, views)
-            if gaps:
-                foreach_zero_(gaps)
-            notes.fill_(1)
-
-        fills = by_folds and all(cut.whole == self._ranks for cut in cuts)  # else it would pad
+        parts = gathered.view(self._ranks, -1)
+        by_boxes = _BoxPacker(self.extents, self._used, parts)
+        # In one call, for parameters with the same number of rows on every rank; else it would pad.
+        fills = all(cut.folded is not None and cut.whole == self._ranks for cut in self.extents)
         if fills and (gathered.is_contiguous() or gathered.is_cpu):
-            return self._row_packer(gathered.view(self._ranks, -1), pack)
-        return pack
-
-    def _row_packer(
-        self, parts: torch.Tensor, otherwise: Callable[[list[torch.Tensor]], object]
-    ) -> Callable[[list[torch.Tensor]], object]:
-        """Returns a packer in one call, for parameters with the same number of rows on every rank.
-
-        Args:
-            parts: The gathered buffer: ranks x shard.
-            otherwise: Packs tensors of another dtype.
-        """
-        starts = [*(cut.offset for cut in self.extents[1:]), self._used.start]
-        gaps = [start - cut.end for cut, start in zip(self.extents, starts)]
-        between = [[_rows(parts[:, :gap], 0)] if gap else [] for gap in gaps]
-        between[-1].append(_rows(parts[:, self._used], 1))  # the rest of a part, for `note_used`
-        alike = {parts.dtype}
-
-        def pack(tensors: list[torch.Tensor]) -> None:
-            if {*map(_DTYPE, tensors)} != alike:
-                otherwise(tensors)
-                return
-            pieces: list[torch.Tensor] = []
-            for tensor, gap in zip(tensors, between):
-                pieces += (tensor, *gap)
-            chunk_cat(pieces, 0, self._ranks, out=parts)
-
-        return pack
+            return _RowPacker(self.extents, self._used, parts, by_boxes)
+        return by_boxes
 
     def padding(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        parts = gathered.view(self._ranks, -1)
-        gaps = [parts[:, one.end : other.offset] for one, other in zip(self.extents, self.extents[1:])]
-        gaps += [gap for cut in self.extents for gap in cut.padding(parts)]
-        return [gap for gap in gaps if gap.numel()]
+        return _padding(self.extents, gathered.view(self._ranks, -1))
 
     # gradients
 
