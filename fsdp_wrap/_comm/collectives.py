@@ -24,8 +24,8 @@ GATHER, _REDUCE = (
 def _at_once_and_later(make: Callable[[], Any]) -> tuple[Any, Any]:
     """Makes options for synchronous works, and for asynchronous ones."""
     options = make(), make()
-    for later, each in enumerate(options):
-        each.asyncOp = bool(later)
+    for later, option in enumerate(options):
+        option.asyncOp = bool(later)
     return options
 
 
@@ -63,7 +63,7 @@ REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
 }
-"""The operator of each on two tensors."""
+"""By kind of reduction, the operator on two tensors."""
 
 
 def combine(

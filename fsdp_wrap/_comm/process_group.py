@@ -194,7 +194,8 @@ class Communicator:
         """Raises a ValueError on all ranks if they pass other arguments to a call; blocks."""
         by_rank = self.all_gather_object(chosen)
         if any(other != chosen for other in by_rank):
-            told = "; ".join(f"rank {rank} chose {each}" for rank, each in zip(sorted(self.members), by_rank))
+            ranks = zip(sorted(self.members), by_rank)
+            told = "; ".join(f"rank {rank} chose {other}" for rank, other in ranks)
             raise ValueError(f"all ranks must call {call} with the same arguments: {told}")
 
     def broadcast_object(self, value: Any) -> Any:
@@ -228,7 +229,7 @@ class GroupCommunicator(Communicator):
         self._compare_first: Callable[[], object] | None = None
         on = accelerator_of(device)
         self._on_host = on is None
-        self._lanes = {} if on is None else {each: lane_on(on, each) for each in ("gather", "reduce")}
+        self._lanes = {} if on is None else {name: lane_on(on, name) for name in ("gather", "reduce")}
         # On the CPU a reduce-scatter's work takes no limit and does not tell whether it has completed.
         self._reduction_in_flight: type[InFlight] = WorksWithoutLimit if self._on_host else Works
 
@@ -303,11 +304,11 @@ class GroupCommunicator(Communicator):
             self.memory.admit(full, group)
         fill()
         gather, works = getattr(group, GATHER), []
-        for each in full:
-            each = each if each.dtype in TRANSPORTED else each.view(torch.uint8)
-            length = each.numel() // self.size
-            own = each[self.rank * length : (self.rank + 1) * length]
-            works.append(gather(each, own, TO_GATHER[async_op]))
+        for tensor in full:
+            target = tensor if tensor.dtype in TRANSPORTED else tensor.view(torch.uint8)
+            length = target.numel() // self.size
+            own = target[self.rank * length : (self.rank + 1) * length]
+            works.append(gather(target, own, TO_GATHER[async_op]))
         return works if async_op else [work.wait() for work in works if work is not None]
 
     def all_gather_parts(self, full: torch.Tensor, lengths: Sequence[int], fill: FillPart) -> Pending:
@@ -328,10 +329,10 @@ class GroupCommunicator(Communicator):
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         works = []
-        for shard, each in zip(shards, full):
+        for shard, source in zip(shards, full):
             # Where this is a copy, it belongs to the stream that is current here.
-            same = each.dtype == shard.dtype
-            summed = each if same else self.empty(each.numel(), shard.dtype).copy_(each)
+            same = source.dtype == shard.dtype
+            summed = source if same else self.empty(source.numel(), shard.dtype).copy_(source)
             if self.memory is not None:
                 self.memory.admit([summed, shard], group)
             works.append(reduce_scatter_single(shard, summed, group, async_op))
@@ -339,7 +340,7 @@ class GroupCommunicator(Communicator):
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
-            return [dist.all_reduce(each, op=op, group=group, async_op=async_op) for each in tensors]
+            return [dist.all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors]
 
         return self._issue("reduce", start)
 
