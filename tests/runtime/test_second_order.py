@@ -4,7 +4,6 @@ And transforms of `torch.func` over sharded models: by inputs, and backward into
 """
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import func, nn
 
 from bed import ranks
 from beside import assert_close_grads, mean_backward
-from fronts import FRONTS, FULL, KEPT, assert_sharded, each_front, either_front, no_sync, shard, twins
+from fronts import FRONTS, FULL, KEPT, assert_sharded, either_front, shard, twins
 from fsdp_wrap import ShardingStrategy, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Block
@@ -140,89 +139,6 @@ def test_a_step_of_other_parameters_is_no_change(rank, world_size):
         net(inputs())
         made.sum().backward()
     assert_close_grads(model, plain)
-
-
-OPERATIONS = ["forward", "evaluate", "slope", "backward", "no_sync", "step", "fail"]
-
-
-class _Walk:
-    """Some random operations on a model, all drawn alike for it and its plain twin."""
-
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.model, self._draw = model, random.Random(seed)
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with the input
-
-    def go(self) -> list[Any]:
-        said = []
-        for _ in range(12):
-            operation = self._draw.choices(OPERATIONS, [4, 1, 4, 3, 1, 0.5, 0.3])[0]
-            self._chosen, self._keeps, self._graph = (self._draw.random() for _ in range(3))
-            try:
-                said.append(getattr(self, operation)())
-            except (RuntimeError, KeyError):
-                said.append("failed")
-                self._live.clear()
-                self.evaluate()
-                self._optimizer.zero_grad()
-        return said
-
-    def _one(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._live[int(self._chosen * len(self._live))]
-
-    def forward(self) -> Any:
-        x = inputs(int(self._chosen * 1000))
-        self._live.append((self.model(x), x))
-        return self._live[-1][0].detach()
-
-    def evaluate(self) -> Any:
-        with torch.no_grad():
-            return self.model(inputs(int(self._chosen * 1000)))
-
-    def slope(self) -> Any:
-        if not self._live:
-            return None
-        out, x = self._one()
-        keeps = True if self._keeps < 0.7 else None
-        graph = self._graph < 0.7
-        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=graph, retain_graph=keeps)
-        if slope.requires_grad:
-            self._live.append((slope, x))
-        return slope.detach()
-
-    def backward(self) -> Any:
-        if not self._live:
-            return None
-        out, x = self._one()
-        out.square().sum().backward(retain_graph=self._keeps < 0.6)
-        return x.grad.clone()
-
-    def no_sync(self) -> Any:
-        with no_sync(self.model):  # which is nothing for a plain model
-            return self.backward()
-
-    def step(self) -> Any:
-        self._live.clear()
-        self.model(inputs()).sum().backward()
-        self._optimizer.step()
-
-    def fail(self) -> Any:
-        raise KeyError
-
-
-@each_front
-@ranks(2)
-def test_random_walks(rank, world_size, front):
-    for seed in range(8):
-        plain, model = pair(front, FULL if seed % 2 else KEPT)
-        for expected, found in zip(_Walk(plain, seed).go(), _Walk(model, seed).go(), strict=True):
-            if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-                torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=f"seed {seed}")
-            else:
-                assert found == expected, seed
-        model(inputs()).sum().backward()
-        plain(inputs()).sum().backward()
-        assert_close_grads(model, plain, rtol=1e-8, atol=1e-9)
 
 
 # transforms
