@@ -128,8 +128,8 @@ def test_what_is_no_module_and_what_has_no_forward(rank, world_size):
 def test_what_is_wrapped_is_not_wrapped_again(rank, world_size):
     net = Net().double()
     plain, model = copy.deepcopy(net), FSDP(net)
-    for again in (model, net):
-        with refused(model, ValueError, "already wrapped", "Net"):
+    for again, cure in ((model, "wrap a module once"), (net, "wrap parts before")):
+        with refused(model, ValueError, "already wrapped", "Net", cure):
             FSDP(again)
     with refused(model, ValueError, "already", "Block"):
         FSDP(net.blocks[0])
