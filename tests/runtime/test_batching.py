@@ -169,6 +169,16 @@ def test_the_second_step_has_one_collective_for_all_units(rank, world_size, fron
     assert_same_values(model, plain, rtol=1e-12, atol=1e-12)
 
 
+@ranks(2)
+def test_a_batch_is_planned_anew_when_other_units_run(rank, world_size):
+    model, _ = pair("orig")
+    steps(model, rank, range(3))
+    for _ in range(3):
+        with record_events() as events:
+            model(batch(rank, 3), [4, 1]).square().sum().backward()
+    assert shared(events, EventKind.UNSHARD) == [("", "layers.4", "layers.1"), ("layers.1", "layers.4")]
+
+
 OPTIONS: dict[str, list[Any]] = {
     "front": FRONTS,
     "kept": [False, True],
