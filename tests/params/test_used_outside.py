@@ -23,74 +23,10 @@ import fronts
 from bed import ranks
 from bed.references import count_collectives
 from fronts import FULL, KEPT, each_front, either_front, full, inner, shard
-from fsdp_wrap import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard, replicate
+from fsdp_wrap import ShardingStrategy, replicate
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Around, Block, Middle
 from params.beside_plain import assert_mean_gradients, batch_of, losses, step_beside, zero
-
-
-class Fused(nn.Module):
-    """Computes with its head's weight, not by the head's forward."""
-
-    recomputes: Callable[..., Any] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Linear(WIDTH, WIDTH), Block()
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, whole: bool = False):
-        hidden = self.block(self.embed(x))
-        if whole:
-            return self.head(self.norm(hidden))
-        if self.recomputes is not None:
-            return self.recomputes(self.tail, hidden)
-        return self.tail(hidden)
-
-    def tail(self, hidden):
-        return F.linear(self.norm(hidden), self.head.weight) + self.head.bias
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "resharded": {},
-    "kept": {"reshard_after_forward": False},
-    "within 2": {"reshard_after_forward": 2},
-    "offloaded": {"offload_policy": CPUOffloadPolicy()},
-    "mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@ranks(2)
-def test_modules_in_one_unit_of_which_one_does_not_run(rank, world_size, options):
-    torch.manual_seed(0)
-    plain = Fused().double()
-    model: Any = copy.deepcopy(plain)
-    for unit in (model.block, [model.norm, model.head], model):
-        fully_shard(unit, **OPTIONS[options])
-    tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if options == "mixed" else {}
-    shown = [*model.parameters()]
-    ways = [None, partial(checkpoint, use_reentrant=False), partial(checkpoint, use_reentrant=True)]
-    for number, way in enumerate([*ways, *ways]):
-        batches = [batch_of(rank, each) for each in range(number, number + 2)]
-        for module in (plain, model):
-            module.recomputes = way
-            found = [module(batch).square().sum() for batch in batches]
-            with torch.no_grad():
-                module(batches[0])
-            for loss in reversed(found) if number % 2 else found:
-                loss.backward()
-        assert_mean_gradients(plain, model, **tolerance)
-        zero(plain, model)
-        for module in (plain, model):
-            module(batches[0], whole=True).square().sum().backward()
-        assert_mean_gradients(plain, model, **tolerance)
-        zero(plain, model)
-        assert all(map(operator.is_, model.parameters(), shown))
-        for context in (torch.no_grad(), torch.inference_mode()):
-            with context:
-                out, expected = model(batches[0]), plain(batches[0])
-                torch.testing.assert_close(out, expected, check_dtype=False, **tolerance)
 
 
 class Used(nn.Module):
