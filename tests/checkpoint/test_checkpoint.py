@@ -8,7 +8,6 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,13 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from bed import ranks
-from composable import shard_blocks
 from fronts import assert_tensors, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, checkpoint
+from fsdp_wrap import checkpoint
 from fsdp_wrap._params import to_local
 from fsdp_wrap.checkpoint import DamagedCheckpoint, _loading, _team
 from fsdp_wrap.checkpoint._manifest import Manifest
@@ -76,39 +73,6 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     train(again, fresh, rank, world_size, range(2, 4))
     assert_equal(again.state_dict(), model.state_dict())
-
-
-@ranks(3)
-def test_any_kind_of_model_loads_what_any_other_saved(rank, world_size, tmp_path):
-    pair = dist.new_group([0, 1])
-
-    def flat() -> nn.Module:
-        return FSDP(net(), process_group=pair)
-
-    def pieces() -> nn.Module:
-        return per_block_of(net(), use_orig_params=True)
-
-    def replicated() -> nn.Module:
-        return per_block_of(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
-
-    theirs, ours = (lambda: shard_blocks(net(), torchs_fully_shard)), (lambda: shard_blocks(net()))
-    kinds: list[Callable[[], nn.Module]] = [pieces, flat, net, theirs, replicated, ours, pieces]
-    for index, make in enumerate(kinds):
-        group = pair if make is flat else None
-        if group is not None and rank > 1:
-            continue
-        size = 2 if group is not None else world_size
-        share = (rank, size) if make is not net else (0, 1)  # a plain model sees whole batches
-        model = make()
-        optimizer = adamw(model)
-        if index:
-            other(model)
-            checkpoint.load(tmp_path / str(index - 1), model, optimizer, process_group=group)
-        train(model, optimizer, *share, range(index, index + 1))  # type: ignore[call-arg]
-        checkpoint.save(tmp_path / str(index), model, optimizer, process_group=group)
-    plain, reference = trained(len(kinds))
-    assert_close(model.state_dict(), plain.state_dict())
-    assert_same(FSDP.optim_state_dict(model, optimizer), by_name(reference, plain))
 
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
