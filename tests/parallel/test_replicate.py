@@ -1,8 +1,6 @@
 """`replicate`: parameters that are whole on each rank; beside a plain model in float64, torch's and DDP."""
 
-import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp as torchs
 from torch.distributed.checkpoint import state_dict as torch_functions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import composable
@@ -29,9 +27,7 @@ from fsdp_wrap import (
     FSDPModule,
     MixedPrecisionPolicy,
     ReplicateModule,
-    checkpoint,
     fully_shard,
-    register_fsdp_forward_method,
     replicate,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -237,61 +233,6 @@ def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
     for each in (one, other):
         backward(each.model, batches(9, world_size)[rank])
     assert_same(one.model, other.model)
-
-
-@ranks(2)
-def test_state_dicts_and_safetensors_hold_what_a_plain_model_has(rank, world_size, tmp_path):
-    pytest.importorskip("safetensors")
-    model, plain = made("replicated", 1), net(0)
-    for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor) and value.placements == (Replicate(),), name
-    model.load_state_dict(
-        {
-            name: distribute_tensor(value, param.device_mesh, [Replicate()])
-            for (name, value), param in zip(plain.state_dict().items(), model.parameters())
-        }
-    )
-    assert_same(model, plain)
-    for number, other in enumerate((made("inside", 1), made("replicated", 1))):
-        checkpoint.export_safetensors(model, tmp_path / str(number))
-        checkpoint.import_safetensors(other, tmp_path / str(number))
-        assert_same(other, plain)
-        model = other
-
-
-@ranks(2)
-def test_copies_conversions_hooks_and_calls_by_hand(rank, world_size):
-    model = made("replicated")
-    twin = copy.deepcopy(model)
-    assert isinstance(twin, ReplicateModule)
-    with torch.no_grad():
-        for param in twin.parameters():
-            param.mul_(2)
-    assert all(torch.equal(full(b), 2 * full(a)) for a, b in zip(model.parameters(), twin.parameters()))
-    twin.load_state_dict(model.state_dict())
-    seen: list[int] = []
-    twin.blocks[0].set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
-    for each in (model, twin):
-        backward(each, batches(0, world_size)[rank])
-    assert_same(twin, model)
-    assert len(seen) == 1
-    twin.float()
-    twin.zero_grad()
-    assert {param.dtype for param in twin.parameters()} == {torch.float32}
-    backward(twin, batches(0, world_size)[rank].float())
-    assert_same(twin.double(), model, atol=1e-4)
-    with pytest.raises(pickle.PicklingError, match="cannot be pickled"):
-        pickle.dumps(model)
-    layer = model.blocks[0]
-    handle = layer.unshard(async_op=True)
-    handle.wait()
-    assert type(layer.up.weight) is nn.Parameter
-    layer.reshard()
-    assert isinstance(layer.up.weight, DTensor)
-    layer.twice = lambda x: layer(layer(x))
-    register_fsdp_forward_method(layer, "twice")
-    x = batches(0, 1)[0]
-    torch.testing.assert_close(layer.twice(x), net().blocks[0](net().blocks[0](x)))
 
 
 @ranks(2)
