@@ -27,6 +27,7 @@ from fsdp_wrap import (
     fully_shard,
     iter_full_params,
     plan,
+    record_events,
     timeline,
 )
 from fsdp_wrap._core import format_bytes
@@ -274,24 +275,32 @@ RECIPES = [
 
 @ranks(2)
 def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
+    """By steps of two backwards, of which each reduces, or the last."""
     plain = net(1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(4):
-        (sum(plain(batch(each, step)).square().mean() for each in range(2)) / 2).backward()
+        seen = [batch(each, 2 * step + part) for each in range(2) for part in range(2)]
+        (sum(plain(each).square().mean() for each in seen) / len(seen)).backward()
         reference.step(), reference.zero_grad()
 
-    def check(model: nn.Module, told: str) -> None:
+    def check(model: nn.Module, told: str, sync: str = "last") -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        turn = iter(range(4))
-        step_once = step_of(model, optimizer, lambda: model(batch(rank, next(turn))).square().mean())
+        turn = iter(range(8))
+        step_once = step_of(
+            model,
+            optimizer,
+            lambda: model(batch(rank, next(turn))).square().mean(),
+            accumulation=2,
+            sync=sync,
+        )
         for _ in range(4):
             step_once()
         found = dict(iter_full_params(model))
         for name, expected in plain.named_parameters():
             torch.testing.assert_close(found[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
 
-    for recipe in RECIPES:
-        check(recipe.apply(net(1), Block), str(recipe))
+    for recipe, sync in zip(RECIPES, itertools.cycle(("last", "every"))):
+        check(recipe.apply(net(1), Block), f"{sync}: {recipe}", sync)
     for recipe in (RECIPES[2], RECIPES[0]):
         wrapped = FullyShardedDataParallel(
             net(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
@@ -303,6 +312,17 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
         check(copy.deepcopy(recipe.apply(composed)), f"sharded and copied: {recipe}")
         # a second recipe takes the place of the first one
         check(replace(recipe, units=(UnitRecipe(("blocks.0",)),)).apply(composed), "another one")
+
+
+@ranks(2)
+def test_gradients_are_reduced_once_a_step_or_in_every_backward(rank, world_size):
+    for sync, times in (("last", 1), ("every", 3)):
+        model = Recipe(together=0).apply(net(1), Block)
+        optimizer = torch.optim.SGD(model.parameters())
+        step = step_of(model, optimizer, lambda model=model: model(batch(0, 0)).mean(), 3, sync=sync)  # type: ignore[misc]
+        with record_events() as events:
+            step()
+        assert sum(event.kind.name == "REDUCE" for event in events) == times
 
 
 @ranks(2)
@@ -556,6 +576,11 @@ def nothing() -> Any:
     """No setup."""
 
 
+def stepping(**words: Any) -> None:
+    model = nn.Linear(1, 1)
+    step_of(model, torch.optim.SGD(model.parameters()), lambda: torch.ones(()), **words)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -566,6 +591,8 @@ def nothing() -> Any:
         (lambda: Recipe(prefetch=-1), ValueError, "prefetch counts units: pass 0 or a positive int, not -1"),
         (lambda: Recipe(units=(UnitRecipe(("a",)), UnitRecipe(("a",)))), ValueError, "'a' is in two units"),
         (lambda: Recipe.from_json("{}"), ValueError, "this is not what Recipe.to_json.. writes"),
+        (lambda: stepping(accumulation=0), ValueError, "accumulation must be at least 1, not 0"),
+        (lambda: stepping(sync="never"), ValueError, "sync must be 'last' or 'every', not 'never'"),
         (lambda: fit(small, device_memory="1GB"), ValueError, "fit.. chooses the recipe .* pass a machine"),
         (lambda: fit(small, machine=MACHINE), ValueError, "fit.. needs device_memory, such as '80GB'"),
         (
