@@ -78,6 +78,7 @@ These are not in the tests. They ran on two ranks, or four with tensor paralleli
 | LLaMA-Factory 0.9.5 | 2.13.0 | SFT by its command | not run: on a host without a GPU it starts no FSDP |
 | verl 0.9.1 | 2.13.0 | a whole loop | not run: it knows the platforms CUDA, NPU and ROCm only |
 | NeMo Automodel 0.7.0 | 2.13.0 | SFT by its recipe, FSDP2, with stand-ins for calls of CUDA | equal |
+| accelerate 1.15.0 | 2.13.0 | `ParallelismConfig`: FSDP2 with tensor parallelism | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | full state dicts | equal |
 | torchsnapshot 0.1.0 | 2.13.0 | `DTensor`s | not saved, torch's neither |
 | torchsnapshot 0.1.0 | 2.13.0 | the wrapper's pieces | not saved: save full state dicts, or use DCP |
@@ -91,7 +92,7 @@ axolotl ran with the versions that it pins. Without a GPU, torchtune's recipes c
 two backends of the CPU). Its memory statistics, axolotl's mesh and NCCL have stand-ins in
 `tests/clients/in_front`. Ray's own
 `prepare_model(parallel_strategy="fsdp")` refuses hosts without a GPU. For its `ParallelismConfig`, accelerate
-1.15 calls a class that transformers 5.23 no longer has: the test provides one.
+1.15 calls a class that transformers 5.23 no longer has: it had a stand-in.
 
 ## Names that are served
 

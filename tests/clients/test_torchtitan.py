@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed import fsdp as torch_fsdp
 
 import titan_on_cpu
-from bed.scripts import here, on_ranks, python
 from launch import Ranks, client_rank, needs
 
 pytestmark = needs("torchtitan")
@@ -204,19 +202,3 @@ def test_it_resumes_its_checkpoints(
     assert torch.equal(resumed(True, True, way), ours[half:])
     torch.testing.assert_close(resumed(True, False, other), ours[half:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(resumed(False, True, other), ours[half:], rtol=1e-4, atol=1e-5)
-
-
-def test_its_command_line(run: Ranks, options: list[str]) -> None:
-    given = [*options, *MODELS["llama"]]
-    program = ["-m", "fsdp_wrap.compat", "--fully-shard", "-m", "titan_on_cpu"]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).parent  # where it finds the program
-    done = python(
-        *on_ranks(WORLD_SIZE, *program, *given, "--metrics.disable_color_printing"),
-        env=here(**variables, PYTHONPATH=f"{folder.parents[1]}:{folder}"),
-    )
-    shown = re.findall(r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", done.out + done.err)
-    assert len(shown) == WORLD_SIZE * STEPS
-    steps = {int(step): (float(loss), float(norm)) for step, loss, norm in shown}
-    found = torch.tensor([steps[step] for step in range(1, STEPS + 1)], dtype=torch.float64)
-    torch.testing.assert_close(found, _on_all(run(_train, False, given)), rtol=0, atol=1e-4)

@@ -10,8 +10,7 @@ Of torchtitan 0.2.2 these lines need a GPU. `prepare()` replaces what they call,
   several ranks. The file has the same for the CPU, but `models/moe/utils.py:45` never asks for it.
 - `models/moe/moe.py:348` and `:399` count with `torch.histc`, which takes integers on GPUs only.
 
-Its smallest models get fewer layers, too. As a program it is torchtitan's own, `torchtitan/train.py`, with
-these in place.
+Its smallest models get fewer layers, too.
 """
 
 from __future__ import annotations
@@ -102,10 +101,3 @@ def _stand_in() -> None:
     moe.torch = _Torch()
     metrics.device_module = utils.device_module = _Device()
     experts.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
-
-
-if __name__ == "__main__":
-    prepare()
-    from torchtitan.train import Trainer, main
-
-    main(Trainer)
