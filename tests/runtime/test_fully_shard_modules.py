@@ -29,7 +29,7 @@ def with_scalar() -> nn.Module:
 
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (with_scalar(), {}, ValueError, "'scale' has no dimension"),
-    (nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "ModuleList has none"),
+    (nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "ModuleList has none.*pass them as a list"),
     (3, {}, TypeError, "not int"),
     ([], {}, TypeError, "an empty list"),
     (nn.Linear(2, 2), {"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
