@@ -1,8 +1,6 @@
 """`shard_alignment`: where in a parameter the part of a rank begins, and what that takes."""
 
-import copy
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from bed import ranks
-from beside import NEAR, train_beside
-from fronts import FRONTS, assert_same_values, assert_tensors, clip, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, fully_shard
 from fsdp_wrap._core import UnevenCutError
 from fsdp_wrap._state import Originals
 from fsdp_wrap.wrap import CustomPolicy
-from nets import stack
 from params.fake_ranks import fake_ranks
 
 
@@ -107,46 +102,8 @@ def test_other_values_are_refused(make):
             make(nn.Linear(2, 2), shard_alignment=value)
 
 
-TIGHT = {"rtol": 0.0, "atol": 2e-13}
-
-
 def batch(rank: int) -> torch.Tensor:
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-@ranks(2, 3)
-def test_training_clipping_and_loading_between_alignments(rank, world_size):
-    for number, front in enumerate(FRONTS):
-        plain = stack(6, 8, 5, 4)
-        alignment: Any = "rows" if (number + world_size) % 2 or front == "composable" else 16
-        model = shard(front, copy.deepcopy(plain), shard_alignment=alignment)
-        optimizers = tuple(torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
-        together: dict[str, Any] = {
-            "optimizers": optimizers,
-            "clip": partial(clip, max_norm=0.1),
-            "near": TIGHT,
-        }
-        train_beside(model, plain, loss_of, lambda _: [*map(batch, range(world_size))], rank, **together)
-        if front == "composable":
-            continue
-        with FSDP.summon_full_params(model):
-            assert_tensors(model.module.state_dict(), plain.state_dict(), **NEAR)
-        taker, aligned = ("orig", None) if front == "flat" else ("flat", 32)
-        other = shard(taker, stack(6, 8, 5, 4), shard_alignment=aligned)
-        other.load_state_dict(model.state_dict())
-        assert_same_values(other, plain, **NEAR)
-        resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
-        saved = FSDP.optim_state_dict(model, optimizers[0])
-        resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
-        again = FSDP.optim_state_dict(other, resumed)
-        for name, entry in saved["state"].items():
-            assert all(torch.equal(value, again["state"][name][key]) for key, value in entry.items())
 
 
 class RowScaled(torch.optim.Optimizer):
