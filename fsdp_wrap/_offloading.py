@@ -98,13 +98,14 @@ class Offloading(PlugIn):
         self._await_copies()
         for layout in self._arriving_layouts():
             layout.release_arriving()
-            layout.add_arrived()
+            layout.take_arriving()()
 
     def dropped(self, step: Any) -> None:
         """Drops copies and gradients that a failed backward left."""
         self._recall()
         for layout in self._arriving_layouts():
-            layout.drop_arriving()
+            layout.release_arriving()
+            layout.take_arriving()
 
     def _arriving_layouts(self) -> list[Layout]:
         """Returns the layouts whose gradients are on their way; from now on none is."""

@@ -257,18 +257,11 @@ class ToHost:
 
     def __init__(self, accelerator: Accelerator, tensor: torch.Tensor, allocate: Allocate) -> None:
         self.values = allocate(tensor.numel(), tensor.dtype)
-        self._copying: Pending | None = copy_to_host(accelerator, [(self.values, tensor)])
-
-    @property
-    def holds_device(self) -> bool:
-        """Whether the device tensor is still there."""
-        return self._copying is not None
+        self._copying = copy_to_host(accelerator, [(self.values, tensor)])
 
     def release(self) -> None:
         """Frees the device tensor, for which the computation waits for the copy."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.wait()
+        self._copying.wait()
 
 
 def copy_to_device(accelerator: Accelerator, pairs: Pairs, purpose: str = _TO_DEVICE) -> Pending:

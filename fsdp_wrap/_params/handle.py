@@ -567,9 +567,9 @@ class ParamHandle:
         reduction.finish()
 
     @property
-    def travels(self) -> bool:
-        """Whether the device still has reduced gradients that are on their way to the host."""
-        return any(layout.travels for layout in self.layouts)
+    def awaits_gradients(self) -> bool:
+        """Whether reduced gradients are on their way to the host."""
+        return any(layout.awaits_gradients for layout in self.layouts)
 
     def take_arriving(self) -> Callable[[], None] | None:
         """Hands over the reduced gradients that are on their way to the host, if there are any.
@@ -577,9 +577,10 @@ class ParamHandle:
         Returns:
             Waits for them, and adds them to those of the sharded parameters; any thread may call it.
         """
-        adding = [add for layout in self.layouts for add in layout.take_arriving()]
         accelerator = accelerator_of(self.communicator.device)
-        return partial(_add_arrived, accelerator, adding) if accelerator is not None and adding else None
+        if accelerator is None or not self.awaits_gradients:
+            return None
+        return partial(_add_arrived, accelerator, [layout.take_arriving() for layout in self.layouts])
 
     def keep_accumulated(self) -> None:
         """Keeps the collected gradients for a later backward (`no_sync`)."""

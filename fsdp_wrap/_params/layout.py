@@ -516,27 +516,18 @@ class Layout(ABC):
             arriving.release()
 
     @property
-    def travels(self) -> bool:
-        """Whether the device still has gradients that are on their way to the host."""
-        return any(copy.holds_device for copy, _ in self._arriving)
+    def awaits_gradients(self) -> bool:
+        """Whether gradients are on their way to the host."""
+        return bool(self._arriving)
 
-    def take_arriving(self) -> list[Callable[[], None]]:
-        """Hands over the gradients on their way to the host: each function adds one that has come."""
+    def take_arriving(self) -> Callable[[], None]:
+        """Hands over the gradients on their way to the host; returns what adds them, once they have come."""
         arriving, self._arriving = self._arriving, []
-        return [functools.partial(self._add_arrived, copy, used) for copy, used in arriving]
+        return functools.partial(self._add_arrived, arriving)
 
-    def add_arrived(self) -> None:
-        """Adds the gradients that have come to the host; the caller has waited for them."""
-        for add in self.take_arriving():
-            add()
-
-    def _add_arrived(self, copy: ToHost, used: Sequence[bool]) -> None:
-        self.add_reduced(copy.values, used)
-
-    def drop_arriving(self) -> None:
-        """Drops the gradients that are on their way to the host."""
-        self.release_arriving()
-        self._arriving = []
+    def _add_arrived(self, arrived: Sequence[tuple[ToHost, Sequence[bool]]]) -> None:
+        for each, used in arrived:
+            self.add_reduced(each.values, used)
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         """Returns which sharded parameters have gradients if these original ones have."""
@@ -551,7 +542,7 @@ class Layout(ABC):
         """Marks the sharded parameters' gradients, for `zeroed`."""
         if self._arriving and self._accelerator is not None:  # to add them later would take the marks away
             await_arrivals(self._accelerator)
-            self.add_arrived()
+            self.take_arriving()()
         self._marks.put(self.sharded_params)
 
     def zeroed(self) -> list[bool]:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from bed.accelerator import run_simulated
-from fronts import FRONTS, assert_tensors, each_front, either_front, full_state, inner
+from fronts import FRONTS, assert_tensors, each_front, either_front, full_state, inner, no_sync
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._offloading import Offloading
 from fsdp_wrap._params import Layout, to_local
@@ -189,6 +189,27 @@ def test_writes_that_no_counter_tells_count_from_the_next_use_on():
     assert len(outputs[True]) == 2 and outputs[True] == outputs[False]
     one, two, three, *_ = outputs[True][0]
     assert one != two != three
+
+
+def test_zeroed_sums_stay_away_where_an_earlier_gradient_arrives_among_them():
+    """A backward leaves reductions in flight, which the next one finishes; that one accumulates."""
+    gradients: dict[bool, dict[int, list[Any]]] = {True: {}, False: {}}
+
+    def program(rank, device, several):
+        model = wrapped("composable", cpu_offload=OFFLOAD, travel_together_bytes=0)
+        if several:
+            model.set_is_last_backward(False)
+            model(batch(rank, 0)).square().sum().backward()
+            model.set_is_last_backward(True)
+            with no_sync(model):
+                model(batch(rank, 1)).square().sum().backward()
+            model.zero_grad()
+        model(batch(rank, 2)).square().sum().backward()
+        gradients[several][rank] = [to_local(param.grad).tolist() for param in model.parameters()]
+
+    for several in (True, False):
+        run_simulated(2, partial(program, several=several))
+    assert len(gradients[True]) == 2 and gradients[True] == gradients[False]
 
 
 # optimizer state alone

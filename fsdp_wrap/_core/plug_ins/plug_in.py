@@ -246,7 +246,7 @@ class PlugIn:
         """A unit's reduction is waited for next."""
 
     def reduced(self, unit: Any) -> None:
-        """A unit's reduction has ended: the sharded parameters have its result, or their host will."""
+        """A unit's reduction has ended: its result is in the shards' gradients, or on its way to the host."""
 
     def backward_over(self, unit: Any, phase: Phase) -> None:
         """A unit's backward is over: several times for some backwards, never for failed ones."""

@@ -373,7 +373,7 @@ class UnitUpdates(PlugIn):
                 raise _come_again(unit)
             self._reduced[unit] = None
         if not self._steps.communicates:
-            self._update(unit for unit in self._reduced if not unit.handle.travels)
+            self._update(unit for unit in self._reduced if not unit.handle.awaits_gradients)
 
     def before_reduction(self, step: Schedule) -> None:
         """Updates all that is complete: updates that communicate do so here."""
