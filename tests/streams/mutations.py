@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _CALLS = ("wait", "wait_stream", "wait_event", "synchronize")
 _ON_THE_HOST = (
-    *("process_group.py Works", "messages.py", "shared_memory/", "checkpoint/", "compat/", "weights/"),
+    *("_comm/works.py", "messages.py", "shared_memory/", "checkpoint/", "compat/", "weights/"),
     "_state_over_replicas/stage.py",
     *("replica_groups.py", "tools/machines/", "tools/timeline/clocks.py"),
 )
