@@ -30,6 +30,7 @@ _OF_FILES = {
     "_runtime/": DECIDING,
     "_runtime/forward.py": HOOKS,
     "_runtime/arrivals.py": HOOKS,
+    "_runtime/same_model.py": POSITIONS,
     "_params/": COPIES,
     "_params/handle.py": DECIDING,
     "_params/showing.py": SHOWING,

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_wrap._comm import UnitCollective
 from fsdp_wrap._core import (
     UNIT_ATTR,
     Phase,
@@ -22,6 +21,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Reduction, Segment
 from fsdp_wrap._runtime.queue import Queue, Reducing
+from fsdp_wrap._runtime.same_model import SameModel
 from fsdp_wrap._runtime.unit import StepState, Unit, UnitOptions
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
@@ -76,7 +76,6 @@ class _GatherPlan(NamedTuple):
     coming: list[Unit]
     members: list[_Member]
     batch: BatchedGather
-    note: UnitCollective
     names: tuple[str, ...]
     nbytes: int
 
@@ -111,7 +110,6 @@ class _ReductionPlan(NamedTuple):
     segments: dict[Unit, list[int]]
     first: dict[Unit, int]
     gradients: BatchedGradients
-    note: UnitCollective
     nbytes: dict[Unit, int]
 
     def fits(self) -> bool:
@@ -167,29 +165,27 @@ class BatchedReduction:
         if not taken:
             return
         first, handle = taken[0], taken[0].handle
-        assert first.schedule is not None
-        note = plan.note if len(taken) == len(plan.segments) else _noted_reduction(taken)
-        note.issue(phase, first.schedule.iteration)
+        units, in_copy = (*taken,), first.defers
+        for act in first.plug_ins.to_reduce:
+            act(units, phase, in_copy)
         numbers = [plan.first[unit] + n for unit in taken for n in range(len(plan.segments[unit]))]
         nbytes = sum(map(plan.nbytes.__getitem__, taken))
-        with first.plug_ins.span(SpanKind.REDUCE, phase, tuple(taken), nbytes):
+        with first.plug_ins.span(SpanKind.REDUCE, phase, units, nbytes):
             pending, shard, parts = plan.gradients.reduce(numbers)
-        self.partial = first.defers
-        replicas = None if self.partial else handle.replicas
+        self.partial = in_copy
+        replicas = None if in_copy else handle.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
         for unit in taken:
             for act in unit.plug_ins.reduces:
                 act(unit, phase, plan.nbytes[unit], _names(taken))
 
     def finish_reduction(self) -> None:
-        """Waits for the reduction, takes its result, and checks that peers issued the same."""
+        """Waits for the reduction, and takes its result."""
         taken = self.taken
         if not taken:
             return self.finish()
         with taken[0].plug_ins.span(SpanKind.AWAIT_REDUCTION, None, tuple(taken)):
             self.finish()
-        if taken[0].positions.reductions:
-            taken[0].positions.reduced()
 
     def finish(self) -> None:
         """Waits, and gives the sums to the segments of all units."""
@@ -220,12 +216,14 @@ class BatchingQueue(Queue):
 
     Args:
         step: The state of the tree's step.
+        ranks: Knows which units the ranks have compared.
         before: The queue that this one replaces.
         nbytes: Memory for batches: half of it for parameters, half for gradients.
     """
 
-    def __init__(self, step: StepState, before: Queue, nbytes: int) -> None:
+    def __init__(self, step: StepState, ranks: SameModel, before: Queue, nbytes: int) -> None:
         super().__init__(step, before)
+        self._ranks = ranks
         self._most = nbytes // 2  # bytes of a batch, and so of each unit in it
         self._waiting: BatchedReduction | None = None  # for gradients of more units
         self._gathers: dict[tuple[Unit, Phase], _GatherPlan] = {}  # by the issuing unit
@@ -256,8 +254,9 @@ class BatchingQueue(Queue):
         if plan is None:
             unit.gather(phase)
             return
-        plan.note.issue(phase, self._step.iteration)
-        units = [member.unit for member in plan.members]
+        units = tuple([member.unit for member in plan.members])
+        for act in unit.plug_ins.to_gather:
+            act(units, phase)
         segments = [each.handle.segments for each in units]
         with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
@@ -284,10 +283,8 @@ class BatchingQueue(Queue):
             return None
         handles = [unit.handle for unit in run]
         batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
-        first, *others = [each.positions.gather for each in run]
-        members, note = [*map(_Member.of, run)], first.with_others(others)
         nbytes = sum(handle.unsharded_nbytes for handle in handles)
-        plan = _GatherPlan(coming, members, batch, note, _names(run), nbytes)
+        plan = _GatherPlan(coming, [*map(_Member.of, run)], batch, _names(run), nbytes)
         self._gathers[unit, phase] = plan
         return plan
 
@@ -295,7 +292,7 @@ class BatchingQueue(Queue):
         handle = unit.handle
         if handle.communicator.size == 1 or not _can_gather([_Member.of(unit)]):
             return False
-        return self._is_small(unit, handle, handle.batch_nbytes) and unit.positions.gather.is_known
+        return self._is_small(unit, handle, handle.batch_nbytes) and self._ranks.know_gather_of(unit)
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
@@ -395,9 +392,9 @@ class BatchingQueue(Queue):
             numbers[each] = [*map(handle.segments.index, found)]
             taking += found
         gradients = BatchedGradients(unit.handle.communicator, taking)
-        members, note = [*map(_Member.of, units)], _noted_reduction(units)
+        members = [*map(_Member.of, units)]
         nbytes = {each: each.handle.reduced_nbytes for each in units}
-        plan = _ReductionPlan(coming, members, numbers, first, gradients, note, nbytes)
+        plan = _ReductionPlan(coming, members, numbers, first, gradients, nbytes)
         self._reductions[unit, defers] = plan
         return plan
 
@@ -409,21 +406,25 @@ class BatchingQueue(Queue):
             return False
         if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
             return False
-        return not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1 and _reduction_note(unit).is_known
+        one = not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1
+        return one and self._ranks.know_reduction_of(unit)
 
 
-def queue_of(step: StepState, nbytes: int | None, device: torch.device, before: Queue) -> Queue:
+def queue_of(
+    step: StepState, ranks: SameModel, nbytes: int | None, device: torch.device, before: Queue
+) -> Queue:
     """Returns the queue for a memory of batches, which goes on where the one before stands.
 
     Args:
         step: The state of the tree's step.
+        ranks: Knows which units the ranks have compared.
         nbytes: Memory for batches; None for the default: none on accelerators, where no figures favour them.
         device: The device of computation.
         before: The queue up to now.
     """
     if nbytes is None:
         nbytes = _ON_CPU if device.type == "cpu" else 0
-    return BatchingQueue(step, before, nbytes) if nbytes > 1 else Queue(step, before)
+    return BatchingQueue(step, ranks, before, nbytes) if nbytes > 1 else Queue(step, before)
 
 
 def _same_ways(unit: Unit) -> tuple[object, ...]:
@@ -436,16 +437,6 @@ def _same_ways(unit: Unit) -> tuple[object, ...]:
 
 def _names(units: Iterable[Unit]) -> tuple[str, ...]:
     return tuple(unit.fqn for unit in units)
-
-
-def _reduction_note(unit: Unit) -> UnitCollective:
-    positions = unit.positions
-    return positions.reduction_in_copy if unit.defers else positions.reduction
-
-
-def _noted_reduction(units: Iterable[Unit]) -> UnitCollective:
-    first, *others = map(_reduction_note, units)
-    return first.with_others(others)
 
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:

@@ -161,15 +161,14 @@ class Queue:
 
     def make_room(self, leave: int = 0) -> None:
         """Finishes reductions, oldest first, until `leave` are in flight; issues the gather that waited."""
-        at = self._step.plug_ins
         while len(self._reducing) > leave:
             units, finish = self._reducing.popleft()
-            for act in at.awaits_reduction:
-                for unit in units:
+            for unit in units:
+                for act in unit.plug_ins.awaits_reduction:
                     act(unit)
             finish()
-            for act in at.reduced:
-                for unit in units:
+            for unit in units:
+                for act in unit.plug_ins.reduced:
                     act(unit)
         waiting, self._prefetching_later = self._prefetching_later, None
         if waiting is not None:

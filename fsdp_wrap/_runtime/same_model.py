@@ -1,4 +1,4 @@
-"""`SameModel`: compares each unit between ranks before its first collective.
+"""`SameModel`: logs the collectives of units, and compares each unit between ranks before its first one.
 
 The ranks also compare a few elements of each parameter's initial values, and what was changed since: the
 notes of all later collectives tell how often this rank has loaded or edited values of the tree.
@@ -9,14 +9,24 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch.distributed as dist
 
-from fsdp_wrap._comm import SAME_SETTINGS, Agreement, Note, Tree, UnitPositions, accelerator_of
-from fsdp_wrap._core import Phase, warn_caller
+from fsdp_wrap._comm import (
+    SAME_SETTINGS,
+    Agreement,
+    Note,
+    Tree,
+    UnitCollective,
+    UnitPositions,
+    accelerator_of,
+)
+from fsdp_wrap._core import Phase, PlugIn, Precedence, warn_caller
 from fsdp_wrap._runtime.unit import Unit, communicators_of
 
+_BATCHES = 256  # batches of units whose notes are kept
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
 
 _SAME_MODEL = "All ranks must shard the same model, and replicas must hold the same part of it"
@@ -24,6 +34,12 @@ _CURE = (
     "what is trained is a mixture of models. Initialise with the same seed on all ranks, pass "
     "sync_module_states=True to the wrapper, or broadcast or load the parameters before sharding"
 )
+
+
+_Kind = Callable[[UnitPositions], UnitCollective]
+_GATHER: _Kind = attrgetter("gather")
+_REDUCTION: _Kind = attrgetter("reduction")
+_REDUCTION_IN_COPY: _Kind = attrgetter("reduction_in_copy")
 
 
 def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
@@ -37,16 +53,20 @@ def find_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
     return None
 
 
-class SameModel:
-    """The comparison of one tree's units between ranks.
+class SameModel(PlugIn):
+    """The log of the collectives of one tree's units, by which ranks see that they run the same.
 
     Args:
         tree: The identity of the tree.
         parts: Those of trees that have become parts of this one.
     """
 
+    order = Precedence.CHECKS
+
     def __init__(self, tree: Tree, parts: Iterable[SameModel] = ()) -> None:
         self._tree = tree
+        self._logs: dict[Unit, UnitPositions] = {}
+        self._of_batch = functools.lru_cache(_BATCHES)(functools.partial(_batched, self._logs))
         self._told_of_values = False
         self._changes: Counter[str] = sum((part._changes for part in parts), Counter[str]())
         self._last: str = next((part._last for part in parts if part._last), "")
@@ -72,8 +92,55 @@ class SameModel:
         )
         self._tree.change(f"{' and '.join(counts)}, the last for {self._last}" if self._changes else "")
 
-    def positions_of(self, unit: Unit) -> UnitPositions:
-        """Returns the positions of a unit's collectives, which compare the unit before the first one."""
+    def log(self, units: Iterable[Unit]) -> None:
+        """Begins to log the collectives of units, under the names that they have now."""
+        self._logs.update((unit, self._log_of(unit)) for unit in units)
+
+    def know_gather_of(self, unit: Unit) -> bool:
+        """Whether the ranks that gather a unit have compared it."""
+        return self._logs[unit].gather.is_known
+
+    def know_reduction_of(self, unit: Unit) -> bool:
+        """Whether the ranks that will reduce a unit's gradients have compared it."""
+        kind = _REDUCTION_IN_COPY if unit.defers else _REDUCTION
+        return kind(self._logs[unit]).is_known
+
+    # moments
+
+    def needs(self, unit: Unit, phase: Phase) -> None:
+        assert unit.schedule is not None
+        self._logs[unit].enter(unit.schedule.iteration, phase.index)
+
+    def to_gather(self, units: tuple[Unit, ...], phase: Phase) -> None:
+        unit = units[0]
+        assert unit.schedule is not None
+        if len(units) > 1:
+            collective = self._of_batch(_GATHER, units)
+        elif unit.handle.post_forward_shards is None:
+            collective = self._logs[unit].gather
+        else:
+            collective = self._logs[unit].gather_kept
+        collective.issue(phase, unit.schedule.iteration)
+
+    def full(self, unit: Unit) -> None:
+        log = self._logs[unit]
+        if log.gathers:
+            log.gathered()
+
+    def to_reduce(self, units: tuple[Unit, ...], phase: Phase, in_copy: bool) -> None:
+        unit, kind = units[0], _REDUCTION_IN_COPY if in_copy else _REDUCTION
+        assert unit.schedule is not None
+        collective = kind(self._logs[unit]) if len(units) == 1 else self._of_batch(kind, units)
+        collective.issue(phase, unit.schedule.iteration)
+
+    def reduced(self, unit: Unit) -> None:
+        log = self._logs[unit]
+        # Others than a communicator's own need not wait for peers.
+        if log.reductions and not unit.handle.has_own_reduction and not unit.plug_ins.takes:
+            log.reduced()
+
+    def _log_of(self, unit: Unit) -> UnitPositions:
+        """Returns the log of a unit's collectives, which compares the unit before the first one."""
         communicators = unit.handle.communicators
         within = unit.options.reshards_within
         gathering = unit.handle.transport.positions
@@ -135,6 +202,12 @@ def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
             each.positions.issue(note, Phase.FORWARD, iteration)
             members.update(*each.all_gather_object(members))
     return members
+
+
+def _batched(logs: Mapping[Unit, UnitPositions], kind: _Kind, units: tuple[Unit, ...]) -> UnitCollective:
+    """Returns the collective of several units that the ranks have compared."""
+    first, *others = [kind(logs[unit]) for unit in units]
+    return first.with_others(others)
 
 
 def _contents_of(unit: Unit) -> list[str]:

@@ -122,8 +122,10 @@ class Schedule(StepState):
         self.tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self.tree, parts)
+        self.plug_ins.attach(self.ranks)
         for unit, fqns in names.items():
-            unit.join(self, ", ".join(fqns), self.ranks.positions_of)
+            unit.join(self, ", ".join(fqns))
+        self.ranks.log(self._units)
         for act in dict.fromkeys(chain.from_iterable(unit.plug_ins.made for unit in self._units)):
             act(self)
         for unit in self._units:
@@ -371,7 +373,7 @@ class Schedule(StepState):
         """Makes the queue anew if the root has another memory for batches than before."""
         nbytes = self.root.options.travel_together_bytes
         if self._together != nbytes:
-            self._together, self.queue = nbytes, queue_of(self, nbytes, self.device, self.queue)
+            self._together, self.queue = nbytes, queue_of(self, self.ranks, nbytes, self.device, self.queue)
 
     def _follow_user(self, units: Sequence[Unit]) -> None:
         """Lets the compute stream wait for the event of `wait_for`, before shards are read."""

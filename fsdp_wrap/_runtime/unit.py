@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fsdp_wrap._comm import Communicator, UnitPositions
+from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import (
     NO_CASTS,
     NO_SPAN,
@@ -138,7 +138,6 @@ class Unit:
         casts: Casts of inputs and outputs.
         schedule: State of its tree's step; None before its first use.
         plug_ins: What is attached to it, to its steps and to all steps.
-        positions: Log of its collectives for other ranks, once it has joined a schedule.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
         companions: All units that run whenever it does: lenders and tied ones.
@@ -151,7 +150,6 @@ class Unit:
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
 
-    positions: UnitPositions
     lenders: Sequence[Unit] = ()
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
@@ -267,10 +265,9 @@ class Unit:
         prefix = self.fqn.split(", ")[0].removesuffix(self.mesh_label).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
-    def join(self, schedule: StepState, fqn: str, tell: Callable[[Unit], UnitPositions]) -> None:
-        """Joins a schedule under a name relative to the root; `tell` makes the unit's `positions`."""
+    def join(self, schedule: StepState, fqn: str) -> None:
+        """Joins a schedule under a name relative to the root."""
         self.schedule, self.fqn = schedule, fqn
-        self.positions = tell(self)
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""
@@ -304,18 +301,18 @@ class Unit:
     def unshard(self, phase: Phase) -> None:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
         handle, at = self.handle, self.plug_ins
-        assert self.schedule is not None
         if handle.state in SHOWN_TO_USERS:
             refuse_shown(self)
-        self.positions.enter(self.schedule.iteration, phase.index)
+        for act in at.needs:
+            act(self, phase)
         if handle.state is HandleState.SHARDED:
             self.gather(phase)
         if handle.state is HandleState.UNSHARDING:
             span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
             with span:
                 handle.wait()
-            if self.positions.gathers:
-                self.positions.gathered()
+            for act in at.full:
+                act(self)
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
@@ -337,8 +334,8 @@ class Unit:
             return False
         lasting = self.lasts or not schedule.syncs or phase is Phase.IDLE
         nbytes = handle.unsharded_nbytes
-        note = self.positions.gather if handle.post_forward_shards is None else self.positions.gather_kept
-        note.issue(phase, schedule.iteration)
+        for act in at.to_gather:
+            act((self,), phase)
         span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
         with span:
             handle.gather(lasting)
@@ -399,8 +396,8 @@ class Unit:
         assert self.schedule is not None
         # Asks the property only where it may hold: one frame less in a usual step.
         defers = not (self.options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
-        note = self.positions.reduction_in_copy if defers else self.positions.reduction
-        note.issue(phase, self.schedule.iteration)
+        for act in at.to_reduce:
+            act((self,), phase, defers)
         span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
         with span:
             nbytes = span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
@@ -415,9 +412,6 @@ class Unit:
         span = at.span(SpanKind.AWAIT_REDUCTION, None, (self,)) if at.see_spans else NO_SPAN
         with span:
             handle.finish_reduction()
-        # Others than a communicator's own need not wait for peers.
-        if self.positions.reductions and not handle.has_own_reduction and not at.takes:
-            self.positions.reduced()
 
     # forward
 

@@ -230,6 +230,15 @@ class PlugIn:
     def expects(self, unit: Any) -> None:
         """The gather of this unit is expected next, and no prefetch issues it now; None for no known unit."""
 
+    def needs(self, unit: Any, phase: Phase) -> None:
+        """The full parameters of a unit are needed now. They may be there, or be on their way."""
+
+    def to_gather(self, units: tuple[Any, ...], phase: Phase) -> None:
+        """One all-gather for these units is about to be issued, all of them sharded. It may raise."""
+
+    def full(self, unit: Any) -> None:
+        """A unit's gather was waited for, since its full parameters are needed. It may raise."""
+
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
         """The all-gather of a unit was issued, into `nbytes` of new memory.
 
@@ -239,6 +248,15 @@ class PlugIn:
     def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
         """A unit's full parameters were freed, `nbytes` of memory."""
 
+    def to_reduce(self, units: tuple[Any, ...], phase: Phase, in_copy: bool) -> None:
+        """One reduction of the gradients of these units is about to be issued. It may raise.
+
+        Args:
+            units: The units.
+            phase: Phase of the iteration.
+            in_copy: Whether it sums over the ranks of this copy alone, and a later one over the replicas.
+        """
+
     def reduces(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
         """The reduction of a unit's gradients, `nbytes` of them, was issued; `together` as in `gathers`."""
 
@@ -246,7 +264,10 @@ class PlugIn:
         """A unit's reduction is waited for next."""
 
     def reduced(self, unit: Any) -> None:
-        """A unit's reduction has ended: its result is in the shards' gradients, or on its way to the host."""
+        """A unit's reduction has ended: its result is in the shards' gradients, or on its way to the host.
+
+        It may raise.
+        """
 
     def backward_over(self, unit: Any, phase: Phase) -> None:
         """A unit's backward is over: several times for some backwards, never for failed ones."""
@@ -361,8 +382,12 @@ class PlugIns:
     ran: Moment
     resumes: Moment
     expects: Moment
+    needs: Moment
+    to_gather: Moment
+    full: Moment
     gathers: Moment
     sharded: Moment
+    to_reduce: Moment
     reduces: Moment
     awaits_reduction: Moment
     reduced: Moment
