@@ -260,7 +260,7 @@ class Schedule(StepState):
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
             self.queue.order.ended.append(unit)
-        for act in self.plug_ins.hooked:
+        for act in unit.plug_ins.hooked:
             act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
         if unit.running > 1:
             return
@@ -294,7 +294,7 @@ class Schedule(StepState):
                     hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
                 else:
                     self._hook_view(call, inputs, tensor)
-            for act in self.plug_ins.hooked:
+            for act in unit.plug_ins.hooked:
                 act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running > 0  # a single part: others may follow
@@ -436,7 +436,7 @@ class Schedule(StepState):
     def _unshard_again(self, call: ForwardCall) -> None:
         """Shows modules the leaves of a call's forward; raises if their values have changed."""
         unit, handle = call.unit, call.unit.handle
-        for act in self.plug_ins.enters:
+        for act in unit.plug_ins.enters:
             act(unit, Computing.BACKWARD)
         unshards = unit.options.unshards_in_backward
         if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
