@@ -44,6 +44,7 @@ FOLDERS = {
     "_state_over_replicas": ("one state for all copies", STATE),
     "_activations": ("activations in host memory", STATE),
     "_state": ("full values, state dicts, norms", STATE),
+    "_batching": ("collectives of small units", RUNTIME),
     "_custom_comms": ("users' collectives and hooks", RUNTIME),
     "_checks": ("mistakes that show in a step", RUNTIME),
     "_runtime": ("when each unit does what", RUNTIME),

@@ -5,12 +5,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdp_wrap import _each_tree as _each_tree
+from fsdp_wrap._batching import set_travel_together_bytes
 from fsdp_wrap._core import Event, EventKind, Phase, observe_events, record_events
 from fsdp_wrap._core import __version__ as __version__
 from fsdp_wrap._core import found_when_asked_for as _found_when_asked_for
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import set_travel_together_bytes
 from fsdp_wrap._state import iter_full_optim_state, iter_full_params, param_aliases, set_gradients_in_place
 from fsdp_wrap.api import (
     BackwardPrefetch,

@@ -19,7 +19,7 @@ FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 class FullInEval(PlugIn):
     """Switches units to full precision with their modules' eval mode, and back with their train mode."""
 
-    order = Precedence.PRECISION
+    order = Precedence.SETTINGS
 
     def follows(self, step: Any, units: Sequence[Unit]) -> None:
         for unit in () if step.depth or graph_task() != -1 else units:

@@ -7,7 +7,6 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.batching import set_travel_together_bytes
 from fsdp_wrap._runtime.build import (
     REGISTRY,
     UnitSpec,
@@ -20,6 +19,7 @@ from fsdp_wrap._runtime.build import (
 from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
 from fsdp_wrap._runtime.materialize import MaterializationError, Values
 from fsdp_wrap._runtime.order import ExecOrder
+from fsdp_wrap._runtime.queue import Queue, Reducing
 from fsdp_wrap._runtime.refusals import (
     check_tensors,
     converted,

@@ -38,7 +38,6 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
 from fsdp_wrap._params import HandleState, ParamHandle, Showing
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.batching import queue_of
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue
@@ -111,7 +110,6 @@ class Schedule(StepState):
         self._users_sums: tuple[bool, bool] | None = None  # while a backward makes other sums
         self._thread = get_ident()  # that of the last forward
         self.queue = Queue(self)
-        self._together: int | None = -1  # the setting by which the queue was made: none yet
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
@@ -344,7 +342,6 @@ class Schedule(StepState):
             act(self)
         for act in self.plug_ins.forward_opens:
             act(self)
-        self.follow_settings()
         self.queue.order.begin_forward()
         self._follow_user(self._units)
         for unit in self._units:
@@ -369,11 +366,9 @@ class Schedule(StepState):
         for act in self.plug_ins.forward_ready:
             act(self)
 
-    def follow_settings(self) -> None:
-        """Makes the queue anew if the root has another memory for batches than before."""
-        nbytes = self.root.options.travel_together_bytes
-        if self._together != nbytes:
-            self._together, self.queue = nbytes, queue_of(self, self.ranks, nbytes, self.device, self.queue)
+    def go_on_with(self, queue: Queue) -> None:
+        """Replaces the queue by one that was made of it, between a forward and the next."""
+        self.queue = queue
 
     def _follow_user(self, units: Sequence[Unit]) -> None:
         """Lets the compute stream wait for the event of `wait_for`, before shards are read."""

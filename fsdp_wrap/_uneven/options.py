@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_wrap._batching import follow_setting
 from fsdp_wrap._runtime import Schedule, Unit
 
 
@@ -33,7 +34,7 @@ class RoundOptions:
         """Gives each unit collectives of its own, from the next forward on."""
         for schedule in self._schedules:
             self._change(schedule.root, travel_together_bytes=0)
-            schedule.follow_settings()  # now: ranks without that forward forget plans as well
+            follow_setting(schedule)  # now: ranks without that forward forget plans as well
 
     def follow_others(self) -> None:
         """Leaves it to other ranks whether gradients are reduced."""
@@ -55,7 +56,7 @@ class RoundOptions:
             unit.set(**options)
         self._before.clear()
         for schedule in self._schedules:  # now: only some ranks have begun a forward with other options
-            schedule.follow_settings()
+            follow_setting(schedule)
 
     def _change(self, unit: Unit, **options: Any) -> None:
         before = self._before.setdefault(unit, {})

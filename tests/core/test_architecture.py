@@ -19,6 +19,7 @@ INNER = [
     "_comm",
     "_params",
     "_runtime",
+    "_batching",
     "_checks",
     "_custom_comms",
     "_state",

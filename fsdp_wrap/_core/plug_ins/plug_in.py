@@ -27,8 +27,8 @@ class Precedence(IntEnum):
     """Keeps ranks together that run different steps: nothing may be issued or noted before they agree."""
     CHECKS = 1
     """Notes what this rank does and compares it with what others do, before anything can raise."""
-    PRECISION = 2
-    """Changes the dtype in which units compute: before anyone looks at their values."""
+    SETTINGS = 2
+    """Changes how units compute, or travel: before anyone looks at them."""
     VALUES = 3
     """Looks at values before anyone else may change them, and raises before others note a step."""
     LEADER = 4
