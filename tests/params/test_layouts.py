@@ -163,7 +163,9 @@ def test_the_shards_of_all_ranks_side_by_side_are_what_travels(kind, size):
         ):
             packed = torch.full((layout.numel,), 7.0, dtype=dtype)
             layout.packer(packed)([each.to(given) for each in ranks.originals])
-            packed.view(size, -1)[:, layout.shard_numel - layout.noted_numel :] = 0
+            notes = packed.view(size, -1)[:, layout.shard_numel - layout.noted_numel :]
+            assert bool((notes == 1).all()), "all parameters are used"
+            notes.zero_()
             assert torch.equal(packed, travelling.to(dtype)), "padding was not zeroed"
         gaps = sum(gap.numel() for gap in layout.padding(travelling))
         assert gaps + size * layout.noted_numel == layout.padding_numel
