@@ -249,11 +249,7 @@ class Schedule(StepState):
         within = unit.options.reshards_within if with_grad else None
         if unit.tied_to is not None and not with_grad:
             refuse_without_backward(unit, handle)
-        for tensor in with_grad:
-            if tensor._base is None:
-                hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
-            else:
-                self._hook_view(call, inputs, tensor)
+        self._hook_outputs(call, inputs, with_grad)
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
         if with_grad or (self._trains and not torch.is_grad_enabled()):  # the latter: reentrant checkpointing
@@ -270,13 +266,14 @@ class Schedule(StepState):
             self.lasting.pop(unit, None)
             self._leave(unit, until, within)
 
-    def _hook_view(self, call: ForwardCall, inputs: list[Node], view: torch.Tensor) -> None:
-        """Hooks an output that is a view for its backward, and itself for those who watch its gradient."""
-        hooked = hooked_for(view, inputs)
-        if hooked is view or call.unit.plug_ins.sees:
-            hook_gradient(view, partial(self._pre_backward, call, inputs, True))
-        if hooked is not view:
-            hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
+    def _hook_outputs(self, call: ForwardCall, inputs: list[Node], outputs: Iterable[torch.Tensor]) -> None:
+        """Hooks outputs for their backward; views themselves also for those who watch their gradients."""
+        for output in outputs:
+            hooked = output if output._base is None else hooked_for(output, inputs)
+            if hooked is output or call.unit.plug_ins.sees:
+                hook_gradient(output, partial(self._pre_backward, call, inputs, True))
+            if hooked is not output:
+                hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
 
     def end_lasting(self, tensors: list[torch.Tensor]) -> None:
         """Ends, with the outermost forward, the forwards of units that have stayed full.
@@ -287,11 +284,7 @@ class Schedule(StepState):
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
         lasting, self.lasting = self.lasting, {}
         for unit, (call, inputs) in lasting.items():
-            for tensor in with_grad:
-                if tensor._base is None:
-                    hook_gradient(tensor, partial(self._pre_backward, call, inputs, True))
-                else:
-                    self._hook_view(call, inputs, tensor)
+            self._hook_outputs(call, inputs, with_grad)
             for act in unit.plug_ins.hooked:
                 act(unit, [hooked_for(tensor, inputs) for tensor in with_grad])
             within = unit.options.reshards_within if with_grad else None
