@@ -26,7 +26,7 @@ from fsdp_wrap._runtime import (
     schedule_of,
     units_in,
 )
-from fsdp_wrap._state import deepcopy_wrapper, note_load, shortened
+from fsdp_wrap._state import deepcopy_wrapper, load_side_data, note_load, shortened, sides_in
 from fsdp_wrap.forward_methods import register_forward_method
 
 _Self = TypeVar("_Self", bound="FSDPModule")
@@ -526,8 +526,10 @@ class FSDPModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.reshard()
+        _, strict, missing, _, errors = args
         for unit in _unit_of(self).over_all_meshes:
             note_load(unit, self, state_dict, prefix, call=args[-1])  # the errors of the whole load
+            load_side_data(sides_in(unit, self, prefix), state_dict, strict, missing, errors)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # common helpers; names that a user's module, whose class this joins, cannot have as well

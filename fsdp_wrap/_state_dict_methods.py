@@ -261,9 +261,18 @@ class StateDictMethods(nn.Module):
         kind = self._state_dict_settings.state_dict_type
         assigns = args[0].get("assign_to_params_buffers", False)  # a plain parent's `assign=True`
         in_full = _deferred.get() or assigns
-        self._load = _OpenLoad(
-            self, begin_load(self._unit, kind, state_dict, prefix, self._load_errors, in_full)
+        _, strict, missing, _, errors = args
+        end = begin_load(
+            self._unit,
+            kind,
+            state_dict,
+            prefix,
+            strict=strict,
+            missing=missing,
+            errors=errors,
+            in_full=in_full,
         )
+        self._load = _OpenLoad(self, end)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _end_load(self, keep: bool = False) -> None:

@@ -50,4 +50,11 @@ from fsdp_wrap._params.parallel import (
 )
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.showing import Showing
+from fsdp_wrap._params.side_data import (
+    SideData,
+    seams_of_side_data,
+    side_data_kind,
+    side_data_of,
+    tensors_beside,
+)
 from fsdp_wrap._params.summoned import Summoning

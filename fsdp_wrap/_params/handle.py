@@ -395,6 +395,7 @@ class ParamHandle:
             if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.refuse_conversion()
             if segment.layout.follow_replaced():
+                segment.layout.refuse_other_codes(segment.layout.dtype)
                 segment.follow_shard()
                 moved = True
         if moved:
@@ -489,6 +490,7 @@ class ParamHandle:
         for segment in self.segments:
             wanted = [*map(_REQUIRES_GRAD, segment.layout.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
+                segment.layout.refuse_training(wanted)
                 segment.train(wanted)
                 changed = True
         if changed:

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of, await_arrivals
@@ -20,6 +21,7 @@ from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignm
 from fsdp_wrap._core.torch_private import DTensorSpec, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
+from fsdp_wrap._params.side_data import side_data_of
 from fsdp_wrap._params.zero_marks import GradientMarks
 
 Written = tuple[list[int], list[int]]
@@ -152,6 +154,7 @@ class Layout(ABC):
         full_numel: Elements of the unsharded buffer with its padding: a multiple of the ranks.
         memory: The tensors that alias the unsharded buffer: the leaves, or their local parts.
         distributed: The distributed part of each original parameter; None where none is distributed.
+        side_data: What each original parameter keeps beside its tensor; None for most.
     """
 
     extents: Sequence[Extent]
@@ -196,9 +199,14 @@ class Layout(ABC):
         )
         self._accelerator = accelerator_of(communicator.device)
         self.offloaded = offload and self._accelerator is not None
+        self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
         self._attributes = [
-            dict(vars(slot.param)) if part is None else part.attributes(slot.param)
-            for slot, part in zip(slots, parts)
+            side.attributes
+            if side is not None
+            else dict(vars(slot.param))
+            if part is None
+            else part.attributes(slot.param)
+            for slot, part, side in zip(slots, parts, self.side_data)
         ]
         self._marks = GradientMarks()
         self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
@@ -361,7 +369,7 @@ class Layout(ABC):
         # Each with a version counter of its own.
         memory = [view.data for view in self.views(buffer)]
         if self.distributed is None:
-            self.memory = self.leaves = [nn.Parameter(each, requires_grad=False) for each in memory]
+            self.memory = self.leaves = [*map(self.parameter, range(len(memory)), memory)]
         else:
             self.leaves = [
                 nn.Parameter(each, requires_grad=False) if part is None else part.parameter(each)
@@ -372,6 +380,31 @@ class Layout(ABC):
             leaf.__dict__.update(attributes)
         self._follow_places()
         return self.leaves
+
+    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
+        """Returns a parameter of the original's class with other values, such as its full ones."""
+        side = self.side_data[index]
+        return nn.Parameter(value, requires_grad) if side is None else side.parameter(value)
+
+    def refuse_training(self, wanted: Sequence[bool]) -> None:
+        """Refuses gradients of codes; `wanted` says which parameters train."""
+        for fqn, side, trains in zip(self.fqns, self.side_data, wanted):
+            if side is not None and trains:
+                raise ValueError(
+                    f"parameter '{self.name_of(fqn)}' was made to require gradients (on rank "
+                    f"{dist.get_rank()}), and holds the codes of {side.describe()}, which have none: freeze "
+                    "it (requires_grad_(False)) and train adapters beside it"
+                )
+
+    def refuse_other_codes(self, dtype: torch.dtype) -> None:
+        """Refuses another dtype of a shard that holds codes, since a cast changes what they mean."""
+        for fqn, side in zip(self.fqns, self.side_data):
+            if side is not None and dtype != side.dtype:
+                raise ValueError(
+                    f"parameter '{self.name_of(fqn)}' cannot go from {side.dtype} to {dtype} (on rank "
+                    f"{dist.get_rank()}): it holds the codes of {side.describe()}. Convert the other "
+                    "parameters alone, or before sharding"
+                )
 
     def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Moves leaves, given by number, to other views."""
@@ -631,9 +664,14 @@ class Layout(ABC):
         """
         new = copy(self)
         new._marks, new._arriving, new._owner = GradientMarks(), [], None
+        new.side_data = deepcopy(self.side_data, memo)
+        new._attributes = [
+            attributes if side is None else side.attributes
+            for attributes, side in zip(self._attributes, new.side_data)
+        ]
         new._adopt_copies()
-        pieces = zip(new._pieces, self.sources)
-        new._stand_for([nn.Parameter(piece, source.requires_grad) for piece, source in pieces])
+        trains = (source.requires_grad for source in self.sources)
+        new._stand_for([*map(new.parameter, range(len(self.sources)), new._pieces, trains)])
         for old, own in zip(self._own_tensors(), new._own_tensors()):
             own.__dict__.update(old.__dict__ | own.__dict__)
             memo[id(old)] = own

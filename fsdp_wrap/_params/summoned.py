@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -55,8 +54,8 @@ class SummonedSegment:
         if any(self._have_grads):
             self._grads.collect(layout.write_gradient)
         self._params = [
-            nn.Parameter(shown, requires_grad=source.requires_grad)
-            for shown, source in zip(self._values.shown, layout.sources)
+            layout.parameter(index, shown, source.requires_grad)
+            for index, (shown, source) in enumerate(zip(self._values.shown, layout.sources))
         ]
         if self.shows_full:
             layout.show_full(self._params, copies=False)

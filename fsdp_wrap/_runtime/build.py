@@ -43,6 +43,8 @@ from fsdp_wrap._params import (
     ParamHandle,
     check_beside,
     is_extension,
+    side_data_kind,
+    side_data_of,
     to_local,
 )
 from fsdp_wrap._runtime.materialize import Values, broadcast, materialize, refuse_together
@@ -178,7 +180,7 @@ def check_contents(contents: UnitContents, values: Values, mesh: ShardMesh, inst
     """
     error: Exception | None = None
     try:
-        check_tensors(contents, instead)
+        check_tensors(contents, instead, filled_later=values.param_init_fn is not None)
         for slot in contents.slots:
             check_beside(slot.fqn, slot.param, mesh)
         check_materializable(contents, values)
@@ -207,7 +209,10 @@ def build_unit(module: nn.Module, contents: UnitContents, spec: UnitSpec, values
 
 def move(named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> None:
     """Moves tensors to a device; they stay the same Python objects."""
-    for _, tensor in named:
+    for fqn, tensor in named:
+        side = side_data_of(fqn, tensor)
+        if side is not None:
+            side.move(device)
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
 
@@ -220,6 +225,10 @@ def assemble_unit(
     The specs in `beside` are for parameters on other meshes. Each becomes a unit of its own that runs
     whenever this one does.
     """
+    for slot in contents.slots:  # also what a function of the user has filled
+        kind = side_data_kind(slot.param)
+        if kind is not None:
+            kind.check(slot.fqn, slot.param, filled_later=False)
     note_ignored(contents.ignored)
     lenders = REGISTRY.borrow(contents)
     for lender in lenders:
@@ -244,12 +253,21 @@ def assemble_unit(
     for each in spec.parts or (module,):
         announce_sharded(each)
     for made, by_kind in zip(unit.over_all_meshes, kinds):
+        _prepare_modules(made)
         guard_parametrizations(made, modules)
         REGISTRY.note(made, [[slot.param for slot in segment] for segment in by_kind.values()])
         refuse_earlier_optimizers(made, [*by_kind.values()])
         refuse_pieces(made)
     watch_steps()
     return unit
+
+
+def _prepare_modules(unit: Unit) -> None:
+    for layout in unit.layouts:
+        for side, places in zip(layout.side_data, layout.places):
+            if side is not None:
+                for module, _ in places:
+                    side.prepare(module)
 
 
 def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str, Any]:
@@ -299,14 +317,16 @@ def _skip_runtime_frames() -> None:
             rules.add(found.name)
 
 
-_Kind = tuple[torch.dtype, bool, bool, bool, SegmentPolicy]
+_Kind = tuple[torch.dtype, bool, bool, bool, bool, SegmentPolicy]
 
 
 def _by_kind(contents: UnitContents, spec: UnitSpec) -> dict[_Kind, list[ParamSlot]]:
     by_kind: dict[_Kind, list[ParamSlot]] = {}
     for slot in [each for each in contents.slots if spec.only is None or each.param in spec.only]:
         param = slot.param
-        kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), spec.policy_of(param)
+        has_side_data = side_data_kind(param) is not None  # its codes are never cast
+        policy = SegmentPolicy() if has_side_data else spec.policy_of(param)
+        kind = param.dtype, param.requires_grad, param.is_meta, is_extension(param), has_side_data, policy
         by_kind.setdefault(kind, []).append(slot)
     return by_kind
 

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator, all_gather_object
 from fsdp_wrap._core import UnitContents, children_first, joined, replace_tensor
 from fsdp_wrap._core.torch_private import swap_tensor_impl
-from fsdp_wrap._params import inner_tensors, to_local
+from fsdp_wrap._params import inner_tensors, tensors_beside, to_local
 
 _MESSAGE_BYTES = 32 << 20
 """Largest message of `broadcast`."""
@@ -89,7 +89,8 @@ def broadcast(
     The communicators in `steps` broadcast one after the other: to one rank of every copy, then within the
     copies. Names, shapes or dtypes that differ between ranks raise an error on every rank.
     """
-    named = [inner for fqn, tensor in named for inner in inner_tensors(fqn, tensor)]
+    inner = [each for fqn, tensor in named for each in inner_tensors(fqn, tensor)]
+    named = inner + [each for fqn, tensor in named for each in tensors_beside(fqn, tensor)]
     _check_same(named, groups)
     for _, tensor in named:
         target = to_local(tensor).detach()

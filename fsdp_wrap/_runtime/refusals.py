@@ -35,6 +35,7 @@ from fsdp_wrap._params import (
     check_packable,
     is_extension,
     is_packable,
+    side_data_kind,
     to_local,
 )
 from fsdp_wrap._runtime.materialize import Values, direct_tensors, reset_method
@@ -48,13 +49,16 @@ _OUTSIDE = (
 )
 
 
-def check_tensors(contents: UnitContents, instead: str | None, extended: bool = False) -> None:
+def check_tensors(
+    contents: UnitContents, instead: str | None, extended: bool = False, filled_later: bool = False
+) -> None:
     """Refuses tensors that cannot be sharded, or would lose their behaviour or hooks.
 
     Args:
         contents: The tensors of the future unit.
         instead: Advice about optimizers applied in backward, which would train nothing; None allows them.
         extended: Whether parameters may be tensor extensions (subclasses with hooks for the all-gather).
+        filled_later: Whether a function of the user still fills what is on the meta device.
     """
     for fqn, tensor in contents.tensors():
         if is_lazy(tensor):
@@ -65,7 +69,10 @@ def check_tensors(contents: UnitContents, instead: str | None, extended: bool = 
     for slot in contents.slots:
         for user, _ in slot.places:
             _refuse_scripted(slot.fqn, user)
-        if extended and is_extension(slot.param):
+        side = side_data_kind(slot.param)
+        if side is not None:
+            side.check(slot.fqn, slot.param, filled_later)
+        elif extended and is_extension(slot.param):
             check_extension(slot.fqn, slot.param)
         elif is_extension(slot.param) and is_packable(slot.param):
             check_packable(slot.fqn, slot.param)
@@ -176,6 +183,8 @@ def converted(
                 f"the sharded parameters of {unit.name} cannot go from {before.device} to {after.device}; "
                 f"{instead}"
             )
+        if after.dtype != before.dtype:
+            segment.layout.refuse_other_codes(after.dtype)
         found.append((segment, after.dtype))
     return found
 

@@ -216,6 +216,7 @@ def _contents_of(unit: Unit) -> list[str]:
     for segment in unit.segments:
         layout = segment.layout
         aligned = "" if layout.alignment is None else f", aligned to {layout.alignment}"
-        pairs = zip(layout.fqns, segment.leaves)
-        found += [f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}" for fqn, leaf in pairs]
+        for fqn, leaf, side in zip(layout.fqns, segment.leaves, layout.side_data):
+            stored = "" if side is None else f", {side.describe()}"
+            found.append(f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}{stored}")
     return found

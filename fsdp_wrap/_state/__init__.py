@@ -35,7 +35,7 @@ from fsdp_wrap._state.gradients.hooks import (
 from fsdp_wrap._state.gradients.in_parts import NormInParts, scale_to
 from fsdp_wrap._state.gradients.norms import AllReduce, Summand, exact_powers, reduced
 from fsdp_wrap._state.gradients.scaler import ShardedGradScaler
-from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets, note_load
+from fsdp_wrap._state.load_targets import ReadsOnAccess, Targets, note_load, sides_in
 from fsdp_wrap._state.misfits import shortened
 from fsdp_wrap._state.optim_initial import innermost
 from fsdp_wrap._state.optim_load import as_saved, load_optim_state_dict
@@ -49,6 +49,7 @@ from fsdp_wrap._state.optim_state_dict import (
     sharded_optim_state_dict,
 )
 from fsdp_wrap._state.originals import Original, Originals, owned_places, uncompiled_fqn, uncut
+from fsdp_wrap._state.side_data import load_side_data
 from fsdp_wrap._state.state_dict import (
     begin_load,
     by_mesh,

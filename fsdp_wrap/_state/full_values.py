@@ -411,13 +411,18 @@ def _params(names: Originals) -> Iterator[FullValue]:
     owned = {value.key: value for handle in handles for value in full_values(handle)}
     for fqn, original in names.by_name.items():
         if original.key in owned:
-            yield replace(owned[original.key], key=fqn)
+            value, side = owned[original.key], original.side_data
+            whole = value.whole if side is None else side.parameter
+            yield replace(value, key=fqn, whole=whole)
         else:
             yield value_held_here(fqn, original.source)
 
 
 def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
-    return replace(value, dtype=dtype) if dtype is not None and is_castable(value.dtype) else value
+    quantised = value.whole is not None
+    return (
+        value if dtype is None or quantised or not is_castable(value.dtype) else replace(value, dtype=dtype)
+    )
 
 
 def persistent_buffers(module: nn.Module, units: Iterable[Unit]) -> list[tuple[str, torch.Tensor]]:

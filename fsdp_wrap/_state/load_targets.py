@@ -29,12 +29,13 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor
+from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor, Layout, SideData
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import shape_of
 from fsdp_wrap._state.misfits import quoted, shown, tell_prefix
 from fsdp_wrap._state.originals import Original, owned_places, used_by
+from fsdp_wrap._state.side_data import misfits
 
 _PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
@@ -94,7 +95,8 @@ def _load(interval: Interval, value: Any) -> None:
 
 def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
     """Yields messages on a value that does not fit."""
-    interval, shape, wanted = target.interval, target.shape, target.wanted
+    interval, shape, side = target.interval, target.shape, target.side_data
+    wanted = target.wanted if side is None else side.describe()
     if wanted is not None and shape_of(value) != shape:
         yield f"kind mismatch for {key}: the checkpoint has {_kind_of(value)}, the model {wanted}."
         return
@@ -181,6 +183,9 @@ class Targets:
             for key, target in known
             for problem in _problems(key, target, target.taken_apart(given[key]))
         )
+        for key, target in self._by_name.items():
+            if target and target.side_data is not None and key in given:
+                problems += misfits(key, target.side_data, given)
         pieces = [key for key, value in given.items() if isinstance(value, IntervalTensor)]
         if pieces and kind is StateDictType.FULL_STATE_DICT:
             problems.append(
@@ -217,11 +222,28 @@ def note_load(unit: Unit, module: nn.Module, names: Collection[str], prefix: str
         prefix: The prefix there of names below the module.
         call: An object of the whole load.
     """
-    owned = {id(param) for layout in unit.layouts for param in layout.sources}
+    for key, _, _ in _shown_in(unit, module, prefix):
+        if key in names:
+            return note_change([unit], "load", call)
+
+
+def sides_in(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, SideData]]:
+    """Yields the side data of a unit's parameters, by names in a state dict; arguments as for `note_load`."""
+    for key, layout, index in _shown_in(unit, module, prefix):
+        side = layout.side_data[index]
+        if side is not None:
+            yield key, side
+
+
+def _shown_in(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, Layout, int]]:
+    """Yields the parameters of a unit that a module shows, by names in a state dict."""
+    owned = {
+        id(param): (layout, index) for layout in unit.layouts for index, param in enumerate(layout.sources)
+    }
     for path, current in walk(module, into=lambda below: UNIT_ATTR not in below.__dict__):
         for name, param in current._parameters.items():
-            if id(param) in owned and prefix + joined(path, name) in names:
-                return note_change([unit], "load", call)
+            if id(param) in owned:
+                yield prefix + joined(path, name), *owned[id(param)]
 
 
 def _kind_of(value: Any) -> str:
@@ -237,10 +259,12 @@ def copies_values(module: nn.Module) -> bool:
 
 
 def _all_targets(module: nn.Module, owned: Mapping[Place, Original]) -> Iterator[tuple[str, Original | None]]:
-    """Yields where every value goes, in the order of `state_dict`; None for extra state."""
+    """Yields where every value goes, in the order of `state_dict`; None for extra state and side data."""
     for fqn, place, tensor in named(module, _entries, all_names=True):
         if place in owned:
             yield fqn, owned[place]
+            side = owned[place].side_data
+            yield from ((f"{fqn}.{name}", None) for name in (() if side is None else side.saved()))
         elif place[1] == _EXTRA:
             yield fqn, None
         elif tensor is not None and not isinstance(tensor, FlatParameter):

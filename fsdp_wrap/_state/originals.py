@@ -21,6 +21,7 @@ from fsdp_wrap._params import (
     IntervalTensor,
     Layout,
     ParamHandle,
+    SideData,
     Spread,
     by_rows,
     to_local,
@@ -157,6 +158,11 @@ class Original:
     def wanted(self) -> str | None:
         """A description of a valid full value, where shape and dtype do not tell."""
         return None if self.layout is None else self.layout.wanted(self.index)
+
+    @property
+    def side_data(self) -> SideData | None:
+        """What it keeps beside its tensor, if anything."""
+        return None if self.layout is None else self.layout.side_data[self.index]
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter."""

@@ -47,6 +47,7 @@ from fsdp_wrap._state.full_params import (
 from fsdp_wrap._state.full_values import FirstRank, Receiver, full_values, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places, used_by
+from fsdp_wrap._state.side_data import load_side_data
 
 
 def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSettings:
@@ -228,15 +229,23 @@ def _replaceable(unit: Unit) -> list[ParamHandle]:
 def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
     remaining = iter(values)
-    handle.replace([[*map(_as_param, layout.sources, remaining)] for layout in handle.layouts])
+    handle.replace(
+        [
+            [_as_param(layout, index, next(remaining)) for index in range(len(layout.fqns))]
+            for layout in handle.layouts
+        ]
+    )
 
 
-def _as_param(source: torch.Tensor, value: torch.Tensor) -> Any:
+def _as_param(layout: Layout, index: int, value: torch.Tensor) -> Any:
     """Returns a parameter of a value; a piece, which was made for this, becomes one itself."""
+    trains, side = layout.sources[index].requires_grad, layout.side_data[index]
     if type(value) is not IntervalTensor:
-        return nn.Parameter(value, requires_grad=source.requires_grad)
+        return layout.parameter(index, value, trains)
     value._is_param = True
-    return value.requires_grad_(source.requires_grad)
+    if side is not None:
+        side.put_on(value)
+    return value.requires_grad_(trains)
 
 
 def _full_copies(handle: ParamHandle, offload: bool, only: Receiver) -> Iterator[torch.Tensor]:
@@ -307,7 +316,15 @@ def _wrapped(unit: Unit) -> nn.Module:
 
 
 def begin_load(
-    unit: Unit, kind: StateDictType, state_dict: dict[str, Any], prefix: str, errors: list[str], in_full: bool
+    unit: Unit,
+    kind: StateDictType,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *,
+    strict: bool,
+    missing: list[str],
+    errors: list[str],
+    in_full: bool,
 ) -> Callable[[bool], None]:
     """Shows parameters for a unit's part of a state dict, whose values it converts in place.
 
@@ -318,7 +335,9 @@ def begin_load(
         kind: The kind of the state dict.
         state_dict: By the unwrapped module's names.
         prefix: The prefix of the unit's names.
-        errors: Gets a message for each flat shard that does not fit.
+        strict: Whether names must match.
+        missing: Gets the names of missing side data.
+        errors: Gets a message for each flat shard and each kind of codes that does not fit.
         in_full: Whether a full state dict needs full parameters in any case.
 
     Returns:
@@ -335,6 +354,10 @@ def begin_load(
     for name, _ in named_originals:
         if prefix + name in state_dict:
             state_dict[prefix + name] = unsharded(state_dict[prefix + name])
+    sides = ((prefix + name, original.side_data) for name, original in named_originals)
+    load_side_data(
+        ((key, side) for key, side in sides if side is not None), state_dict, strict, missing, errors
+    )
     wrapped = f"{prefix}{WRAPPED_ATTR}."
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(wrapped):
