@@ -45,6 +45,7 @@ class FullValue:
         write: Writes this rank's elements into a 1-D tensor.
         part: The part of the tensor that these ranks hold, where tensor parallelism has cut it.
         whole: Converts the gathered tensor to the one that users see, if they differ.
+        numbers: Shape and dtype of that one, if it is a plain tensor made of codes.
     """
 
     key: Any
@@ -55,6 +56,7 @@ class FullValue:
     write: Callable[[torch.Tensor], object]
     part: LocalPart | None = None
     whole: Callable[[torch.Tensor], torch.Tensor] | None = None
+    numbers: tuple[torch.Size, torch.dtype] | None = None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -63,8 +65,19 @@ class FullValue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        return self.full_shape.numel() * self.dtype.itemsize
+        """Bytes of the full tensor, or of the codes and the numbers that they mean."""
+        codes = self.full_shape.numel() * self.dtype.itemsize
+        return codes if self.numbers is None else codes + self.numbers[0].numel() * self.numbers[1].itemsize
+
+    def cast(self, dtype: torch.dtype | None) -> FullValue:
+        """Returns it in another dtype: the tensor that travels, or the numbers that codes mean."""
+        if dtype is None or (self.whole is not None and self.numbers is None):
+            return self
+        if self.numbers is None:
+            return replace(self, dtype=dtype)
+        whole = self.whole
+        assert whole is not None
+        return replace(self, whole=lambda codes: whole(codes).to(dtype), numbers=(self.numbers[0], dtype))
 
     def travels_with(self, other: FullValue) -> bool:
         """Whether the two can be parts of one message from each rank."""
@@ -341,17 +354,24 @@ def param_aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 class FullParams:
     """The full parameters of a module, described before anything is gathered.
 
-    Arguments are those of `iter_full_params`; `doing` names the caller in messages.
+    Arguments are those of `iter_full_params`; `doing` names the caller in messages. With `numbers`, codes
+    with side data are given as the numbers that they mean.
     """
 
     def __init__(
-        self, module: nn.Module, doing: str, *, dtype: torch.dtype | None = None, buffers: bool = False
+        self,
+        module: nn.Module,
+        doing: str,
+        *,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+        numbers: bool = False,
     ) -> None:
         check_dtype(dtype)
         units = settled_units(module, doing)
         self._module, names = module, Originals(module)
         self._doing, self._chosen = doing, {"dtype": dtype, "buffers": buffers}
-        self._values = [_cast(value, dtype) for value in _params(names)]
+        self._values = [_cast(value, dtype) for value in _params(names, numbers)]
         self._budget = 2 * names.largest_unit_nbytes()
         if buffers:
             self._values += [value_held_here(*each) for each in persistent_buffers(module, units)]
@@ -367,17 +387,17 @@ class FullParams:
 
     def described(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Returns shapes and dtypes by name, in order."""
-        return {value.key: (value.full_shape, value.dtype) for value in self._values}
+        return {value.key: value.numbers or (value.full_shape, value.dtype) for value in self._values}
 
     @property
     def subclasses(self) -> set[str]:
         """Names of those whose full values are of a tensor subclass."""
-        return {value.key for value in self._values if value.whole is not None}
+        return {value.key for value in self._values if value.whole is not None and value.numbers is None}
 
     def choose(self, wanted: Mapping[str, torch.dtype]) -> None:
         """Keeps only these parameters, in this order and these dtypes."""
         values = {value.key: value for value in self._values}
-        self._values = [replace(values[name], dtype=dtype) for name, dtype in wanted.items()]
+        self._values = [values[name].cast(dtype) for name, dtype in wanted.items()]
 
     def stream(
         self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
@@ -406,23 +426,25 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
     return units
 
 
-def _params(names: Originals) -> Iterator[FullValue]:
+def _params(names: Originals, numbers: bool) -> Iterator[FullValue]:
     handles = dict.fromkeys(each.handle for each in names.by_name.values() if each.handle is not None)
     owned = {value.key: value for handle in handles for value in full_values(handle)}
     for fqn, original in names.by_name.items():
         if original.key in owned:
             value, side = owned[original.key], original.side_data
-            whole = value.whole if side is None else side.parameter
-            yield replace(value, key=fqn, whole=whole)
+            value = replace(value, key=fqn)
+            if side is not None:
+                meant = side.plain(torch.empty(value.full_shape, device="meta"))
+                made = {"whole": side.plain, "numbers": (meant.shape, meant.dtype)}
+                value = replace(value, **(made if numbers else {"whole": side.parameter}))
+            yield value
         else:
             yield value_held_here(fqn, original.source)
 
 
 def _cast(value: FullValue, dtype: torch.dtype | None) -> FullValue:
-    quantised = value.whole is not None
-    return (
-        value if dtype is None or quantised or not is_castable(value.dtype) else replace(value, dtype=dtype)
-    )
+    held = value.dtype if value.numbers is None else value.numbers[1]
+    return value.cast(dtype) if is_castable(held) else value
 
 
 def persistent_buffers(module: nn.Module, units: Iterable[Unit]) -> list[tuple[str, torch.Tensor]]:

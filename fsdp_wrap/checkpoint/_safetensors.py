@@ -94,7 +94,7 @@ def export_safetensors(
     `model.safetensors.index.json`, under the names of the unwrapped module; tied parameters once, under the
     first of their names. No rank holds more than `budget` bytes of it at a time. An earlier export
     in the directory is replaced once all of the new files are complete. Extra state of modules, which is no
-    tensor, is left out.
+    tensor, is left out. 4-bit weights of bitsandbytes are written as the numbers that their codes mean.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
@@ -118,7 +118,7 @@ def export_safetensors(
     if max_shard_bytes is not None:
         warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
         max_shard_size = max_shard_bytes
-    params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True)
+    params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True, numbers=True)
     params.refuse_subclasses("export_safetensors()")
     plan = _plan(params.described(), max_shard_size)
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)

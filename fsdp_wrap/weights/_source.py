@@ -56,8 +56,9 @@ def weight_source(
             of them is a component of a name. A pattern with a number, as `{"experts.w1": "experts.*.w1"}`, is
             stacked along a new first dimension. Rules apply one after the other, each to the results of those
             before.
-        dtype: Dtype of floating-point tensors, save quantised ones; None for the master dtype. They are cast
-            before they travel, merged ones afterwards.
+        dtype: Dtype of floating-point tensors, save those of tensor subclasses; None for the master dtype.
+            They are cast before they travel, merged ones afterwards. 4-bit weights of bitsandbytes travel as
+            codes, and are given as the numbers that these mean.
         budget: The most bytes alive on a rank of what is on its way and what is being made, of the tensor
             yielded last, and the one before, which a loop's variable still holds. A number or a text such as
             "500MB". The largest tensor is allowed in any case.
@@ -79,7 +80,7 @@ def weight_source(
         raise TypeError(f"rename must be a function or None, not a {type(rename).__name__}")
     rules, nbytes = check_rules(fuse), nbytes_of(budget, "budget")
     check_dtype(dtype)
-    params = FullParams(model, _DOING, buffers=buffers)
+    params = FullParams(model, _DOING, buffers=buffers, numbers=True)
     plain = {name: SourceTensor(name, *described) for name, described in params.described().items()}
     made: dict[str, Formula]
     if adapters == "merge":
@@ -143,7 +144,7 @@ class WeightSource:
         return self._iterate(params.stream(budget=self._room(), rank0_only=self._rank0_only))
 
     def _params(self) -> FullParams:
-        params = FullParams(self.model, _DOING, buffers=self._buffers)
+        params = FullParams(self.model, _DOING, buffers=self._buffers, numbers=True)
         takes = [taken for made in self._made.values() for taken in made.sources]
         params.choose({taken.key: taken.dtype for taken in takes})
         return params
