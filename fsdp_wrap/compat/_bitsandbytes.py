@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn.modules import Params4bit
+from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 
 from fsdp_wrap._params import SideData, seams_of_side_data
@@ -22,7 +23,7 @@ _BLOB = "quant_state.bitsandbytes__"
 _OFFSET_WIDTH = 32
 
 
-class _EvenlyPacked(QuantState):
+class _EvenlyPacked(QuantState):  # type: ignore[misc]  # without types
     """A `QuantState` whose packed entry has the same size whatever the scales: DCP reads into equal sizes.
 
     Spaces fill the place that a shorter number leaves at the end.
@@ -106,15 +107,16 @@ class FourBit(SideData):
     @staticmethod
     def _told(saved: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns what entries of a state dict say of codes, without the scales; None if they do not."""
-        if not any(name.startswith(_BLOB) for name in saved):
+        packed = [value for name, value in saved.items() if name.startswith(_BLOB)]
+        if not packed:
             return None
-        state = _read(saved)
-        told = {"kind": state.quant_type, "block size": state.blocksize, "shape": tuple(state.shape)}
-        told["nested block size"] = state.state2.blocksize if state.nested else None
-        return told
+        told = unpack_tensor_to_dict(packed[0])
+        known = {"kind": "quant_type", "block size": "blocksize", "shape": "shape"}
+        known |= {"dtype": "dtype", "nested block size": "nested_blocksize"}
+        return {words: told.get(name) for words, name in known.items()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        given = _tensors_of(_read(saved))
+        given = _tensors_of(QuantState.from_dict(dict(saved), torch.device("cpu")))
         for name, tensor in self.tensors().items():
             tensor.copy_(given[name])
 
@@ -129,8 +131,9 @@ class FourBit(SideData):
     def plain(self, full: torch.Tensor) -> torch.Tensor:
         if full.is_meta:
             return torch.empty(self._state.shape, dtype=self._state.dtype, device="meta")
-        values: torch.Tensor = dequantize_4bit(full.detach(), self._state)
-        return values
+        codes = full.detach().to(self._state.absmax.device)
+        values: torch.Tensor = dequantize_4bit(codes, self._state)
+        return values.to(full.device)
 
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
@@ -139,11 +142,6 @@ def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
         found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
         found["nested_offset"] = state.offset
     return found
-
-
-def _read(saved: Mapping[str, Any]) -> Any:
-    """Returns the `QuantState` that entries of a state dict describe."""
-    return QuantState.from_dict(dict(saved), torch.device("cpu"))
 
 
 KINDS: Mapping[type, type[SideData]] = {Params4bit: FourBit}
