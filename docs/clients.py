@@ -108,7 +108,7 @@ two backends of the CPU). Its memory statistics, axolotl's mesh and NCCL have st
 | Liger 0.8.5 | none |
 | axolotl 0.19.0 | three methods of `FSDPParam` |
 
-axolotl replaces these methods to shard four-bit weights; [ours need none of that](how-to/lora.md#qlora).
+axolotl replaces these methods to shard four-bit weights; [ours need none of that](how-to/qlora.md).
 """
 
 

@@ -3,9 +3,9 @@
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 examples/qlora.py --adapters runs/adapters
 
 The encoder is MiniLM. It learns to find functions of Python's standard library by the first sentence of
-their documentation. Its weights are torchao's NF4: each rank keeps its rows, and gathers transfer 4 bits
-per value. The adapters are peft's LoRA, saved with peft and loaded into a new model.
-Standard output ends with one line of JSON.
+their documentation. Its weights are bitsandbytes' nf4, or torchao's with `--weights torchao`: each rank keeps
+its share, and gathers transfer 4 bits per value. The adapters are peft's LoRA, saved with peft and loaded
+into a new model. Standard output ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import torch.nn.functional as F
 from lm import launch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-from transformers import AutoModel, AutoTokenizer, logging
+from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, logging
 from transformers.models.bert.modeling_bert import BertLayer
 
 from fsdp_wrap import fully_shard
 
 MODULES = "argparse ast calendar configparser inspect mailbox optparse pathlib shutil statistics".split()
-BLOCK, SCALES = 64, 48  # weights that share a scale, and scales that share one of their own
+BLOCK, SCALES = 64, 48  # torchao: weights that share a scale, and scales that share one of their own
 HELD_OUT, TEMPERATURE = 64, 0.05
 Pairs = list[tuple[str, str]]
 
@@ -50,14 +49,31 @@ def read_pairs() -> Pairs:
     return [pairs[index] for index in torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
 
 
-def quantised_encoder() -> nn.Module:
+def quantised_encoder(weights: str) -> nn.Module:
     """Loads MiniLM with the weights of its layers in 4 bits."""
-    path = minilm.get_model_path()
-    model = AutoModel.from_pretrained(path, add_pooling_layer=False, attn_implementation="eager")
+    how: dict[str, Any] = {"add_pooling_layer": False, "attn_implementation": "eager"}
+    if weights == "bitsandbytes":
+        how["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        return AutoModel.from_pretrained(minilm.get_model_path(), **how)
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    model = AutoModel.from_pretrained(minilm.get_model_path(), **how)
     for module in model.encoder.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(to_nf4(module.weight.detach(), BLOCK, SCALES), requires_grad=False)
     return model
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """Shards each layer, and then the model."""
+    for layer in [module for module in model.modules() if isinstance(module, BertLayer)]:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def embed(model: nn.Module, tokenizer: Any, pairs: Pairs) -> torch.Tensor:
@@ -79,6 +95,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--adapters", required=True, help="folder to save the adapters in")
+    parser.add_argument("--weights", choices=["bitsandbytes", "torchao"], default="bitsandbytes")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=16, help="pairs for each rank and step")
     options, world = parser.parse_args(), launch.start()
@@ -87,10 +104,8 @@ def main() -> None:
     held_out, learned = pairs[:HELD_OUT], pairs[HELD_OUT:]
     torch.manual_seed(0)  # the same adapters on every rank
     lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["query", "value"])
-    model = get_peft_model(quantised_encoder(), lora)
-    for layer in [module for module in model.modules() if isinstance(module, BertLayer)]:
-        fully_shard(layer)
-    fully_shard(model)
+    model = get_peft_model(quantised_encoder(options.weights), lora)
+    shard(model)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
 
     with torch.no_grad():
@@ -111,7 +126,7 @@ def main() -> None:
     if world.is_first:
         model.save_pretrained(options.adapters, state_dict=adapters)
     dist.barrier()
-    loaded = PeftModel.from_pretrained(quantised_encoder(), options.adapters)
+    loaded = shard(PeftModel.from_pretrained(quantised_encoder(options.weights), options.adapters))
     with torch.no_grad():
         vectors, again = (embed(each.eval(), tokenizer, held_out) for each in (model, loaded))
     report = {"before": before.item(), "after": contrast(vectors).item(), "adapters": len(adapters)}

@@ -1,4 +1,4 @@
-"""Fine-tune with LoRA and QLoRA: the program behind `docs/how-to/lora.md`.
+"""Fine-tune with LoRA: the program behind `docs/how-to/lora.md`.
 
 Run it by `torchrun --nproc-per-node 2 examples/how_to/lora.py`.
 """
@@ -6,13 +6,9 @@ Run it by `torchrun --nproc-per-node 2 examples/how_to/lora.py`.
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from torch import nn
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import fully_shard
 from fsdp_wrap.wrap import NameWrapPolicy
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
@@ -50,29 +46,5 @@ plain = PeftModel.from_pretrained(load_model(), "runs/adapters")
 
 with torch.no_grad():
     torch.testing.assert_close(plain(**batches[0]).loss, model.eval()(**batches[0]).loss)
-
-base = load_model()
-for module in base.model.layers.modules():
-    if isinstance(module, nn.Linear):
-        module.weight = nn.Parameter(to_nf4(module.weight.detach(), 64, 16), requires_grad=False)
-quantised = get_peft_model(base, lora)
-for layer in base.model.layers:
-    fully_shard(layer)
-fully_shard(quantised)
-learning = [param for param in quantised.parameters() if param.requires_grad]
-optimizer = torch.optim.AdamW(learning, lr=1e-3)
-
-for batch in batches:
-    quantised(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-adapters = {name: value.full_tensor() for name, value in quantised.state_dict().items() if "lora_" in name}
-if rank == 0:
-    quantised.save_pretrained("runs/qlora", state_dict=adapters)
-
-torch.distributed.barrier()
-saved = load_file("runs/qlora/adapter_model.safetensors")
-assert len(saved) == 8 and any(value.any() for name, value in saved.items() if "lora_B" in name)
 
 dist.destroy_process_group()

@@ -386,6 +386,11 @@ class Layout(ABC):
         side = self.side_data[index]
         return nn.Parameter(value, requires_grad) if side is None else side.parameter(value)
 
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the parameters hold codes, whose numbers mean others; all do, or none."""
+        return any(side is not None for side in self.side_data)
+
     def refuse_training(self, wanted: Sequence[bool]) -> None:
         """Refuses gradients of codes; `wanted` says which parameters train."""
         for fqn, side, trains in zip(self.fqns, self.side_data, wanted):

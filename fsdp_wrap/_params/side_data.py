@@ -98,10 +98,10 @@ class SideData(ABC):
         tensor.__dict__.update(self.attributes)
 
 
-_SEAMS: dict[str, Seam[Mapping[type, type[SideData]]]] = {
+_SEAMS: dict[str, Seam[Mapping[type, Any]]] = {
     "bitsandbytes": Seam("weights of bitsandbytes", "fsdp_wrap.compat._bitsandbytes")
 }
-"""By a package that has such classes, what tells of them."""
+"""By a package that has such classes, the `SideData` of each."""
 
 
 def side_data_kind(param: torch.Tensor) -> type[SideData] | None:
@@ -124,4 +124,4 @@ def tensors_beside(fqn: str, param: torch.Tensor) -> Iterator[tuple[str, torch.T
         yield f"{fqn}.{name}", tensor
 
 
-seams_of_side_data: Mapping[str, Seam[Mapping[type, type[SideData]]]] = _SEAMS
+seams_of_side_data: Mapping[str, Seam[Mapping[type, Any]]] = _SEAMS

@@ -85,7 +85,7 @@ def handle_of(unit: Unit) -> ParamHandle:
 def full_params(unit: Unit, name: str) -> Iterator[Piece]:
     """Yields the full parameters that a unit's modules show."""
     for segment in unit.segments:
-        for fqn, leaf in zip(segment.layout.fqns, segment.leaves):
+        for fqn, leaf in [] if segment.layout.holds_codes else zip(segment.layout.fqns, segment.leaves):
             yield whole(whole_name(name, fqn), leaf)
 
 
@@ -103,10 +103,10 @@ def own_gradients(unit: Unit, name: str) -> Iterator[Piece]:
 def shard_pieces(unit: Unit, name: str, layouts: Collection[Layout] | None = None) -> Iterator[Piece]:
     """Yields this rank's pieces of a unit's parameters, or those of some layouts, in master dtype.
 
-    Tensor subclasses have no plain numbers: they have no pieces.
+    Tensor subclasses and codes are no plain numbers: they have no pieces.
     """
     for layout in unit.layouts if layouts is None else layouts:
-        if not layout.extended:
+        if not layout.extended and not layout.holds_codes:
             yield from pieces_of(unit, name, layout, layout.flat_param.detach())
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from bitsandbytes.nn.modules import Params4bit
+from bitsandbytes.nn.modules import Int8Params, Params4bit
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 
@@ -144,6 +144,18 @@ def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-KINDS: Mapping[type, type[SideData]] = {Params4bit: FourBit}
+class EightBit(SideData):
+    """Weights of 8 bits, which are refused: their modules keep the whole codes beside the parameter."""
+
+    @staticmethod
+    def check(fqn: str, param: nn.Parameter, filled_later: bool) -> None:
+        raise TypeError(
+            f"parameter '{fqn}' is a {type(param).__name__}, whose module would keep all 8-bit codes on each "
+            "rank: load the model in 4 bits (load_in_4bit), take torchao's int8 weights, or ignore it "
+            "with ignored_states (ignored_params of fully_shard)"
+        )
+
+
+KINDS: Mapping[type, Any] = {Params4bit: FourBit, Int8Params: EightBit}
 
 seams_of_side_data["bitsandbytes"].fill(KINDS)

