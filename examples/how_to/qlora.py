@@ -26,7 +26,7 @@ rank, device = dist.get_rank(), torch.device("cpu")  # "cuda" on GPUs
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-path = "runs/base"
+path = "runs/qlora_base"
 if rank == 0:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -57,24 +57,13 @@ for batch in batches:
 
 with FSDP.summon_full_params(model, writeback=False, rank0_only=True):  # every rank takes part
     if rank == 0:
-        adapted.save_pretrained("runs/adapters")
+        adapted.save_pretrained("runs/qlora")
 dist.barrier()
 again = AutoModelForCausalLM.from_pretrained(path, quantization_config=four_bit)
-again = PeftModel.from_pretrained(again, "runs/adapters")
+again = PeftModel.from_pretrained(again, "runs/qlora")
 
 with torch.no_grad():
     torch.testing.assert_close(again.train()(**batches[0]).loss, model(**batches[0]).loss)
-
-merged = dict(weight_source(model, dtype=torch.bfloat16))  # every rank takes part
-if rank == 0:
-    Path("runs/merged").mkdir(exist_ok=True)
-    save_file(merged, "runs/merged/model.safetensors", metadata={"format": "pt"})
-    LlamaConfig.from_pretrained(path).save_pretrained("runs/merged")
-
-dist.barrier()
-plain = AutoModelForCausalLM.from_pretrained("runs/merged", dtype=torch.float32)
-with torch.no_grad():
-    torch.testing.assert_close(plain(**batches[0]).loss, model(**batches[0]).loss, rtol=1e-2, atol=0)
 
 quantised = AutoModelForCausalLM.from_pretrained(path, quantization_config=four_bit)
 quantised = get_peft_model(quantised, lora)
@@ -83,10 +72,21 @@ for layer in quantised.base_model.model.model.layers:
 fully_shard(quantised)
 adapters = {name: value.full_tensor() for name, value in quantised.state_dict().items() if "lora_" in name}
 if rank == 0:
-    quantised.save_pretrained("runs/qlora", state_dict=adapters)
+    quantised.save_pretrained("runs/qlora_parts", state_dict=adapters)
 
 dist.barrier()
-assert len(load_file("runs/qlora/adapter_model.safetensors")) == 8
+assert len(load_file("runs/qlora_parts/adapter_model.safetensors")) == 8
+
+merged = dict(weight_source(model, dtype=torch.bfloat16))  # every rank takes part
+if rank == 0:
+    Path("runs/qlora_merged").mkdir(exist_ok=True)
+    save_file(merged, "runs/qlora_merged/model.safetensors", metadata={"format": "pt"})
+    LlamaConfig.from_pretrained(path).save_pretrained("runs/qlora_merged")
+
+dist.barrier()
+plain = AutoModelForCausalLM.from_pretrained("runs/qlora_merged", dtype=torch.float32)
+with torch.no_grad():
+    torch.testing.assert_close(plain(**batches[0]).loss, model(**batches[0]).loss, rtol=1e-2, atol=0)
 
 import bitsandbytes as bnb
 

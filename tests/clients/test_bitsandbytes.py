@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fronts
+import fsdp_wrap
 from bed import ranks
+from bed.memory import settled_bytes
 from bed.references import count_collectives
 from fronts import FRONTS, each_front
 from fsdp_wrap import (
@@ -29,6 +31,7 @@ from fsdp_wrap import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     checkpoint,
+    find_nonfinite,
     iter_full_params,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
@@ -414,3 +417,48 @@ def test_options_of_both_front_ends(rank, world_size, front, how):
     assert torch.equal(model(x), plain(x))
     model.state_dict()  # which reshards
     assert held_bytes(model) == BLOCKS * 2 * CODES // parts
+
+
+@each_front
+@ranks(2)
+def test_codes_are_not_taken_for_numbers_that_are_not_finite(rank, world_size, front):
+    for storage in (torch.bfloat16, torch.float32):
+        plain = net(storage=storage)
+        assert plain[0].up.weight.isnan().any(), "codes that read as NaN"
+        model = sharded(front, net(storage=storage))
+        with find_nonfinite(model):
+            model(inputs(1)[0]).sum().backward()
+
+
+def planned() -> Any:
+    model = sharded("composable", net())
+    optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+
+    def step() -> None:
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def at_rest(rank: int, world_size: int, port: int) -> int:
+    """Returns the bytes of tensors that are alive between steps."""
+    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=world_size)
+    try:
+        net()  # tables of bitsandbytes, which stay
+        before = settled_bytes()
+        model, optimizer, step = planned()
+        step()
+        found = settled_bytes() - before
+        del model, optimizer, step
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_plan_has_the_memory_that_is_measured(run):
+    net()
+    plan = fsdp_wrap.plan(planned, ranks=2)
+    for found in run(at_rest):
+        assert abs(found - plan.rest_bytes) <= 0.02 * plan.rest_bytes, (found, plan.rest_bytes)
