@@ -258,6 +258,21 @@ def test_the_host_steps_beside_products_of_the_device(front):
     assert steps and sum(map(bool, beside)) >= len(steps) // 2, beside
 
 
+@either_front
+def test_gradients_come_to_the_host_beside_products_without_a_thread_too(front):
+    """The host waits for a unit's gradients when the next reduction is issued, not before."""
+
+    def program(rank: int, device: Any) -> None:
+        model = wrapped(front, cpu_offload=OFFLOAD)
+        step_in_backward(model, partial(torch.optim.SGD, lr=0.001), in_thread=False)
+        model(batch(rank, 0)).square().sum().backward()
+
+    (device, _) = run_simulated(2, program)
+    copies = [each for each in device.actions if each.queue == "to host" and each.what == "aten::copy_"]
+    *earlier, _ = products_beside(device.actions, copies)
+    assert len(earlier) == 3 and all(earlier), earlier
+
+
 @pytest.mark.parametrize("front", ["flat", "composable"])
 def test_offloaded_state_comes_to_the_device_unit_by_unit(front):
     peaks = []
