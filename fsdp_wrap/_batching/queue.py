@@ -76,14 +76,14 @@ class BatchingQueue(Queue):
         units = tuple([member.unit for member in plan.members])
         for act in unit.plug_ins.to_gather:
             act(units, phase)
-        segments = [each.handle.segments for each in units]
+        segments = [member.handle.segments for member in units]
         with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
         lasting = not self._step.syncs
-        for each, share in zip(units, shares):
-            each.handle.gather(each.lasts or lasting, share)
-            for act in each.plug_ins.gathers:
-                act(each, phase, each.handle.unsharded_nbytes, plan.names)
+        for member, share in zip(units, shares):
+            member.handle.gather(member.lasts or lasting, share)
+            for act in member.plug_ins.gathers:
+                act(member, phase, member.handle.unsharded_nbytes, plan.names)
         if forward:
             self._ahead += units[1:]
 
@@ -95,7 +95,9 @@ class BatchingQueue(Queue):
         """Plans a batched gather of a unit and coming ones; returns None if no other unit fits."""
         self._gathers.pop((unit, phase), None)
         run = [unit]
-        expected = [each for each in coming if each.options.unshards_in_backward or phase is Phase.FORWARD]
+        expected = [
+            next_one for next_one in coming if next_one.options.unshards_in_backward or phase is Phase.FORWARD
+        ]
         if expected and self._can_join(unit):
             run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
         if len(run) == 1:
@@ -127,15 +129,15 @@ class BatchingQueue(Queue):
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
         kin, left = _same_ways(unit), self._most - size(unit.handle)
-        found: list[Unit] = []
-        for each in coming:
-            if each is unit or each in found or not may(each) or _same_ways(each) != kin:
+        companions: list[Unit] = []
+        for other in coming:
+            if other is unit or other in companions or not may(other) or _same_ways(other) != kin:
                 continue
-            left -= size(each.handle)
+            left -= size(other.handle)
             if left < 0:
                 break
-            found.append(each)
-        return found
+            companions.append(other)
+        return companions
 
     # gradients
 
@@ -196,8 +198,8 @@ class BatchingQueue(Queue):
             return None
         dtypes = _dtypes_of(unit)
 
-        def may(each: Unit) -> bool:
-            return each.defers == defers and self._may_wait(each) and _dtypes_of(each) == dtypes
+        def may(other: Unit) -> bool:
+            return other.defers == defers and self._may_wait(other) and _dtypes_of(other) == dtypes
 
         units = [unit, *self._companions(unit, coming, may, _REDUCED_NBYTES)]
         if len(units) == 1:
@@ -205,14 +207,14 @@ class BatchingQueue(Queue):
         numbers: dict[Unit, list[int]] = {}
         first: dict[Unit, int] = {}
         taking: list[Segment] = []
-        for each in units:
-            handle, first[each] = each.handle, len(taking)
-            found = handle.reduced_segments()
-            numbers[each] = [*map(handle.segments.index, found)]
-            taking += found
+        for member in units:
+            handle, first[member] = member.handle, len(taking)
+            segments = handle.reduced_segments()
+            numbers[member] = [*map(handle.segments.index, segments)]
+            taking += segments
         gradients = BatchedGradients(unit.handle.communicator, taking)
         members = [*map(Member.of, units)]
-        nbytes = {each: each.handle.reduced_nbytes for each in units}
+        nbytes = {member: member.handle.reduced_nbytes for member in units}
         plan = ReductionPlan(coming, members, numbers, first, gradients, nbytes)
         self._reductions[unit, defers] = plan
         return plan

@@ -23,7 +23,7 @@ from fsdp_wrap._core import everywhere
 
 
 class Pending(Protocol):
-    """Something issued that may still be running."""
+    """Handle of an asynchronous operation."""
 
     def wait(self) -> None:
         """Makes the caller's next work come after it: on the host, or on the current stream."""

@@ -65,10 +65,10 @@ def run_forward(
         if current_transform() is not None:
             within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
             return _run_transformed([*unit.companions, unit], part, within)
-        for each in (*unit.companions, unit):
-            schedule = each.schedule or schedule_of(each)
+        for runs in (*unit.companions, unit):
+            schedule = runs.schedule or schedule_of(runs)
             assert isinstance(schedule, Schedule)
-            calls.append((schedule, schedule.pre_forward(each, part), []))
+            calls.append((schedule, schedule.pre_forward(runs, part), []))
         returned = None
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
             returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
@@ -118,7 +118,9 @@ def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Rep
     schedule, casts = schedule_of(unit), unit.casts
     device = schedule.device
     if outermost and device.type != "cpu":  # inputs may be on another device
-        args, kwargs = map_tensors(lambda each: each.to(device, non_blocking=True), (args, kwargs), replaced)
+        args, kwargs = map_tensors(
+            lambda value: value.to(device, non_blocking=True), (args, kwargs), replaced
+        )
     returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
     computed = casts.root if unit is schedule.root else casts.nested
     if computed is not None:
@@ -151,7 +153,7 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
             copies[id(tensor)] = tensor.clone()
     if not copies:
         return output, tensors
-    output = map_tensors(lambda each: copies.get(id(each), each), output)
+    output = map_tensors(lambda value: copies.get(id(value), value), output)
     return output, list(iter_tensors(output))
 
 

@@ -113,10 +113,10 @@ class Schedule(StepState):
         below = {unit: schedule_of(unit).ending for unit in self._units if unit.schedule is not None}
         self.ending: BackwardEnd = BackwardEnd(below)
         self._event: Any = None
-        every = communicators_of(self._units)
-        self._communicators = [each for each in every if isinstance(each, GroupCommunicator)]
+        communicators = communicators_of(self._units)
+        self._communicators = [ranks for ranks in communicators if isinstance(ranks, GroupCommunicator)]
         _alive.add(self)
-        self.device = next((each.device for each in every), torch.device("cpu"))
+        self.device = next((ranks.device for ranks in communicators), torch.device("cpu"))
         self.tree = Tree()
         parts = dict.fromkeys(schedule_of(unit).ranks for unit in self._units if unit.schedule is not None)
         self.ranks: SameModel = SameModel(self.tree, parts)
@@ -178,8 +178,8 @@ class Schedule(StepState):
                 unit.forwards += self._trains
                 if self._awaited:
                     # It gathers anew: a write to what was set aside may go unseen.
-                    for each in (unit, *self.queue.order.coming_in_forward(unit)):
-                        each.drop_aside(Phase.FORWARD)
+                    for kept in (unit, *self.queue.order.coming_in_forward(unit)):
+                        kept.drop_aside(Phase.FORWARD)
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
@@ -449,8 +449,8 @@ class Schedule(StepState):
         if self._end() is None:
             self._open_backward()
         call.unit.arrivals.enter_derivative()
-        for each in call.unit.tied:  # their inputs are not watched
-            each.unshard(Phase.BACKWARD)
+        for tied in call.unit.tied:  # their inputs are not watched
+            tied.unshard(Phase.BACKWARD)
         self._unshard_again(call)
         return self._watched(call, grad) if torch.is_grad_enabled() else None
 
@@ -511,9 +511,9 @@ class Schedule(StepState):
         """
         units = (unit, *unit.tied)
         if unit.arrivals.inputs_done and unit.forwards <= 1:
-            if not any([each.gradients_to_come() for each in units]):
-                for each in units:
-                    self._unit_backward_over(each)
+            if not any([ended.gradients_to_come() for ended in units]):
+                for ended in units:
+                    self._unit_backward_over(ended)
 
     def _unit_backward_over(self, unit: Unit) -> None:
         if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
@@ -546,7 +546,7 @@ class Schedule(StepState):
         execution_engine.queue_callback(end)  # autograd alone holds it, as long as this backward runs
 
     def begin_backward(self) -> None:
-        """Prepares the units for gradients: of a backward, or of that of other ranks."""
+        """Resets gradient bookkeeping, also when this rank follows another one (`uneven`)."""
         self._backward_open, self.gradients_came, self._deferred = True, False, set()
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
@@ -570,7 +570,7 @@ class Schedule(StepState):
     def _end_backward(self) -> None:
         """Finishes, as the final callback, the units that no trigger has reached."""
         # No hook has acted where each unit got less than a quarter.
-        self.gradients_came = self.gradients_came or any([each.arrivals.some_came() for each in self._units])
+        self.gradients_came = self.gradients_came or any([unit.arrivals.some_came() for unit in self._units])
         for unit in self._units:
             handle = unit.handle
             over = unit.arrivals.progress is Progress.FINISHED

@@ -146,7 +146,7 @@ class Unit:
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
-        lasts: Whether the next iteration may take over the full parameters, since no step frees them.
+        lasts: Whether parameters may stay gathered into the next iteration.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
 
@@ -246,11 +246,11 @@ class Unit:
         return self, *(unit for unit in over_others if unit._module() is self._module())
 
     def tie(self, units: Sequence[Unit]) -> None:
-        """Ties units below it to this one; nothing stays tied to them."""
+        """Makes `units` run whenever this unit does; their own ties move here."""
         self.tied = tuple(dict.fromkeys((*self.tied, *units)))
         self.companions = (*self.lenders, *self.tied)
-        for each in units:
-            each.tied_to, each.tied, each.companions, each.follows = self, (), each.lenders, True
+        for tied in units:
+            tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
 
     @property
     def name(self) -> str:
@@ -618,7 +618,7 @@ def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
 
 def communicators_of(units: Iterable[Unit]) -> list[Communicator]:
     """Returns the communicators of units, each once: within their copies, and over the replicas."""
-    return [*dict.fromkeys(each for unit in units for each in unit.handle.communicators)]
+    return [*dict.fromkeys(ranks for unit in units for ranks in unit.handle.communicators)]
 
 
 def will_run(nodes: Iterable[Node]) -> int:

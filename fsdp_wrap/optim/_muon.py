@@ -296,7 +296,7 @@ def _shapes_of(names: Sequence[str], matrices: Iterable[Matrix]) -> list[set[tup
 def _made(
     held: Sequence[ShardedParam], other: Factory | Mapping[str, Factory]
 ) -> list[torch.optim.Optimizer]:
-    """Makes the optimizers of what is no matrix, where there is anything."""
+    """Builds AdamW for parameters that are not matrices, where there are any."""
     if not isinstance(other, Mapping):
         return [_checked(other, held)] if held else []
     check_patterns(held, other, "other")

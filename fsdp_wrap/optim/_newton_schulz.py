@@ -12,7 +12,7 @@ Coefficients = tuple[float, float, float]
 def orthogonalized(
     matrices: torch.Tensor, coefficients: Coefficients, steps: int, eps: float
 ) -> torch.Tensor:
-    """Returns matrices whose singular values are near one, with the singular vectors of the given ones.
+    """Orthogonalizes matrices by Newton-Schulz: singular values become about one, singular vectors stay.
 
     Each step takes X to aX + b(XX')X + c(XX')(XX')X, in the dtype of the matrices. After Keller Jordan,
     "Muon: An optimizer for hidden layers in neural networks" (2024).
