@@ -263,7 +263,7 @@ def test_values_of_the_first_rank_are_sent_with_their_scales(rank, world_size, f
 @pytest.mark.shows("refused: weights that train, have no values, or were repacked")
 @each_front
 @ranks(2)
-def test_what_cannot_be_sharded_is_refused_by_name(rank, world_size, front):
+def test_what_cannot_be_sharded_raises_an_error_that_names_it(rank, world_size, front):
     with torch.device("meta"):
         empty = unquantised()
     trains = net(storage=torch.bfloat16)
