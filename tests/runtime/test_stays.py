@@ -44,6 +44,8 @@ class _Model(nn.Module):
     def __init__(self, cuts: bool) -> None:
         super().__init__()
         self.gone_on = False
+        self.first: nn.Module
+        self.second: nn.Module
         self.first, self.second = _Block(lambda: None, cuts), _Block(self._go_on, cuts=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
