@@ -38,10 +38,10 @@ from fsdp_wrap._runtime.schedule import (
     Schedule,
     joins,
     note_change,
-    out_of_memory,
     require_idle,
     schedule_of,
 )
+from fsdp_wrap._runtime.step import out_of_memory
 from fsdp_wrap._runtime.unit import (
     ForwardCall,
     Unit,

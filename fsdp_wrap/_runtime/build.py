@@ -55,7 +55,7 @@ from fsdp_wrap._runtime.refusals import (
     refuse_earlier_optimizers,
     refuse_pieces,
 )
-from fsdp_wrap._runtime.schedule import guard_parametrizations
+from fsdp_wrap._runtime.step import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 

@@ -125,7 +125,7 @@ class InMemory:
         )
 
 
-class _Step(NamedTuple):
+class _HeldStep(NamedTuple):
     """A step in the memory of hosts."""
 
     number: int
@@ -139,13 +139,13 @@ class _Step(NamedTuple):
         return sorted(self.names.difference(*self.files.values()))
 
 
-def _steps_of(hosts: Hosts, folder: Path) -> list[_Step]:
+def _steps_of(hosts: Hosts, folder: Path) -> list[_HeldStep]:
     """Returns the steps that any host has files of, the newest first; collective."""
-    steps: dict[tuple[int, int], _Step] = {}
+    steps: dict[tuple[int, int], _HeldStep] = {}
     found = hosts.team.gather(hosts.team.together(lambda: _held(folder) if hosts.is_first else []))
     for rank, each in enumerate(found):
         for number, total, names, files in each:
-            step = steps.setdefault((number, total), _Step(number, total, names, {}))
+            step = steps.setdefault((number, total), _HeldStep(number, total, names, {}))
             step.files[rank] = files
     return sorted(steps.values(), reverse=True, key=lambda step: (step.number, not step.lacking, step.total))
 
@@ -165,7 +165,7 @@ def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]
     return held
 
 
-def _chosen(steps: Sequence[_Step], number: int | None, place: str) -> _Step:
+def _chosen(steps: Sequence[_HeldStep], number: int | None, place: str) -> _HeldStep:
     """Returns the newest complete step, or the one asked for."""
     asked = [step for step in steps if number in (None, step.number)]
     for step in asked:
@@ -177,7 +177,7 @@ def _chosen(steps: Sequence[_Step], number: int | None, place: str) -> _Step:
     raise ValueError(f"there is {what} in the memory of the hosts (rank 0 looked {place}): {why}")
 
 
-def _intact(hosts: Hosts, folder: Path, step: _Step) -> _Step:
+def _intact(hosts: Hosts, folder: Path, step: _HeldStep) -> _HeldStep:
     """Returns the step without files damaged in a host's memory; each byte is read once on each host."""
     team, ranks = hosts.team, hosts.ranks_of(hosts.first)
 

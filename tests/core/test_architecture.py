@@ -229,14 +229,14 @@ def test_only_one_file_writes_parameters():
     assert writers == {"fsdp_wrap._core.modules"}
 
 
-def test_only_the_schedule_registers_runtime_hooks():
+def test_only_the_path_of_a_step_registers_runtime_hooks():
     hooks = {
         *("register_hook", "register_post_accumulate_grad_hook", "register_forward_hook"),
         *("register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"),
         *("register_multi_grad_hook", "queue_callback"),
     }
     users = {module_of(path) for path in FILES for call in calls_in(path) if called_name(call) in hooks}
-    assert users == {"fsdp_wrap._runtime.schedule"}
+    assert users == {"fsdp_wrap._runtime.step"}
 
 
 COLLECTIVES = {

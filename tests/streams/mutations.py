@@ -49,7 +49,7 @@ _LIKELY = {
     "norms.py": ("clips",),
     "scaler.py": ("scales",),
     "streaming.py": ("states",),
-    "schedule.py": ("by_hand", "evaluates"),
+    "step.py": ("by_hand", "evaluates"),
     "NotedReduction": ("compressed", "comm_hook", "users"),
     "_reproducible": ("reproducible",),
     "_activations": ("activations",),
