@@ -12,23 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._core import (
-    NotIdleError,
-    Phase,
-    Seam,
-    load_watchers,
-)
+from fsdp_wrap._core import NotIdleError, Phase, Seam, load_watchers
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import HandleState
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue
-from fsdp_wrap._runtime.refusals import (
-    refuse_steps_between_sums,
-)
+from fsdp_wrap._runtime.refusals import refuse_steps_between_sums
 from fsdp_wrap._runtime.step import Step
-from fsdp_wrap._runtime.unit import (
-    Unit,
-)
+from fsdp_wrap._runtime.unit import Unit
 
 _alive: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
