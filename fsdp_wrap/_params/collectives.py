@@ -259,11 +259,11 @@ class BatchedGradients:
         self._buffer = communicator.buffer(numel * communicator.size, self.dtype)
         self._parts = self._buffer.data.view(communicator.size, -1)
         self.of_segments: list[BatchPlace] = []
-        for segment, each in zip(segments, self._ranges):
-            layout, parts = segment.layout, self._parts[:, each]
+        for segment, span in zip(segments, self._ranges):
+            layout, parts = segment.layout, self._parts[:, span]
             self.of_segments.append((parts, layout.packer(parts) if layout.packs_rows else None))
-        starts = [*(each.start for each in self._ranges[1:]), numel]
-        gaps = [self._parts[:, each.stop : start] for each, start in zip(self._ranges, starts)]
+        starts = [*(span.start for span in self._ranges[1:]), numel]
+        gaps = [self._parts[:, span.stop : start] for span, start in zip(self._ranges, starts)]
         self._gaps = [gap for gap in gaps if gap.numel()]
         self._buffer.free()
 

@@ -83,29 +83,29 @@ class Cut(Extent):
 
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of all parts (ranks x shard): (ranks, rows, others); the rest (rows, others)."""
-        found = []
+        boxes = []
         if self.whole:
             chunks = parts[: self.whole, self.offset : self.end]
-            found.append(chunks.view(self.whole, *self.shape_of(self.chunk)).movedim(self.dim + 1, 1))
+            boxes.append(chunks.view(self.whole, *self.shape_of(self.chunk)).movedim(self.dim + 1, 1))
         if self.rest or not self.whole:  # an empty view as well
             shape = self.shape_of(self.rest)
             chunk = parts[self.whole, self.offset : self.offset + shape.numel()]
-            found.append(chunk.view(shape).movedim(self.dim, 0))
-        return found
+            boxes.append(chunk.view(shape).movedim(self.dim, 0))
+        return boxes
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of a tensor of the parameter's shape that correspond to the `boxes`."""
         if self.folded is not None:
             return [tensor.view(self.folded)]
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
-        found = []
+        views = []
         if self.whole:
             whole = rows[: self.whole * self.chunk]
-            found.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
+            views.append(whole.view(self.whole, self.chunk, *rows.shape[1:]))
         if self.rest or not self.whole:
             first = self.whole * self.chunk
-            found.append(rows[first : first + self.rest])
-        return found
+            views.append(rows[first : first + self.rest])
+        return views
 
     def padding(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of the elements that belong to no row."""
@@ -394,24 +394,24 @@ class DTensorLayout(Layout):
         same = all(map(operator.is_, shown, self.sources))
         if same and all(map(operator.is_, map(_LOCAL, self.sources), self._pieces)):
             return False
-        found = [param for param in shown if param is not None]
-        if len(found) < len(shown):
+        params = [param for param in shown if param is not None]
+        if len(params) < len(shown):
             return False  # removed parameters are refused elsewhere
-        for cut, spec, param in zip(self.extents, self._specs, found):
-            _check_replaced(cut, spec, param, found[0], self._rank)
-        self._take_values(found)
-        for cut, before, now in zip(self.extents, self.sources, found):
+        for cut, spec, param in zip(self.extents, self._specs, params):
+            _check_replaced(cut, spec, param, params[0], self._rank)
+        self._take_values(params)
+        for cut, before, now in zip(self.extents, self.sources, params):
             if before is not now:  # an optimizer that was made earlier would train nothing
                 refuse_in_steps(before, partial(_why_left, self.name_of, cut.fqn))
-        self.sources = self.sharded_params = found
+        self.sources = self.sharded_params = params
         self._show_pieces()
         self._follow_places()
         self.display.show_sharded()  # tied places may have got different parameters
         return True
 
-    def _take_values(self, found: Sequence[nn.Parameter]) -> None:
+    def _take_values(self, params: Sequence[nn.Parameter]) -> None:
         """Takes over the values of other sharded parameters."""
-        values = [to_local(param.detach()) for param in found]
+        values = [to_local(param.detach()) for param in params]
         self._adopt(self._new_shard(values[0]))
         for piece, value in zip(self._pieces, values):
             piece.copy_(value)

@@ -192,7 +192,9 @@ class FlatLayout(Layout):
         extents = self._extents_of(slots)
         shard_numel = max(1, ceil_div(extents[-1].stop, communicator.size))
         if alignment is not None:
-            grain = alignment.common_grain([each.fqn for each in extents], [each.shape for each in extents])
+            grain = alignment.common_grain(
+                [extent.fqn for extent in extents], [extent.shape for extent in extents]
+            )
             shard_numel = round_up(shard_numel, grain)
         self.first = shard_numel * communicator.rank
         self._bounds = [extent.within(self.first, shard_numel) for extent in extents]

@@ -79,7 +79,7 @@ class Gradients:
         self._lie_in(self._own)
         self.collected = False
         self.used = [False] * len(leaves)
-        largest = max(each.numel() for each in layout.memory)
+        largest = max(tensor.numel() for tensor in layout.memory)
         self.bulky, self.sizeable = 2 * largest >= layout.full_numel, 4 * largest >= layout.full_numel
         self.kept = False
         self.unreduced = False

@@ -178,9 +178,9 @@ class ParamHandle:
         return segment
 
     def _note_contents(self) -> None:
-        self._extended = [each for each in self.segments if isinstance(each, ExtensionSegment)]
+        self._extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
-        self.batch_nbytes = self.communicator.size * sum(each.batched_nbytes for each in self.segments)
+        self.batch_nbytes = self.communicator.size * sum(segment.batched_nbytes for segment in self.segments)
         self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         trained = [segment.gradients for segment in self.segments if segment.trainable]
@@ -471,10 +471,10 @@ class ParamHandle:
         for layout in self.layouts:
             layout.hide_full()
         self.state = HandleState.SHARDED
-        for each in summoned:
+        for segment in summoned:
             if writeback:
-                each.write_back()
-            each.leave()
+                segment.write_back()
+            segment.leave()
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """Shows other parameters, given by segment, in a sharded unit's modules."""
@@ -539,18 +539,20 @@ class ParamHandle:
 
     def reduced_segments(self) -> list[Segment]:
         """Returns the segments that take part in a reduction, the same on all ranks."""
-        return [each for each in self.segments if each.trainable or each.gradients.waits]
+        return [segment for segment in self.segments if segment.trainable or segment.gradients.waits]
 
     def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
         """Returns the names of the dtypes in which parameters are gathered, or gradients reduced."""
-        found = [each.gradients.buffer_dtype if reduced else each.dtypes.param for each in self.segments]
-        return tuple(dict.fromkeys(map(format_dtype, found)))
+        dtypes = [
+            segment.gradients.buffer_dtype if reduced else segment.dtypes.param for segment in self.segments
+        ]
+        return tuple(dict.fromkeys(map(format_dtype, dtypes)))
 
     @property
     def reduced_nbytes(self) -> int:
         """Bytes of the gradients in a reduction."""
         segments = self.reduced_segments()
-        return sum(each.layout.numel * each.gradients.buffer_dtype.itemsize for each in segments)
+        return sum(segment.layout.numel * segment.gradients.buffer_dtype.itemsize for segment in segments)
 
     def join(self, reduction: InReduction) -> None:
         """Leaves the gradients to a batched reduction, or to that of a plug-in."""

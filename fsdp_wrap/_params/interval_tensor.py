@@ -530,5 +530,5 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 def _device_in(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.device:
     """Returns a device from which a group can communicate: the given one, if that is possible."""
     group = dist.group.WORLD if group is None else group
-    types = {each.type for each in group._device_types}  # type: ignore[union-attr]
+    types = {candidate.type for candidate in group._device_types}  # type: ignore[union-attr]
     return device if device is not None and device.type in types else torch.device(object_device_of(group))

@@ -372,8 +372,8 @@ class Layout(ABC):
             self.memory = self.leaves = [*map(self.parameter, range(len(memory)), memory)]
         else:
             self.leaves = [
-                nn.Parameter(each, requires_grad=False) if part is None else part.parameter(each)
-                for each, part in zip(memory, self.distributed)
+                nn.Parameter(tensor, requires_grad=False) if part is None else part.parameter(tensor)
+                for tensor, part in zip(memory, self.distributed)
             ]
             self.memory = [*map(to_local, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
@@ -564,8 +564,8 @@ class Layout(ABC):
         return functools.partial(self._add_arrived, arriving)
 
     def _add_arrived(self, arrived: Sequence[tuple[ToHost, Sequence[bool]]]) -> None:
-        for each, used in arrived:
-            self.add_reduced(each.values, used)
+        for to_host, used in arrived:
+            self.add_reduced(to_host.values, used)
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         """Returns which sharded parameters have gradients if these original ones have."""
@@ -601,8 +601,8 @@ class Layout(ABC):
 
     def _smallest_trained(self) -> Sequence[tuple[nn.Parameter, str]]:
         """Returns the smallest trained parameter and its name, if there is one."""
-        found = zip(self.sources, self.fqns, self.extents)  # sizes of slices differ between ranks
-        trained = [(extent.shape.numel(), param, fqn) for param, fqn, extent in found if param.requires_grad]
+        params = zip(self.sources, self.fqns, self.extents)  # sizes of slices differ between ranks
+        trained = [(extent.shape.numel(), param, fqn) for param, fqn, extent in params if param.requires_grad]
         return [min(trained, key=itemgetter(0))[1:]] if trained else []
 
     def write_gradient(self, out: torch.Tensor) -> None:

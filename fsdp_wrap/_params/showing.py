@@ -73,16 +73,16 @@ class SegmentDisplay(ModuleWriter):
 
     def is_untouched(self) -> bool:
         """Whether the sharded parameters stand where they were put, without a hook that cannot run."""
-        found = map(dict.get, self._registries, self._names, repeat(_GONE))
-        same = all(map(operator.is_, found, self._expected))
+        shown = map(dict.get, self._registries, self._names, repeat(_GONE))
+        same = all(map(operator.is_, shown, self._expected))
         return same and not any(map(REFUSED_HOOKS_OF, self._distinct))
 
     def replaced(self) -> Iterator[tuple[str, Any]]:
         """Yields the name of each replaced parameter with its replacement, None if it was removed."""
         for fqn, (registry, name, expected) in zip(self._fqns, self._params):
-            found = registry.get(name, _GONE)
-            if found is not expected:
-                yield fqn, None if found is _GONE else found
+            shown = registry.get(name, _GONE)
+            if shown is not expected:
+                yield fqn, None if shown is _GONE else shown
 
     def hooked(self) -> Iterator[str]:
         """Yields the names of parameters with hooks that cannot run."""

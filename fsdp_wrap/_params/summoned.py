@@ -85,12 +85,13 @@ class SummonedSegment:
         if not self.shows_full:
             return
         shown = [
-            param if found is None else found for param, found in zip(self._params, self._layout.shown())
+            param if current is None else current
+            for param, current in zip(self._params, self._layout.shown())
         ]
         grads = [param.grad if self._how.with_grads else None for param in shown]
         # Not against the parameters: their `.data` may have been replaced.
-        for fqn, given, found, grad in zip(self._layout.fqns, self._values.shown, shown, grads):
-            _check_fits(f"parameter '{prefix}{fqn}'", given, found)
+        for fqn, given, param, grad in zip(self._layout.fqns, self._values.shown, shown, grads):
+            _check_fits(f"parameter '{prefix}{fqn}'", given, param)
             if grad is not None:
                 _check_fits(f"the gradient of parameter '{prefix}{fqn}'", given, grad)
         self._values.note(shown)
@@ -108,13 +109,13 @@ class SummonedSegment:
             self._layout.read_gradient(self._grads.own_part() if any(have_grads) else None, have_grads)
 
 
-def _check_fits(what: str, given: torch.Tensor, found: torch.Tensor) -> None:
-    if found.shape != given.shape or found.dtype != given.dtype:
+def _check_fits(what: str, given: torch.Tensor, edited: torch.Tensor) -> None:
+    if edited.shape != given.shape or edited.dtype != given.dtype:
         raise ValueError(
-            f"{what} was replaced inside summon_full_params by one of shape {tuple(found.shape)} and dtype "
-            f"{found.dtype}; it must keep {tuple(given.shape)} and {given.dtype}. No edit was written back"
+            f"{what} was replaced inside summon_full_params by one of shape {tuple(edited.shape)} and dtype "
+            f"{edited.dtype}; it must keep {tuple(given.shape)} and {given.dtype}. No edit was written back"
         )
-    here, there = placed(given), placed(found)
+    here, there = placed(given), placed(edited)
     if here != there:
         raise ValueError(
             f"{what} was replaced inside summon_full_params by {_format_placed(there)}; it must stay "

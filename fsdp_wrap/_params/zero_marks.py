@@ -55,8 +55,8 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
         told = [mark is not None and (grad is None or mark.is_left(grad)) for grad, mark in marked]
         written = [grad for (grad, _), left in zip(marked, told) if left and grad is not None]
         if written:  # with zeros or with other values: the host waits once to see all
-            found = torch.stack([_any_marked(to_local(grad)) for grad in written]).tolist()
-            scaled, seen = any(found), iter(found)  # what is empty here was scaled if another one was
+            remaining = torch.stack([_any_marked(to_local(grad)) for grad in written]).tolist()
+            scaled, seen = any(remaining), iter(remaining)  # what is empty here was scaled if another one was
             zeroed = [
                 left and (grad is None or not (next(seen) or (scaled and not to_local(grad).numel())))
                 for (grad, _), left in zip(marked, told)

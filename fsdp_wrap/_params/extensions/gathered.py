@@ -33,13 +33,13 @@ class Gathered:
     def ask(self, local: torch.Tensor, module: nn.Module) -> bool:
         """Asks a part for its inputs; returns whether they are known for the first time."""
         self.inputs, self._metadata = self._whole.inputs_of(local, module)
-        before, found = self.kinds, [(each.shape, each.dtype) for each in self.inputs]
-        if before and before != found:
+        before, kinds = self.kinds, [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+        if before and before != kinds:
             raise RuntimeError(
                 f"the {type(local).__name__} in parameter '{self._whole.fqn}' gave tensors of (shape, dtype) "
-                f"{found} to be gathered, and {before} before; they must stay the same"
+                f"{kinds} to be gathered, and {before} before; they must stay the same"
             )
-        self.kinds = found
+        self.kinds = kinds
         return not before
 
     @property
@@ -56,7 +56,7 @@ class Gathered:
     def first(self, local: torch.Tensor) -> torch.Tensor:
         """Lets the subclass make the full tensor from the gathered outputs."""
         unsharded, inner = self._whole.made_of(self._outputs, self._metadata, self._dtype, local)
-        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inner}
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inner}
         for buffer in self.buffers:
             storages.pop(buffer.tensor.untyped_storage()._cdata, None)
         self._besides = [(storage, storage.nbytes()) for storage in storages.values()]

@@ -67,7 +67,7 @@ class ExtensionLayout(DTensorLayout):
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
         self._attributes = [*map(users_attributes, params)]
-        cuts = [self._cut_out(index, to_local(each)) for index, each in enumerate(params)]
+        cuts = [self._cut_out(index, to_local(param)) for index, param in enumerate(params)]
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
         self._stand_for(params)
@@ -104,7 +104,7 @@ class ExtensionLayout(DTensorLayout):
         self._shard = torch.empty(0, dtype=first.dtype, device="meta" if first.is_meta else first.device)
         self.dtype, self.flat_param = first.dtype, nn.Parameter(self._shard, requires_grad=False)
         self._inner = [
-            each.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(each) else () for each in parts
+            part.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(part) else () for part in parts
         ]
         self._specs = self._specs_in(self.dtype)
         self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
@@ -112,17 +112,17 @@ class ExtensionLayout(DTensorLayout):
     def _adopt_copies(self) -> None:
         self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])
 
-    def _take_values(self, found: Sequence[nn.Parameter]) -> None:
-        self._adopt_all([*map(to_local, found)])
+    def _take_values(self, params: Sequence[nn.Parameter]) -> None:
+        self._adopt_all([*map(to_local, params)])
 
     # contents
 
     def written(self) -> Written:
         versions, places = [], []
         for source, piece, names in zip(self.sources, self._pieces, self._inner):
-            inner = [each for each in map(piece.__dict__.get, names) if each is not None] or [piece]
-            versions.append(source._version + piece._version + sum(each._version for each in inner))
-            places.append(hash((id(piece), *(each.data_ptr() for each in inner))))
+            inner = [tensor for tensor in map(piece.__dict__.get, names) if tensor is not None] or [piece]
+            versions.append(source._version + piece._version + sum(tensor._version for tensor in inner))
+            places.append(hash((id(piece), *(tensor.data_ptr() for tensor in inner))))
         return versions, places
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

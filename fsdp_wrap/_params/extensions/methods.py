@@ -105,12 +105,12 @@ class Whole:
     def inputs_of(self, local: torch.Tensor, module: nn.Module) -> tuple[list[torch.Tensor], Any]:
         """Asks a part for the tensors to gather, of the same shapes on all ranks, and for metadata."""
         inputs, metadata = self._given_by(local, module)
-        if isinstance(inputs, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in inputs):
+        if isinstance(inputs, torch.Tensor) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
             raise TypeError(
                 f"{PRE} of the {type(local).__name__} in parameter '{self.fqn}' must return a tuple of "
                 f"tensors, and what {POST} is to get beside them, not {type(inputs).__name__}"
             )
-        return [self._padded(plain(each), local) for each in inputs], metadata
+        return [self._padded(plain(tensor), local) for tensor in inputs], metadata
 
     def _given_by(self, local: torch.Tensor, module: nn.Module) -> Any:
         inner = self._inner_of(local)

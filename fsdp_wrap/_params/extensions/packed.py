@@ -57,10 +57,10 @@ class PackedLayout(SliceLayout):
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         self.memory = [view.data for view in self.views(buffer)]
         if buffer.is_meta:
-            self.leaves = [nn.Parameter(each, requires_grad=False) for each in self.memory]
+            self.leaves = [nn.Parameter(tensor, requires_grad=False) for tensor in self.memory]
         else:
             made = map(Packing.made_of, self._packings, self.memory)
-            self.leaves = [nn.Parameter(each, requires_grad=False) for each in made]
+            self.leaves = [nn.Parameter(tensor, requires_grad=False) for tensor in made]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
         self._follow_places()
@@ -98,10 +98,10 @@ class PackedLayout(SliceLayout):
     show_full = Layout.show_full
 
     def shown(self) -> list[nn.Parameter | None]:
-        found = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]
+        values = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]
         return [
-            each
-            if each is None or isinstance(each, nn.Parameter)
-            else nn.Parameter(each, requires_grad=False)
-            for each in found
+            value
+            if value is None or isinstance(value, nn.Parameter)
+            else nn.Parameter(value, requires_grad=False)
+            for value in values
         ]

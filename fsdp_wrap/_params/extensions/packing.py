@@ -41,10 +41,10 @@ class Packing:
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
         """Copies a value that fits into bytes."""
-        found = torch.zeros(self.nbytes, dtype=torch.uint8, device=getattr(value, self._inner[0][0]).device)
-        for (name, *_), view in zip(self._inner, self.views(found)):
+        packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=getattr(value, self._inner[0][0]).device)
+        for (name, *_), view in zip(self._inner, self.views(packed)):
             view.copy_(getattr(value, name))
-        return found
+        return packed
 
     def views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields views of bytes as the inner tensors."""
@@ -73,7 +73,7 @@ def check_packable(fqn: str, param: nn.Parameter) -> None:
         )
     elif param.is_meta:
         why = "is on the meta device: give it values before wrapping"
-    elif not all(type(each) in (torch.Tensor, nn.Parameter) for _, each in inner_tensors(fqn, param)):
+    elif not all(type(inner) in (torch.Tensor, nn.Parameter) for _, inner in inner_tensors(fqn, param)):
         why = "is made of subclasses itself: ignore it with ignored_states"
     else:
         return
@@ -90,4 +90,4 @@ def inner_tensors(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 
 def _described(tensor: torch.Tensor) -> list[_Inner]:
-    return [(name.lstrip("."), each.dtype, each.shape) for name, each in inner_tensors("", tensor)]
+    return [(name.lstrip("."), inner.dtype, inner.shape) for name, inner in inner_tensors("", tensor)]

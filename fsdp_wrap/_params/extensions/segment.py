@@ -84,7 +84,7 @@ class ExtensionSegment(Segment):
             # Each has memory of its own, since subclasses read storage offsets.
             apart = [Buffer(ranks * size, torch.uint8, self._communicator.device) for size in sizes]
             self.full = Several(apart)
-            self._copies = [each.data.view(ranks, -1) for each in apart], rows
+            self._copies = [buffer.data.view(ranks, -1) for buffer in apart], rows
         self._own_rows = [row[self._communicator.rank] for row in rows]
         following = iter(apart)
         for values in self._values:

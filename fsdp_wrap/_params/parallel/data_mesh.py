@@ -63,8 +63,8 @@ class DataMesh:
         if dims is not None:
             return cls.within(mesh, dims)
         numbers = [info.replicate_mesh_dim, info.shard_mesh_dim]
-        found = [number + mesh.ndim if number < 0 else number for number in numbers if number is not None]
-        if found != [*range(mesh.ndim)]:
+        indices = [number + mesh.ndim if number < 0 else number for number in numbers if number is not None]
+        if indices != [*range(mesh.ndim)]:
             raise ValueError(
                 f"replicate_mesh_dim={numbers[0]} and shard_mesh_dim={numbers[1]} of {mesh} must be all of "
                 "its dimensions, in this order: pass the part of it that they stand for, such as mesh['dp'] "
@@ -86,14 +86,16 @@ class DataMesh:
                 f"dp_mesh_dims names {wanted}, and mesh has the dimensions {names}: name some of these, "
                 "each once (init_device_mesh takes mesh_dim_names)"
             )
-        parts = [_as_one(whole, each) for each in (dims.replicate_names, dims.shard_names) if each]
+        parts = [
+            _as_one(whole, dim_names) for dim_names in (dims.replicate_names, dims.shard_names) if dim_names
+        ]
         return cls(parts[0] if len(parts) == 1 else concatenated_mesh(parts), whole, dims)
 
     @property
     def ranks(self) -> ShardMesh:
         """The ranks of the mesh, as units take them."""
-        found = ranks_of(self.mesh, self.shards)
-        return found if self.copies is None else replace(found, copies=ranks_of(self.copies))
+        ranks = ranks_of(self.mesh, self.shards)
+        return ranks if self.copies is None else replace(ranks, copies=ranks_of(self.copies))
 
     @property
     def shards(self) -> bool:
@@ -135,7 +137,7 @@ class DataMesh:
             self._check_within(fqn, part, self.whole)
         if part is None:
             return
-        if not all(isinstance(each, (Shard, StridedShard, Replicate)) for each in part.placements):
+        if not all(isinstance(placement, (Shard, StridedShard, Replicate)) for placement in part.placements):
             raise not_divisible(fqn, part)
         try:
             self.placed(part, 0)
@@ -148,10 +150,10 @@ class DataMesh:
             ) from error
 
     def _check_within(self, fqn: str, part: LocalPart | None, whole: DeviceMesh) -> None:
-        found = "a plain tensor" if part is None else f"a DTensor on {part.mesh}"
+        actual = "a plain tensor" if part is None else f"a DTensor on {part.mesh}"
         if part is None or part.mesh != whole:
             raise ValueError(
-                f"parameter '{fqn}' is {found}; with dp_mesh_dims all parameters must be DTensors on "
+                f"parameter '{fqn}' is {actual}; with dp_mesh_dims all parameters must be DTensors on "
                 f"the mesh passed, {whole} (distribute_tensor; torchtitan: spmd_backend='full_dtensor')"
             )
         for name in self.own_dims:
@@ -189,15 +191,15 @@ class DataMesh:
         if len(dims.shard_names) <= 1:
             return part.mesh, tuple(placements)
         meshes: list[DeviceMesh] = []
-        found: list[Placement] = []
+        combined: list[Placement] = []
         for name, placement in zip(names, placements):
-            if name == next(each for each in names if each in dims.shard_names):
+            if name == next(dim_name for dim_name in names if dim_name in dims.shard_names):
                 meshes.append(self.mesh)
-                found += [*[Replicate()] * (self.mesh.ndim - 1), placement]
+                combined += [*[Replicate()] * (self.mesh.ndim - 1), placement]
             elif name not in self.own_dims:
                 meshes.append(part.mesh[name])
-                found.append(placement)
-        return concatenated_mesh(meshes), tuple(found)
+                combined.append(placement)
+        return concatenated_mesh(meshes), tuple(combined)
 
 
 typed_part: Seam[Callable[[str, torch.Tensor, DataMesh], LocalPart | None]]

@@ -202,7 +202,9 @@ class LocalPart:
     @property
     def cut_dims(self) -> tuple[int, ...]:
         """Dimensions of the mesh over which ranks have different parts."""
-        return tuple(dim for dim, each in enumerate(self.placements) if not isinstance(each, Replicate))
+        return tuple(
+            dim for dim, placement in enumerate(self.placements) if not isinstance(placement, Replicate)
+        )
 
     @property
     def may_be_summed(self) -> bool:
@@ -233,7 +235,7 @@ class LocalPart:
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the local part, for reading, of a tensor of the whole parameter's shape."""
-        if any(isinstance(each, StridedShard) for each in self.placements):  # rows that lie apart
+        if any(isinstance(placement, StridedShard) for placement in self.placements):  # rows that lie apart
             shared = full.detach()
             return distribute_tensor(shared, self.mesh, self.placements, src_data_rank=None).to_local()
         for dim, (first, size) in enumerate(zip(*self.box)):
@@ -242,14 +244,14 @@ class LocalPart:
 
     def index_in_whole(self, index: torch.Tensor) -> torch.Tensor:
         """Maps indices (int64, 1-D) in the flattened local part to the flattened whole parameter."""
-        if any(isinstance(each, StridedShard) for each in self.placements):
+        if any(isinstance(placement, StridedShard) for placement in self.placements):
             return self.cut(torch.arange(self.shape.numel()).view(self.shape)).reshape(-1)[index]
         offsets, sizes = self.box
-        found, step = torch.zeros_like(index), 1
+        mapped, step = torch.zeros_like(index), 1
         for offset, size, full in zip(offsets[::-1], sizes[::-1], self.shape[::-1]):
-            found += (index % size + offset) * step
+            mapped += (index % size + offset) * step
             index, step = index // size, step * full
-        return found
+        return mapped
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the whole of a tensor with this local part; collective over the mesh."""
@@ -263,8 +265,8 @@ class LocalPart:
         """
         if isinstance(grad, DTensor):
             wanted = tuple(
-                found if dim in self.own and isinstance(found, (Partial, Replicate)) else placement
-                for dim, (found, placement) in enumerate(zip(grad.placements, self.placements))
+                given if dim in self.own and isinstance(given, (Partial, Replicate)) else placement
+                for dim, (given, placement) in enumerate(zip(grad.placements, self.placements))
             )
             if grad.placements != wanted:
                 grad = grad.redistribute(placements=wanted)
@@ -275,10 +277,10 @@ class LocalPart:
         if not isinstance(grad, DTensor) or grad.placements == self.placements:
             return ()
         dims = []
-        for dim, (found, placement) in enumerate(zip(grad.placements, self.placements)):
-            if found == placement or (dim in self.own and isinstance(found, (Partial, Replicate))):
+        for dim, (given, placement) in enumerate(zip(grad.placements, self.placements)):
+            if given == placement or (dim in self.own and isinstance(given, (Partial, Replicate))):
                 continue
-            if type(found) is not Partial or found.reduce_op != "sum" or not placement.is_replicate():
+            if type(given) is not Partial or given.reduce_op != "sum" or not placement.is_replicate():
                 return None
             dims.append(dim)
         return tuple(dims)
@@ -300,9 +302,9 @@ def check_beside(fqn: str, param: torch.Tensor, ranks: ShardMesh) -> None:
             f"parameter '{fqn}' is a DTensor on the meta device: give it values before wrapping "
             "(module.to_empty(device=...) and initialise it), or use fully_shard"
         )
-    if not all(type(each) in (Shard, Replicate) for each in part.placements):
+    if not all(type(placement) in (Shard, Replicate) for placement in part.placements):
         raise not_divisible(fqn, part)
-    others = {rank for each in (ranks.shard, ranks.replicate) if each is not None for rank in each.members}
+    others = {rank for group in (ranks.shard, ranks.replicate) if group is not None for rank in group.members}
     if len(others & {*part.mesh.mesh.flatten().tolist()}) != 1:
         raise ValueError(
             f"parameter '{fqn}' is a DTensor on {part.mesh}, and the wrapper shards over the ranks "

@@ -52,17 +52,17 @@ class PartialSums:
             waits: Whether sums may wait for `settle`; an accumulated gradient decides by itself.
         """
         self._forget_unused(used)
-        found: list[torch.Tensor | None] = []
+        taken: list[torch.Tensor | None] = []
         lacking: list[tuple[int, _Summand]] = []
         others: list[int] = []
         for place, (index, grad) in enumerate(grads):
             part = self._parts[index]
             if grad is None or part is None:
-                found.append(grad)
+                taken.append(grad)
                 continue
             grad = part.arriving(grad)
             dims = part.sums_over(grad)
-            found.append(part.gradient(self._widened(grad)) if dims is None else arrived(grad))
+            taken.append(part.gradient(self._widened(grad)) if dims is None else arrived(grad))
             if dims and (self._waiting.get(index) == dims if used[index] else waits):
                 self._waiting[index] = dims
                 continue
@@ -70,9 +70,9 @@ class PartialSums:
             if dims:
                 lacking.append((place, (part, dims, [self._widened(arrived(grad))])))
         self._sum_held(held, [index for index in others if index in self._waiting])
-        for (place, _), (total,) in zip(lacking, _summed([each for _, each in lacking])):
-            found[place] = total
-        return found
+        for (place, _), (total,) in zip(lacking, _summed([summand for _, summand in lacking])):
+            taken[place] = total
+        return taken
 
     def settle(self, held: Sequence[Sequence[torch.Tensor]], used: Sequence[bool]) -> None:
         """Sums the waiting gradients in place; collective over the parameters' meshes."""
