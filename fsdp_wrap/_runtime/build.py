@@ -184,8 +184,8 @@ def check_contents(contents: UnitContents, values: Values, mesh: ShardMesh, inst
         for slot in contents.slots:
             check_beside(slot.fqn, slot.param, mesh)
         check_materializable(contents, values)
-    except (TypeError, ValueError) as found:
-        error = found
+    except (TypeError, ValueError) as raised:
+        error = raised
     if values.synchronised:  # the modules of the ranks may differ, and so may their errors
         refuse_together(error, mesh.groups)
     if error is not None:
@@ -233,8 +233,8 @@ def assemble_unit(
     lenders = REGISTRY.borrow(contents)
     for lender in lenders:
         lender.lend()
-    modules = [each for _, each in contents.modules]
-    kinds = [_by_kind(contents, each) for each in (spec, *beside)]
+    modules = [submodule for _, submodule in contents.modules]
+    kinds = [_by_kind(contents, unit_spec) for unit_spec in (spec, *beside)]
     others = tuple(Unit(module, **_storage(*pair)) for pair in zip(beside, kinds[1:]))
     unit = Unit(
         module,
@@ -246,12 +246,12 @@ def assemble_unit(
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     _skip_runtime_frames()
-    if unit.layouts or any(each._buffers for each in modules):  # else it may be wrapped again
+    if unit.layouts or any(submodule._buffers for submodule in modules):  # else it may be wrapped again
         REGISTRY.take(modules)
-    for each in modules:
-        mark_managed(each)
-    for each in spec.parts or (module,):
-        announce_sharded(each)
+    for submodule in modules:
+        mark_managed(submodule)
+    for part in spec.parts or (module,):
+        announce_sharded(part)
     for made, by_kind in zip(unit.over_all_meshes, kinds):
         _prepare_modules(made)
         guard_parametrizations(made, modules)
@@ -312,9 +312,9 @@ def _skip_runtime_frames() -> None:
     """
     package = importlib.import_module(__name__.partition(".")[0])
     rules = trace_rules()
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if found.name != f"{package.__name__}._attributes":
-            rules.add(found.name)
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if info.name != f"{package.__name__}._attributes":
+            rules.add(info.name)
 
 
 _Kind = tuple[torch.dtype, bool, bool, bool, bool, SegmentPolicy]
@@ -322,7 +322,7 @@ _Kind = tuple[torch.dtype, bool, bool, bool, bool, SegmentPolicy]
 
 def _by_kind(contents: UnitContents, spec: UnitSpec) -> dict[_Kind, list[ParamSlot]]:
     by_kind: dict[_Kind, list[ParamSlot]] = {}
-    for slot in [each for each in contents.slots if spec.only is None or each.param in spec.only]:
+    for slot in [slot for slot in contents.slots if spec.only is None or slot.param in spec.only]:
         param = slot.param
         has_side_data = side_data_kind(param) is not None  # its codes are never cast
         policy = SegmentPolicy() if has_side_data else spec.policy_of(param)
@@ -370,6 +370,6 @@ class InitialValues:
             now = layout.sample()
             known = not values.is_meta and layout.written() == written
             known = known and before.device == now.device and torch.equal(before, now)
-            lines = [" ".join(map(repr, each)) for each in values.tolist()] if known else [""] * len(values)
+            lines = [" ".join(map(repr, row)) for row in values.tolist()] if known else [""] * len(values)
             result += lines
         return result

@@ -50,7 +50,7 @@ def refuse_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]
     """Raises on ranks without an error if another rank has one, since they would wait for it; collective."""
     seen = None if error is None else f"on rank {dist.get_rank()}, {error}"
     for group in groups:
-        seen = next((each for each in all_gather_object(seen, group) if each is not None), None)
+        seen = next((refusal for refusal in all_gather_object(seen, group) if refusal is not None), None)
     if error is None and seen is not None:
         raise ValueError(f"nothing was wrapped on this rank, since another one refused its module: {seen}")
 
@@ -89,8 +89,8 @@ def broadcast(
     The communicators in `steps` broadcast one after the other: to one rank of every copy, then within the
     copies. Names, shapes or dtypes that differ between ranks raise an error on every rank.
     """
-    inner = [each for fqn, tensor in named for each in inner_tensors(fqn, tensor)]
-    named = inner + [each for fqn, tensor in named for each in tensors_beside(fqn, tensor)]
+    inner = [pair for fqn, tensor in named for pair in inner_tensors(fqn, tensor)]
+    named = inner + [pair for fqn, tensor in named for pair in tensors_beside(fqn, tensor)]
     _check_same(named, groups)
     for _, tensor in named:
         target = to_local(tensor).detach()
@@ -130,8 +130,8 @@ def _describe(fqn: str, tensor: torch.Tensor) -> str:
 
 def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers of a module itself."""
-    found = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _initialisers(
@@ -168,17 +168,17 @@ def _initialise(
     finally:
         for name, param in borrowed.items():
             replace_tensor(module, name, param)
-    for name, found in direct_tensors(module).items():
-        tensor = before.get(name, found)
-        if type(tensor) is not type(found):
+    for name, made in direct_tensors(module).items():
+        tensor = before.get(name, made)
+        if type(tensor) is not type(made):
             raise MaterializationError(
-                f"initialisation made '{joined(fqn, name)}' a {type(found).__name__}, whose behaviour "
+                f"initialisation made '{joined(fqn, name)}' a {type(made).__name__}, whose behaviour "
                 f"sharding would lose; it must stay a {type(tensor).__name__}"
             )
-        if tensor is not found:  # the earlier objects stay
+        if tensor is not made:  # the earlier objects stay
             if tensor in empty:
                 empty.remove(tensor)  # the first of several names counts
-                _become(tensor, found)
+                _become(tensor, made)
             replace_tensor(module, name, tensor)
     for tensor, value in kept:
         tensor.data = value

@@ -68,8 +68,8 @@ class ExecOrder:
 
     def coming_in_forward(self, unit: Unit) -> list[Unit]:
         """Returns the units that followed `unit` in the last forward, if this one has gone alike so far."""
-        found = _coming(self.started, self._started_before)
-        return found[1:] if found and found[0] is unit else []
+        coming = _coming(self.started, self._started_before)
+        return coming[1:] if coming and coming[0] is unit else []
 
     def coming_in_backward(self, unit: Unit) -> list[Unit]:
         """Returns the units whose backwards are expected to follow that of `unit`."""

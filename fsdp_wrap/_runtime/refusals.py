@@ -173,7 +173,7 @@ def converted(
 
     A function that moves a shard to another device is refused; the error ends with the advice `instead`.
     """
-    found = []
+    conversions = []
     for segment in unit.segments:
         shard = segment.layout.flat_param.data
         before = torch.empty(0, dtype=shard.dtype, device=shard.device)
@@ -185,8 +185,8 @@ def converted(
             )
         if after.dtype != before.dtype:
             segment.layout.refuse_other_codes(after.dtype)
-        found.append((segment, after.dtype))
-    return found
+        conversions.append((segment, after.dtype))
+    return conversions
 
 
 def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -255,8 +255,8 @@ def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
 
 def refuse_replaced(unit: Unit, layout: Layout) -> None:
     """Refuses objects that users have put in the place of sharded parameters."""
-    for fqn, found in layout.display.replaced():
-        what = "was removed" if found is None else f"was replaced by {_described(found)}"
+    for fqn, replacement in layout.display.replaced():
+        what = "was removed" if replacement is None else f"was replaced by {_described(replacement)}"
         raise ReplacedError(
             f"the sharded parameter '{unit.name_of(fqn)}' {what} in its "
             f"module on rank {dist.get_rank()}, where optimizer and training would not know of it: put the "
@@ -265,10 +265,10 @@ def refuse_replaced(unit: Unit, layout: Layout) -> None:
         )
 
 
-def _described(found: Any) -> str:
-    if not isinstance(found, torch.Tensor):
-        return f"a {type(found).__name__}"
-    return f"a {type(found).__name__} of shape {tuple(found.shape)} and dtype {found.dtype}"
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a {type(value).__name__} of shape {tuple(value.shape)} and dtype {value.dtype}"
 
 
 class ParametrizationGuard:
@@ -319,12 +319,12 @@ def refuse_pieces(unit: Unit) -> None:
     """
     handle = unit.handle
     cut = handle.communicator.size > 1 or bool(handle.distributed)
-    found: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
+    by_source: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
     for layout in handle.layouts:
         for extent, source in zip(layout.extents, layout.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
-                found.setdefault(source, []).append((extent.fqn, len(extent.shape)))
-    for source, originals in found.items():
+                by_source.setdefault(source, []).append((extent.fqn, len(extent.shape)))
+    for source, originals in by_source.items():
         name = partial(_name_of, weakref.ref(unit), originals[0][0])
         note_piece(source, OptimizerPiece(name, tuple(dim for _, dim in originals), cut, _why_in_pieces))
 

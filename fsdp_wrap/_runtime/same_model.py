@@ -193,14 +193,14 @@ def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
         iteration: The iteration, for messages.
     """
     communicators = communicators_of(units)
-    members = {dist.get_rank()}.union(*(each.members for each in communicators))
+    members = {dist.get_rank()}.union(*(communicator.members for communicator in communicators))
     for layout in (layout for unit in units for layout in unit.layouts):
         parts = (part for part in layout.distributed or () if part is not None)
         members.update(*(part.mesh.mesh.flatten().tolist() for part in parts))
-    for each in communicators:
-        if each.positions is not None and each.positions.agreement.store is not None:
-            each.positions.issue(note, Phase.FORWARD, iteration)
-            members.update(*each.all_gather_object(members))
+    for communicator in communicators:
+        if communicator.positions is not None and communicator.positions.agreement.store is not None:
+            communicator.positions.issue(note, Phase.FORWARD, iteration)
+            members.update(*communicator.all_gather_object(members))
     return members
 
 
@@ -212,11 +212,11 @@ def _batched(logs: Mapping[Unit, UnitPositions], kind: _Kind, units: tuple[Unit,
 
 def _contents_of(unit: Unit) -> list[str]:
     """Describes a unit's parameters, in the order of their buffers, with shapes and dtypes."""
-    found: list[str] = []
+    lines: list[str] = []
     for segment in unit.segments:
         layout = segment.layout
         aligned = "" if layout.alignment is None else f", aligned to {layout.alignment}"
         for fqn, leaf, side in zip(layout.fqns, segment.leaves, layout.side_data):
             stored = "" if side is None else f", {side.describe()}"
-            found.append(f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}{stored}")
-    return found
+            lines.append(f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}{stored}")
+    return lines
