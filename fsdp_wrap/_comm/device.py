@@ -127,22 +127,22 @@ def resolve_device(
     alone go there if the groups can communicate from it. Raises a ValueError where tensors are spread over
     devices, contradict `device_id`, or name a device that is not there.
     """
-    found: dict[torch.device, str] = {}
+    by_device: dict[torch.device, str] = {}
     for name, tensor in tensors:
-        found.setdefault(tensor.device, name)
-    only_meta = set(found) == {torch.device("meta")}
-    found.pop(torch.device("meta"), None)
+        by_device.setdefault(tensor.device, name)
+    only_meta = set(by_device) == {torch.device("meta")}
+    by_device.pop(torch.device("meta"), None)
     if device_id is None:
-        if len(found) > 1:
-            places = ", ".join(f"'{name}' on {device}" for device, name in found.items())
+        if len(by_device) > 1:
+            places = ", ".join(f"'{name}' on {device}" for device, name in by_device.items())
             raise ValueError(f"all tensors of a unit must be on one device, but {places}; pass device_id")
-        device = next(iter(found), torch.device("cpu"))
+        device = next(iter(by_device), torch.device("cpu"))
         # Without a group, as where something stands in for it, nothing has to travel.
         known, accelerator = _device_types(groups) or {"cpu"}, _accelerator_type()
         leaves_the_cpu = "cpu" not in known or (only_meta and accelerator in known)
         return _complete(torch.device(accelerator)) if device.type == "cpu" and leaves_the_cpu else device
     wanted = _named(device_id, "device_id")
-    for device, name in found.items():
+    for device, name in by_device.items():
         if device.type != "cpu" and device != wanted:
             raise ValueError(f"device_id is {wanted}, but '{name}' is on {device}; change one of the two")
     return wanted
@@ -167,14 +167,14 @@ def check_present(device: torch.device, argument: str) -> None:
     if device.type == "cpu" or (count and (device.index is None or device.index < count)):
         return
     if there == "cpu":
-        found, choice = "no accelerator", "'cpu'"
+        present, choice = "no accelerator", "'cpu'"
     elif device.type != there:
-        found, choice = f"'{there}' but not '{device.type}'", f"'{there}' or 'cpu'"
+        present, choice = f"'{there}' but not '{device.type}'", f"'{there}' or 'cpu'"
     else:
-        found, choice = f"{count} of type '{there}'", f"one from '{there}:0' to '{there}:{count - 1}'"
+        present, choice = f"{count} of type '{there}'", f"one from '{there}:0' to '{there}:{count - 1}'"
     place = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
     raise ValueError(
-        f"{argument} names the device '{device}', which is not there: {place} finds {found} "
+        f"{argument} names the device '{device}', which is not there: {place} finds {present} "
         f"(torch.accelerator); {argument} must name {choice}"
     )
 

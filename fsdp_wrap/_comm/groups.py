@@ -155,9 +155,9 @@ def group_of(ranks: Sequence[int], known: dist.ProcessGroup | None = None) -> di
 
     `known` is the one to take unless it was destroyed. Raises a RuntimeError if there is none.
     """
-    found = known or _found(ranks)
-    if found is not None and found in groups_alive().pg_map:
-        return found
+    group = known or _found(ranks)
+    if group is not None and group in groups_alive().pg_map:
+        return group
     raise RuntimeError(
         f"ranks {list(ranks)} hold this tensor between them, and this process has no process group of just "
         "them (any more): pass the group whose ranks have all of it, as full_tensor(group)"

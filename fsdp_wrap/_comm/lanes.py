@@ -43,8 +43,8 @@ class Then:
         self._works, self._actions = works, actions
 
     def wait(self) -> None:
-        for each in self._works:
-            each.wait()
+        for work in self._works:
+            work.wait()
         for action in self._actions:
             action()
 
@@ -143,7 +143,7 @@ class HostLane:
     def finish(self) -> None:
         """Waits for all that was issued, and raises the first error."""
         issued, self._issued = self._issued, deque()
-        for error in [each.exception() for each in issued]:  # which waits for all
+        for error in [future.exception() for future in issued]:  # which waits for all
             if error is not None:
                 raise error
 

@@ -238,10 +238,10 @@ class AllToAll:
 
 def _free(tensors: Iterable[torch.Tensor]) -> None:
     """Frees tensors of ours now: gloo's thread holds for a while what has travelled."""
-    for each in tensors:
-        each.untyped_storage().resize_(0)
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
         if resize_watchers:
-            tell_resized(each.untyped_storage())
+            tell_resized(tensor.untyped_storage())
 
 
 def when_completed(work: Any, note: Callable[[], object]) -> bool:
@@ -273,28 +273,28 @@ class ExchangeCommunicator(GroupCommunicator):
     def _gather(self, full: Tensors, fill: Fill, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         fill()
         return [
-            gather_at_once(group, self.rank, self.size, each)
-            if each.nbytes < self._least
-            else exchange_gather(group, self.rank, self._by_rank(as_transport(each)), self._lives)
-            for each in full
+            gather_at_once(group, self.rank, self.size, tensor)
+            if tensor.nbytes < self._least
+            else exchange_gather(group, self.rank, self._by_rank(as_transport(tensor)), self._lives)
+            for tensor in full
         ]
 
     def _reduce(self, shards: Tensors, full: Tensors, group: dist.ProcessGroup, async_op: bool) -> list[Any]:
         return [
-            reduce_at_once(group, self.rank, self.size, shard, each)
-            if each.nbytes < self._least
-            else exchange_reduce(group, self.rank, shard, self._by_rank(each), self._lives)
-            for shard, each in zip(shards, full)
+            reduce_at_once(group, self.rank, self.size, shard, tensor)
+            if tensor.nbytes < self._least
+            else exchange_reduce(group, self.rank, shard, self._by_rank(tensor), self._lives)
+            for shard, tensor in zip(shards, full)
         ]
 
     def all_reduce(self, tensors: Tensors, op: Op = SUM) -> Pending:
         most = min(self._least, _MOST_GATHERED)
-        if op not in REDUCTIONS or any(self.size * each.nbytes >= most for each in tensors):
+        if op not in REDUCTIONS or any(self.size * tensor.nbytes >= most for tensor in tensors):
             return super().all_reduce(tensors, op)
 
         def start(group: dist.ProcessGroup, async_op: bool) -> list[Any]:
             operation = REDUCTIONS[op]
-            return [all_reduce_at_once(group, self.rank, self.size, each, operation) for each in tensors]
+            return [all_reduce_at_once(group, self.rank, self.size, tensor, operation) for tensor in tensors]
 
         return self._issue("reduce", start)
 

@@ -160,7 +160,7 @@ class HostCommunicator(GroupCommunicator):
             for tensor in tensors:
                 listening(self.rank, self.size).allreduce([tensor])
         self._prepare(len(tensors))
-        return _all([self._combine(each, REDUCTIONS[op]) for each in tensors])
+        return _all([self._combine(tensor, REDUCTIONS[op]) for tensor in tensors])
 
     def _combine(self, tensor: torch.Tensor, operation: Callable[..., torch.Tensor]) -> PostedCollective:
         kind, row = Kind.ALL_REDUCE, tensor.detach().view(-1)

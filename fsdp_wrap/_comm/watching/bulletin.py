@@ -54,11 +54,11 @@ class Bulletin:
         own = {noted.number: noted for noted in positions.history()}
         lines, silent = [], []
         for rank in ranks:
-            found = self._read(rank)
-            if found is None:
+            report = self._read(rank)
+            if report is None:
                 silent.append(rank)
                 continue
-            history = [*starmap(Noted, found["history"])]
+            history = [*starmap(Noted, report["history"])]
             for other in history:
                 mine = own.get(other.number, other)
                 if not alike((noted.digest, noted.tries) for noted in (mine, other)):
@@ -68,15 +68,15 @@ class Bulletin:
                         f"as collective number {other.number} of the group"
                     )
             last = "; last collective, number {0} of the group: {3}".format(*history[-1]) if history else ""
-            lines.append(f"  rank {rank} (another host): {found['state']}{last}")
+            lines.append(f"  rank {rank} (another host): {report['state']}{last}")
         if silent:
             lines.append(f"  no word yet of {list_ranks(silent)}")
         return "".join(f"\n{line}" for line in lines)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._name}/{rank}"
-        found = self._do(lambda store: store.get(key) if store.check([key]) else None)
-        return None if found is None else dict(json.loads(found))
+        stored = self._do(lambda store: store.get(key) if store.check([key]) else None)
+        return None if stored is None else dict(json.loads(stored))
 
     def _do(self, action: Any) -> Any:
         if self._store is None:

@@ -122,7 +122,7 @@ class Monitor:
 
     def _ends(self) -> bool:
         """Whether this thread has nothing left to watch, and never will."""
-        for positions in [each for each, watch in self._watched.items() if not watch.lives]:
+        for positions in [positions for positions, watch in self._watched.items() if not watch.lives]:
             del self._watched[positions]
             self._reported.pop(positions, None)
         with self._lock:
@@ -144,11 +144,11 @@ class Monitor:
             _drop_done(lane)
         oldest = [lane[0] for lane in self._pending.values() if lane]
         for positions, (since, _) in list(self._reported.items()):
-            if all(each.since > since for each in oldest):  # it has completed after all
+            if all(issued.since > since for issued in oldest):  # it has completed after all
                 del self._reported[positions]
                 positions.verdict = None
         if oldest:
-            self._see_to(min(oldest, key=lambda each: each.since))
+            self._see_to(min(oldest, key=lambda issued: issued.since))
 
     def _see_to(self, issued: _Issued) -> None:
         """Compares, asks, warns or gives up, depending on the age of the oldest collective."""

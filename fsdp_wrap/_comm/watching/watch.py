@@ -66,7 +66,7 @@ class Watch:
             for rank, member in enumerate(members)
             if member != self.positions.member and self.has_ended(rank)
         ]
-        text = ": ".join([*(each for each in ended if each not in str(error)), str(error)])
+        text = ": ".join([*(line for line in ended if line not in str(error)), str(error)])
         told = tell_call(self.positions)
         return RuntimeError(f"{told}a collective failed: {text}\n{self.positions.table()}")
 
@@ -162,7 +162,7 @@ def flight_records() -> str:
         entries = json.loads(dump_flight_records(True, True)).get("entries", [])
     except (RuntimeError, TypeError, ValueError):  # a build without one, or one of another form
         return ""
-    active = [each for each in entries if each.get("state") != "completed" and not each.get("retired")]
+    active = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
     if not active:
         return ""
     lines = ["Torch's flight recorder has not seen complete:", *map(_record, active[:_MOST_RECORDS])]
