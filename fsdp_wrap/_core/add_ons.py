@@ -66,7 +66,7 @@ def found_when_asked_for(
         if name in modules and find_spec(f"{package}.{name}"):
             return import_module(f"{package}.{name}")
         if name in module.__all__:
-            there = filter(find_spec, (f"{package}.{each}" for each in exporting))
+            there = filter(find_spec, (f"{package}.{exporter}" for exporter in exporting))
             for source in map(import_module, there):
                 if name in source.__all__:
                     setattr(module, name, getattr(source, name))

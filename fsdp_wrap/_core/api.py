@@ -69,11 +69,11 @@ def nbytes_of(size: int | str, name: str) -> int:
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f"{name} must be an int or a str such as '80GB', not {size!r}")
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", size.upper())
-        if found is None:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", size.upper())
+        if match is None:
             raise ValueError(f"{name} must look like '80GB' or '24GiB', not {size!r}")
-        power = " KMGT".index(found[2]) if found[2] else 0
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        power = " KMGT".index(match[2]) if match[2] else 0
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if size <= 0:
         raise ValueError(f"{name} must be positive, not {size}")
     return size

@@ -39,7 +39,7 @@ def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parame
 
     Raises a RuntimeError, with the unit's name, for a `FlatParameter`: it stands for several parameters.
     """
-    found = []
+    unserved = []
     for param in dict.fromkeys(params):
         if optimizers_in_backward(param) and step_in_backward not in (HOOKS_OF(param) or {}).values():
             if hasattr(param, "_is_flat_param"):
@@ -47,8 +47,8 @@ def with_optimizers(params: Iterable[nn.Parameter], unit: str) -> list[nn.Parame
                     f"an optimizer in backward was given to the FlatParameter of {unit}, which is only "
                     "supported with use_orig_params=True: wrap the module so, or step after backward"
                 )
-            found.append(param)
-    return found
+            unserved.append(param)
+    return unserved
 
 
 def step_in_backward(param: nn.Parameter) -> None:

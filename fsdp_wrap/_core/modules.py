@@ -271,7 +271,7 @@ class UnitContents:
         `lent` are parameters that units below have left; they are collected with all their places.
         """
         modules = [*own_modules(module, ignored.modules)]
-        own = {each for _, each in modules}
+        own = {submodule for _, submodule in modules}
         slots: dict[nn.Parameter, ParamSlot] = {}
         borrowed = []
         for fqn, place, param in named(module, params):
@@ -286,12 +286,12 @@ class UnitContents:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Returns (name, tensor) of its own parameters and then its buffers, each once."""
-        found: dict[torch.Tensor, str] = {slot.param: slot.fqn for slot in self.slots}
+        fqns: dict[torch.Tensor, str] = {slot.param: slot.fqn for slot in self.slots}
         for prefix, module in self.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    found.setdefault(buffer, joined(prefix, name))
-        return [(fqn, tensor) for tensor, fqn in found.items()]
+                    fqns.setdefault(buffer, joined(prefix, name))
+        return [(fqn, tensor) for tensor, fqn in fqns.items()]
 
 
 def is_owned(param: nn.Parameter) -> bool:
@@ -358,12 +358,12 @@ def _keep_name(module: nn.Module, name: str) -> None:
 def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields (name, parameter) of no unit that were registered in a module since a unit has taken it."""
     for name in sorted(added_names.get(module, ())):
-        found: list[tuple[str, nn.Parameter | None]] = [(name, module._parameters.get(name))]
+        candidates: list[tuple[str, nn.Parameter | None]] = [(name, module._parameters.get(name))]
         child = module._modules.get(name)
         if child is not None and UNIT_ATTR not in child.__dict__:
-            into = named(child, params, into=lambda each: UNIT_ATTR not in each.__dict__)
-            found = [(joined(name, fqn), param) for fqn, _, param in into]
-        for fqn, param in found:
+            into = named(child, params, into=lambda submodule: UNIT_ATTR not in submodule.__dict__)
+            candidates = [(joined(name, fqn), param) for fqn, _, param in into]
+        for fqn, param in candidates:
             if param is not None and not is_owned(param):
                 yield fqn, param
 
@@ -382,7 +382,7 @@ def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
     return frozenset(
         inner
         for module in modules
-        for _, each in walk(module)
-        if "replicate" in each.__dict__.get(composable_registry, ())
-        for inner in each.modules()
+        for _, submodule in walk(module)
+        if "replicate" in submodule.__dict__.get(composable_registry, ())
+        for inner in submodule.modules()
     )

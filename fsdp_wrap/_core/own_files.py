@@ -33,9 +33,9 @@ def open_own(path: Path, flags: int, private: bool = False) -> int:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
     else:
-        found = os.fstat(descriptor)
-        is_own = found.st_uid == os.geteuid() or not private
-        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and is_own:
+        status = os.fstat(descriptor)
+        is_own = status.st_uid == os.geteuid() or not private
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and is_own:
             return descriptor
         os.close(descriptor)
     raise ValueError(
@@ -125,10 +125,10 @@ def _others_in(folder: Path, alone: bool) -> str | None:
             return f"{path} belongs to another user (id {owner})"
     if alone and folder.is_symlink():
         return f"{folder} is a link, which others may have laid"
-    found = os.stat(folder)
-    is_open = _open_to_all(folder) and not found.st_mode & stat.S_ISVTX and not os.path.ismount(folder)
-    if found.st_mode & _BY_OTHERS if alone else is_open:
-        return f"other users may write to {folder} (mode {stat.S_IMODE(found.st_mode):o})"
+    status = os.stat(folder)
+    is_open = _open_to_all(folder) and not status.st_mode & stat.S_ISVTX and not os.path.ismount(folder)
+    if status.st_mode & _BY_OTHERS if alone else is_open:
+        return f"other users may write to {folder} (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 

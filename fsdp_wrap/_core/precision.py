@@ -27,7 +27,9 @@ def is_castable(dtype: torch.dtype) -> bool:
 
 def cast_floating(value: Any, dtype: torch.dtype, replaced: Replaced | None = None) -> Any:
     """Returns `value` with every floating-point tensor in it cast to `dtype`, differentiably."""
-    return map_tensors(lambda each: each.to(dtype) if is_castable(each.dtype) else each, value, replaced)
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, value, replaced
+    )
 
 
 def floating_dtype(value: Any) -> torch.dtype | None:

@@ -217,4 +217,6 @@ def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         count_step()
     for group in optimizer.param_groups:
         if group.get("fused"):
-            increment_version([each for each in group["params"] if each.grad is not None and is_owned(each)])
+            increment_version(
+                [param for param in group["params"] if param.grad is not None and is_owned(param)]
+            )

@@ -37,8 +37,8 @@ class ProfilerRanges(PlugIn):
     def _end(self, what: Any) -> None:
         """Ends a range, and its inner ranges, if it is open in this thread."""
         ranges = self._open.get(get_ident(), [])
-        if any(each.what == what for each in ranges):
-            self._end_while(lambda each: each.what != what)
+        if any(opened.what == what for opened in ranges):
+            self._end_while(lambda opened: opened.what != what)
             ranges.pop().range.__exit__(None, None, None)
 
     def _end_while(self, unwanted: Callable[[_Range], bool]) -> None:
