@@ -120,8 +120,8 @@ def _refuse_added(units: Iterable[Unit]) -> None:
     """Refuses trainable parameters that were registered in a unit after sharding, also in new modules."""
     for unit in units:
         for prefix, module in () if unit.gone else own_modules(unit.module):
-            found = [*added_params(module)] if module in added_names else []
-            for fqn, param in found:
+            added = [*added_params(module)] if module in added_names else []
+            for fqn, param in added:
                 if param.requires_grad and not any(param in segment.places for segment in unit.segments):
                     name = unit.name_of(clean_fqn(joined(prefix, fqn)))
                     raise ReplacedError(
@@ -130,5 +130,5 @@ def _refuse_added(units: Iterable[Unit]) -> None:
                         "others' gradients of it. Change the model before sharding it (what stays out goes "
                         "into ignored_states, or ignored_params), or freeze what is new"
                     )
-            if not found:
+            if not added:
                 added_names.pop(module, None)

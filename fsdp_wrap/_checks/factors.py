@@ -183,7 +183,7 @@ class ScaledParts:
                 watched = None if part is None else cut.layout.sources[part.index]
                 if watched is not None and (grad := watched.grad) is not None:
                     elements = (
-                        [self._elements_of(cut, each) for each in cut.parts] if turn < self._until else ()
+                        [self._elements_of(cut, piece) for piece in cut.parts] if turn < self._until else ()
                     )
                     place = grad.data_ptr(), grad._version
                     self._sample = _Sample(cut, weakref.ref(watched), place, elements)

@@ -107,11 +107,13 @@ def _name_of(param: nn.Parameter | None) -> str:
     """
     if param is None:
         return "a parameter"
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
     parents = {
         child: (name, module) for module in modules for name, child in module._modules.items() if child
     }
-    holders = ((name, each) for each in modules for name, own in each._parameters.items() if own is param)
+    holders = (
+        (name, holder) for holder in modules for name, own in holder._parameters.items() if own is param
+    )
     name, module = next(holders, ("", None))
     seen = set()
     while module in parents and module not in seen:

@@ -119,7 +119,7 @@ class StepChecks(PlugIn):
     def tell_plain(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells the other ranks of the gradients of plain parameters in an optimizer."""
         both = next((handle.communicators for handle in handles_of(self._units)), ())
-        logs = [each.positions for each in both if each.positions is not None]
+        logs = [communicator.positions for communicator in both if communicator.positions is not None]
         groups = [positions for positions in logs if positions.present > 1]  # else nobody could compare
         if groups and (params := plain_params(_beside_sharded(optimizer))):
             self._tell(_GRADIENTS, tell_gradients(optimizer, params, groups))
@@ -194,9 +194,9 @@ def _record_of(optimizer: torch.optim.Optimizer) -> _Record:
     if record is None or record.lists != lists:
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         places = {_id_of(param): place for place, param in enumerate(params)}
-        firsts = ((each.first_in(places), each) for each in [*_all])
-        ordered = sorted(((n, each) for n, each in firsts if n is not None), key=lambda pair: pair[0])
-        trees = [weakref.ref(each) for _, each in ordered]  # in the same order on all ranks
+        firsts = ((checks.first_in(places), checks) for checks in [*_all])
+        ordered = sorted(((n, checks) for n, checks in firsts if n is not None), key=lambda pair: pair[0])
+        trees = [weakref.ref(checks) for _, checks in ordered]  # in the same order on all ranks
         _records[optimizer] = record = _Record(lists, trees, 0 if record is None else record.steps)
     return record
 
@@ -227,8 +227,8 @@ def _before_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _skips(optimizer: Any) -> bool:
     """Whether the kernel will skip the step, since a gradient scaler has told it to."""
-    found: object = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
+    found_inf: object = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
 
 
 before_steps.append(_before_step)
