@@ -106,17 +106,17 @@ class BatchedReduction:
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
         handle, gradients = unit.handle, self._plan.gradients
-        found, expected = handle.reduced_segments(), self._plan.segments[unit]
+        segments, expected = handle.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
-        same = [*map(handle.segments.index, found)] == expected
-        if not same or {segment.gradients.buffer_dtype for segment in found} != {gradients.dtype}:
+        same = [*map(handle.segments.index, segments)] == expected
+        if not same or {segment.gradients.buffer_dtype for segment in segments} != {gradients.dtype}:
             return False
         begin = None if self.taken else gradients.allocate
-        for index, segment in enumerate(found, self._plan.first[unit]):
+        for index, segment in enumerate(segments, self._plan.first[unit]):
             segment.gradients.move_to(gradients.of_segments[index], unit.options.counts_unused, begin)
             begin = None
         self.taken.append(unit)
-        self._segments += found
+        self._segments += segments
         handle.join(self)
         return True
 
