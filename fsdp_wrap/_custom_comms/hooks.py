@@ -48,7 +48,7 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, 
 
 def hook_of(unit: Unit) -> ReductionHook | None:
     """Returns the hook of a unit's reductions, if it has one."""
-    return next((each for each in unit.plug_ins.own if isinstance(each, ReductionHook)), None)
+    return next((plug_in for plug_in in unit.plug_ins.own if isinstance(plug_in, ReductionHook)), None)
 
 
 class ReductionHook(PlugIn):

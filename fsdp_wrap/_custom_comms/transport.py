@@ -44,7 +44,7 @@ class CustomTransport:
         for buffer in buffers:
             buffer.allocate()
         full = [as_transport(buffer.data) for buffer in buffers]
-        staged = [comm.allocate(each.size(), dtype=each.dtype, device=each.device) for each in full]
+        staged = [comm.allocate(tensor.size(), dtype=tensor.dtype, device=tensor.device) for tensor in full]
 
         def start(async_op: bool) -> list[Any]:
             fill()
@@ -68,8 +68,8 @@ class CustomTransport:
             group = self._communicator.reducing_group or self._communicator.group
             for shard, source in zip(shards, full):
                 sent, got = (
-                    comm.allocate(each.size(), dtype=shard.dtype, device=shard.device)
-                    for each in (source, shard)
+                    comm.allocate(tensor.size(), dtype=shard.dtype, device=shard.device)
+                    for tensor in (source, shard)
                 )
                 sent.copy_(source)
                 comm(output_tensor=got, input_tensor=sent, group=group, op=dist.ReduceOp.SUM)
@@ -97,4 +97,4 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
                 f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
             )
     theirs = before.comms if isinstance(before, CustomTransport) else {}
-    handle.set_transport(lambda each: CustomTransport(each, {**theirs, **comms}))
+    handle.set_transport(lambda communicator: CustomTransport(communicator, {**theirs, **comms}))
