@@ -71,18 +71,18 @@ def offload_activations(
     for name, number in (("keep", keep), ("min_bytes", min_bytes)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ValueError(f"{name}={number!r} must be a whole number that is not negative")
-    found = units_in(model)
-    if not found:
+    by_name = units_in(model)
+    if not by_name:
         refuse_unsharded(model, "offload_activations()")
-    unknown = [name for name in units or () if name not in found]
+    unknown = [name for name in units or () if name not in by_name]
     if unknown:
-        raise ValueError(f"{unknown} are no units of this {type(model).__name__}, which has {[*found]}")
-    distinct = [*dict.fromkeys(found.values())]
+        raise ValueError(f"{unknown} are no units of this {type(model).__name__}, which has {[*by_name]}")
+    distinct = [*dict.fromkeys(by_name.values())]
     require_idle(distinct, "offload_activations()")
     for unit in distinct:
         if unit in _offloaded:
             raise ValueError(f"the activations of {unit.name} are offloaded already: call remove() first")
-    chosen = distinct if units is None else [found[name] for name in units]
+    chosen = distinct if units is None else [by_name[name] for name in units]
     by_device: dict[torch.device, list[Unit]] = {}
     for unit in distinct:
         by_device.setdefault(schedule_of(unit).device, []).append(unit)

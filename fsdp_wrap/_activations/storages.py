@@ -168,9 +168,9 @@ class Bundle:
         leaving = [storage for storage in here if not storage.is_held_elsewhere]
         self._here = [weakref.ref(storage) for storage in here if storage not in leaving]
         if leaving:
-            self.nbytes += sum(each.nbytes for each in leaving)
+            self.nbytes += sum(storage.nbytes for storage in leaving)
             with self._copying(leaving):
-                pairs = [each.to_host(accelerator) for each in leaving]
+                pairs = [storage.to_host(accelerator) for storage in leaving]
                 copying = copy_to_host(accelerator, pairs, _TO_HOST)
             yield CopiesToHost(turn, [*map(weakref.ref, leaving)], copying)
 
@@ -183,20 +183,20 @@ class Bundle:
         self._began = True
 
     def _fetch(self, accelerator: Accelerator, device: torch.device) -> None:
-        storages = [each for each in _alive(self._storages) if each.is_on_host]
+        storages = [storage for storage in _alive(self._storages) if storage.is_on_host]
         if storages:
             with self._copying(storages):
-                pairs = [each.to_device(device) for each in storages]
+                pairs = [storage.to_device(device) for storage in storages]
                 pending = copy_to_device(accelerator, pairs, _TO_DEVICE)
-            for each in storages:
-                each.arrives_by(pending)
+            for storage in storages:
+                storage.arrives_by(pending)
 
     def _copying(self, storages: Iterable[SavedStorage]) -> Any:
-        unit, nbytes = self._unit(), sum(each.nbytes for each in storages)
+        unit, nbytes = self._unit(), sum(storage.nbytes for storage in storages)
         return NO_SPAN if unit is None else unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes)
 
 
 def _alive(references: Iterable[weakref.ref[SavedStorage]]) -> list[SavedStorage]:
     """Returns each storage that a graph still has, once."""
-    found = (reference() for reference in references)
-    return [*dict.fromkeys(storage for storage in found if storage is not None)]
+    storages = (reference() for reference in references)
+    return [*dict.fromkeys(storage for storage in storages if storage is not None)]
