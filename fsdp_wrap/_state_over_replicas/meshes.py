@@ -68,12 +68,12 @@ class StateOverReplicas:
             names = (*dims.replicate_names, *dims.shard_names)
             flat = DataMesh.within(data.whole, DataParallelMeshDims(shard=names))
             return DataMesh(flat.mesh, flat.whole, flat.dims, copies=mesh)
-        found = _flattened(mesh, user)
-        if found is None:
+        flattened = _flattened(mesh, user)
+        if flattened is None:
             copies = data.ranks
             assert copies.shard is not None and copies.replicate is not None
-            found = mesh_over(_union(copies.shard, copies.replicate, user), mesh.device_type)
-        return DataMesh(found, copies=mesh)
+            flattened = mesh_over(_union(copies.shard, copies.replicate, user), mesh.device_type)
+        return DataMesh(flattened, copies=mesh)
 
 
 def _flattened(mesh: DeviceMesh, user: str) -> DeviceMesh | None:
@@ -104,7 +104,7 @@ def _ranks_of_copies(within: Ranks, across: Ranks, device: torch.device) -> list
     """Returns the ranks of all copies, copy by copy, as counterparts tell; collective."""
     if dist.get_backend(within.group) in CARRY_NOTHING or across.size == 1:
         copies = [
-            [first - across.members[across.rank] + each for each in within.members]
+            [first - across.members[across.rank] + member for member in within.members]
             for first in across.members
         ]
     else:

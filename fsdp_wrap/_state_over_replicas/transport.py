@@ -77,8 +77,8 @@ class StagedTransport:
         sums = [within.empty(across.size * shard.numel(), shard.dtype) for shard in shards]
         self._within.finish_earlier()
         summed = within.reduce_scatter(
-            [shard for each in sums for shard in each.chunk(across.size)],
-            [region for each in full for region in each.chunk(across.size)],
+            [shard for tensor in sums for shard in tensor.chunk(across.size)],
+            [region for tensor in full for region in tensor.chunk(across.size)],
         )
         return self._then(summed, self._across, lambda: across.reduce_scatter(shards, sums))
 
@@ -91,7 +91,7 @@ class StagedTransport:
     def _parts_of(self, buffers: list[Buffer]) -> list[CopyPart]:
         handle = self._handle()
         assert handle is not None
-        known, found = self._parts, []
+        known, parts = self._parts, []
         within, across = self._within.communicator, self._across.communicator
         self._parts = {}  # without those of segments that were made anew
         for segment, written in zip(handle.segments, handle.written):
@@ -99,5 +99,5 @@ class StagedTransport:
             self._parts[segment] = part
             if segment.gathered in buffers:
                 part.follow(written)
-                found.append(part)
-        return found
+                parts.append(part)
+        return parts
