@@ -138,12 +138,14 @@ def reproducible(
     _check_count(micro_batches, ranks)
     chosen = {"micro_batches": micro_batches, "seed": seed, "average": average}
     for communicator in dict.fromkeys(
-        each for _, one in handles for each in (one.communicator, one.replicas)
+        communicator for _, handle in handles for communicator in (handle.communicator, handle.replicas)
     ):
         communicator.agree("reproducible()", chosen)
     warn_of_kernels(schedules)
-    each = micro_batches // ranks
-    return Reproducible(schedules, range(rank * each, (rank + 1) * each), micro_batches, seed, average)
+    per_rank = micro_batches // ranks
+    return Reproducible(
+        schedules, range(rank * per_rank, (rank + 1) * per_rank), micro_batches, seed, average
+    )
 
 
 def _refuse(
@@ -162,25 +164,27 @@ def _refuse(
             )
     segments = [segment for _, handle in handles for segment in handle.segments]
     # A unit that `unshard()` has gathered shows its leaves.
-    refuse_unowned(model, (param for each in segments for param in (*each.layout.sources, *each.leaves)))
+    refuse_unowned(
+        model, (param for segment in segments for param in (*segment.layout.sources, *segment.leaves))
+    )
     refuse_training(norms_over_batches(model))
 
 
 def _place(handles: Iterable[tuple[Unit, ParamHandle]]) -> tuple[int, int]:
     """Returns the number of ranks that have batches of their own, and this one's place among them."""
-    found: dict[tuple[int, int], Unit] = {}
+    places: dict[tuple[int, int], Unit] = {}
     for unit, handle in handles:
         ranks = handle.communicator
         here = handle.replicas.rank * ranks.size + ranks.rank
-        found.setdefault((ranks.size * handle.replicas.size, here), unit)
-    if len(found) > 1:
-        (one, _), (other, _), *_ = found
-        first, second, *_ = found.values()
+        places.setdefault((ranks.size * handle.replicas.size, here), unit)
+    if len(places) > 1:
+        (one, _), (other, _), *_ = places
+        first, second, *_ = places.values()
         raise ValueError(
             f"{first.name} is averaged over {one} ranks and {second.name} over {other}, or this rank has "
             "different places among them: a reproducible model has one order of all ranks"
         )
-    return next(iter(found))
+    return next(iter(places))
 
 
 def _check_count(micro_batches: int, ranks: int) -> None:

@@ -38,18 +38,18 @@ def exact_power(summands: Sequence[Summand], p: float, device: torch.device) -> 
             f"a reproducible model takes norms of order 1, 2 and inf, not {p}: other powers are rounded "
             "differently by the place of a number in a shard"
         )
-    found = [_over_ranks(_largest(each.tensors, device), each.all_reduces) for each in summands]
-    most = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *found]).amax(0, keepdim=True)
+    largest = [_over_ranks(_largest(summand.tensors, device), summand.all_reduces) for summand in summands]
+    most = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *largest]).amax(0, keepdim=True)
     if math.isinf(p):
         return most
     usable = most.isfinite() & (most > 0)
     unit = torch.where(usable, most / torch.frexp(most).mantissa, 1.0)  # a power of two
     sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for each in summands:
-        own = _on_grids(each.tensors, unit, p, device)
-        for all_reduce in each.all_reduces:
+    for summand in summands:
+        own = _on_grids(summand.tensors, unit, p, device)
+        for all_reduce in summand.all_reduces:
             all_reduce(own, dist.ReduceOp.SUM)
-        sums += own // each.copies
+        sums += own // summand.copies
     steps = torch.tensor([2.0**-_STEP, 2.0 ** (-2 * _STEP)], dtype=torch.float64, device=device)
     high, low = torch.split(sums.double() * steps, 1)
     return torch.where(most.isfinite(), (high + low) * unit**p, most)
@@ -57,10 +57,10 @@ def exact_power(summands: Sequence[Summand], p: float, device: torch.device) -> 
 
 def _largest(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns the largest absolute value, or NaN if there is one: 1-D, of one element."""
-    found = [torch.zeros((), dtype=torch.float64, device=device)]
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for tensor in tensors:
-        found.append(torch.linalg.vector_norm(tensor, math.inf).to(device, torch.float64))
-    return torch.stack(found).amax(0, keepdim=True)
+        norms.append(torch.linalg.vector_norm(tensor, math.inf).to(device, torch.float64))
+    return torch.stack(norms).amax(0, keepdim=True)
 
 
 def _over_ranks(most: torch.Tensor, all_reduces: Iterable[AllReduce]) -> torch.Tensor:

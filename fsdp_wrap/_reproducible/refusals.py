@@ -27,9 +27,10 @@ _WIDE = (torch.float32, torch.float64)
 def norms_over_batches(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that keep statistics over the batches of a rank, or over those of all, by name."""
     return {
-        name: each
-        for name, each in module.named_modules()
-        if isinstance(each, nn.SyncBatchNorm) or (isinstance(each, NormBase) and each.track_running_stats)
+        name: submodule
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, nn.SyncBatchNorm)
+        or (isinstance(submodule, NormBase) and submodule.track_running_stats)
     }
 
 
@@ -90,7 +91,7 @@ def refuse_unowned(module: nn.Module, owned: Iterable[nn.Parameter]) -> None:
 
 def warn_of_kernels(schedules: Sequence[Schedule]) -> None:
     """Warns of an accelerator whose kernels may not be deterministic."""
-    if any(accelerator_of(each.device) is not None for each in schedules):
+    if any(accelerator_of(schedule.device) is not None for schedule in schedules):
         if not torch.are_deterministic_algorithms_enabled():
             warn_caller(
                 "reproducible() was called while kernels need not be deterministic: call "

@@ -54,7 +54,7 @@ class CountedSteps(PlugIn):
         for unit in schedule.units:
             if unit.layouts:
                 self._take_over(unit, unit.handle, micro_batches, average)
-        self._each = max((each.each for each in self._sums.values()), default=1)
+        self._each = max((tree_sums.each for tree_sums in self._sums.values()), default=1)
         schedule.plug_ins.attach(self)
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)

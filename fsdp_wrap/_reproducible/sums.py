@@ -117,7 +117,7 @@ class TreeSums(PlugIn):
         for node in nodes:
             own.push(node)
         spans = [nodes_within(copy * number, number) for copy in range(self._copies)]
-        numel = max(each.value.numel() for each in own.nodes if each.value is not None)
+        numel = max(node.value.numel() for node in own.nodes if node.value is not None)
         exchange = Exchange(self._replicas, own.nodes, spans, ceil_div(numel, self._copies))
         return exchange.wait()
 
@@ -149,7 +149,7 @@ class Exchange:
         if ranks.size == 1:
             self._received: torch.Tensor | None = None
             return
-        dtype = max((value.dtype for value in values), key=lambda each: each.itemsize)
+        dtype = max((value.dtype for value in values), key=lambda candidate: candidate.itemsize)
         if len(nodes) == 1 and values[0].numel() == ranks.size * part:
             sent = values[0]
         else:
@@ -157,7 +157,7 @@ class Exchange:
             for number, node in enumerate(nodes):
                 _cut(node.value, sent.view(ranks.size, len(nodes), part)[:, number])
         self._received = ranks.empty(len(self._spans) * part, dtype)
-        coming, going = [len(each) * part for each in spans], [len(nodes) * part] * ranks.size
+        coming, going = [len(of_rank) * part for of_rank in spans], [len(nodes) * part] * ranks.size
         lengths = None if coming == going else (coming, going)
         self._pending = ranks.all_to_all(self._received, sent, lengths)
 
@@ -180,15 +180,15 @@ class TreeReduction:
 
     def finish(self) -> None:
         """Waits, and gives the sums of the step to the sharded parameters."""
-        received = [each.wait() for each in self._exchanges]
+        received = [exchange.wait() for exchange in self._exchanges]
         self._exchanges.clear()
         for segment, nodes in zip(self._segments, received):
             self._sums.add(segment, nodes)
 
     def abandon(self) -> None:
         """Waits, and drops the gradients."""
-        for each in self._exchanges:
-            each.wait()
+        for exchange in self._exchanges:
+            exchange.wait()
         for segment in self._segments:
             segment.gradients.drop()
 
