@@ -163,7 +163,7 @@ class Bundle:
             self._here.append(weakref.ref(storage))
 
     def send(self, accelerator: Accelerator, turn: int) -> Iterator[CopiesToHost]:
-        """Copies storages to host memory that nothing but autograd holds by now."""
+        """Copies to host memory the storages that only autograd still holds."""
         here = [storage for storage in _alive(self._here) if not storage.used]
         leaving = [storage for storage in here if not storage.is_held_elsewhere]
         self._here = [weakref.ref(storage) for storage in here if storage not in leaving]

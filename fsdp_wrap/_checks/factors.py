@@ -167,7 +167,7 @@ class ScaledParts:
     def take(self) -> None:
         """Takes a sample of complete gradients: of another unit each time, in the same order on all ranks.
 
-        Elements are looked at in the first turns, and as long as gradients are edited.
+        Reads elements in the first turns, and as long as gradients are edited.
         """
         turn, self._turn = self._turn, self._turn + 1
         if self._waits and turn >= _FIRST_TURNS and turn % _GOES_ON:

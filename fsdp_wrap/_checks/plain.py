@@ -103,7 +103,7 @@ def _differ(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 def _name_of(param: nn.Parameter | None) -> str:
     """Returns a parameter's name in the outermost module that has it, or its shape.
 
-    Nobody has told us of that module: it is looked for among all objects, which takes long.
+    We do not know that module: we search all objects for it, which takes long.
     """
     if param is None:
         return "a parameter"

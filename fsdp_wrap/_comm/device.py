@@ -123,9 +123,9 @@ def resolve_device(
     """Chooses where a unit computes.
 
     `device_id` decides if given; otherwise the device of the tensors. Tensors on the CPU go to the current
-    accelerator where the groups cannot communicate from the CPU (NCCL alone). Tensors on the meta device
-    alone go there if the groups can communicate from it. Raises a ValueError where tensors are spread over
-    devices, contradict `device_id`, or name a device that is not there.
+    accelerator where the groups cannot communicate from the CPU (NCCL alone). If all are on the meta
+    device, they go there too, provided that the groups can communicate from it. Raises a ValueError where
+    tensors are spread over devices or contradict `device_id`, or where that device is not there.
     """
     by_device: dict[torch.device, str] = {}
     for name, tensor in tensors:

@@ -237,7 +237,7 @@ class AllToAll:
 
 
 def _free(tensors: Iterable[torch.Tensor]) -> None:
-    """Frees tensors of ours now: gloo's thread holds for a while what has travelled."""
+    """Frees the memory of our tensors now: gloo's thread keeps sent ones for a while."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
         if resize_watchers:

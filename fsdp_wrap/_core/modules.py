@@ -356,7 +356,7 @@ def _keep_name(module: nn.Module, name: str) -> None:
 
 
 def added_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields (name, parameter) of no unit that were registered in a module since a unit has taken it."""
+    """Yields (name, parameter) registered in a module after a unit took it, without those of any unit."""
     for name in sorted(added_names.get(module, ())):
         candidates: list[tuple[str, nn.Parameter | None]] = [(name, module._parameters.get(name))]
         child = module._modules.get(name)
@@ -378,7 +378,7 @@ def announce_sharded(module: nn.Module) -> None:
 
 
 def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """Returns the modules that `replicate()` has taken, at and below those given, with all in them."""
+    """Returns the modules at and below those given that `replicate()` manages, with their submodules."""
     return frozenset(
         inner
         for module in modules

@@ -117,7 +117,7 @@ def own_output(path: Path) -> Path:
 
 
 def _others_in(folder: Path, alone: bool) -> str | None:
-    """Returns who else may exchange entries of a folder, and why."""
+    """Returns who else may replace entries of a folder, and why."""
     for path in [folder, *folder.parents] if alone else [folder]:
         owner = os.lstat(path).st_uid
         is_checked = alone and path == folder or _open_to_all(path.parent) and not os.path.ismount(path)

@@ -82,7 +82,7 @@ class Cut(Extent):
         return self.first_row(rank + 1) - self.first_row(rank)
 
     def boxes(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of all parts (ranks x shard): (ranks, rows, others); the rest (rows, others)."""
+        """Views `parts` (ranks x shard) as whole chunks (ranks, rows, others) and the rest (rows, others)."""
         boxes = []
         if self.whole:
             chunks = parts[: self.whole, self.offset : self.end]

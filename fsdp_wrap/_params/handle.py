@@ -466,7 +466,7 @@ class ParamHandle:
         return any(segment.edited for segment in self._summoned)
 
     def dismiss(self, writeback: bool = False) -> None:
-        """Ends `summon` or `replace`; with `writeback`, which is collective, noted edits go to the shards."""
+        """Ends `summon` or `replace`; `writeback` writes noted edits to the shards, and is collective."""
         summoned, self._summoned = self._summoned, []
         for layout in self.layouts:
             layout.hide_full()

@@ -72,7 +72,7 @@ class SegmentDisplay(ModuleWriter):
         return [*map(dict.get, *self.firsts)]
 
     def is_untouched(self) -> bool:
-        """Whether the sharded parameters stand where they were put, without a hook that cannot run."""
+        """Whether modules still hold the sharded parameters, and none of these has a hook that cannot run."""
         shown = map(dict.get, self._registries, self._names, repeat(_GONE))
         same = all(map(operator.is_, shown, self._expected))
         return same and not any(map(REFUSED_HOOKS_OF, self._distinct))

@@ -81,7 +81,7 @@ class SummonedSegment:
         return self._before is not None and self._values.state() != self._before
 
     def take_edits(self, prefix: str) -> None:
-        """Notes the parameters that modules show now, for `write_back`; refuses other shapes and dtypes."""
+        """Notes the parameters that modules hold now, for `write_back`; refuses new shapes and dtypes."""
         if not self.shows_full:
             return
         shown = [

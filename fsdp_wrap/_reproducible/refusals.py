@@ -25,7 +25,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def norms_over_batches(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that keep statistics over the batches of a rank, or over those of all, by name."""
+    """Returns by name the modules that keep statistics over batches, of one rank or of all."""
     return {
         name: submodule
         for name, submodule in module.named_modules()

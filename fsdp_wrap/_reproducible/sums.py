@@ -111,7 +111,7 @@ class TreeSums(PlugIn):
         segment.gradients.add_reduced(shard)
 
     def _over_replicas(self, nodes: Sequence[Node], dtype: torch.dtype) -> list[Node]:
-        """Exchanges this copy's sums for those of all copies, of a piece of this rank's part."""
+        """Exchanges sums with the other copies; returns all sums, for a piece of this rank's part."""
         number = self._ranks.size * self.each
         own = SumTree(self._replicas.rank * number, dtype)
         for node in nodes:

@@ -84,7 +84,7 @@ def materialize(
 def broadcast(
     named: Sequence[_Named], steps: Sequence[Communicator], groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Overwrites tensors, of any dtype, by the first rank's, in messages of bounded size; collective.
+    """Overwrites tensors of any dtype with the first rank's, in messages of bounded size; collective.
 
     The communicators in `steps` broadcast one after the other: to one rank of every copy, then within the
     copies. Names, shapes or dtypes that differ between ranks raise an error on every rank.

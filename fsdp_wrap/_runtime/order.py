@@ -67,7 +67,7 @@ class ExecOrder:
     # units expected after a unit: none in the first iteration
 
     def coming_in_forward(self, unit: Unit) -> list[Unit]:
-        """Returns the units that followed `unit` in the last forward, if this one has gone alike so far."""
+        """Returns the units that followed `unit` in the last forward, if both ran the same one before."""
         coming = _coming(self.started, self._started_before)
         return coming[1:] if coming and coming[0] is unit else []
 

@@ -254,7 +254,7 @@ def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
 
 
 def refuse_replaced(unit: Unit, layout: Layout) -> None:
-    """Refuses objects that users have put in the place of sharded parameters."""
+    """Refuses sharded parameters that users have replaced or removed."""
     for fqn, replacement in layout.display.replaced():
         what = "was removed" if replacement is None else f"was replaced by {_described(replacement)}"
         raise ReplacedError(

@@ -185,7 +185,7 @@ class SameModel(PlugIn):
 
 
 def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
-    """Returns the global ranks of a model, also those that this one meets by way of others; collective.
+    """Returns the global ranks that share a model, directly or through other ranks; collective.
 
     Args:
         units: Its units.

@@ -101,7 +101,7 @@ def _union(within: Ranks, across: Ranks, user: str) -> dist.ProcessGroup:
 
 
 def _ranks_of_copies(within: Ranks, across: Ranks, device: torch.device) -> list[int]:
-    """Returns the ranks of all copies, copy by copy, as counterparts tell; collective."""
+    """Returns the ranks of all copies, copy by copy, gathered from this rank's counterparts; collective."""
     if dist.get_backend(within.group) in CARRY_NOTHING or across.size == 1:
         copies = [
             [first - across.members[across.rank] + member for member in within.members]

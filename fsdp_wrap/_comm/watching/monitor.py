@@ -133,7 +133,7 @@ class Monitor:
         return ends
 
     def _look(self) -> None:
-        """Takes over new events, drops completed ones, and sees to the oldest of the rest."""
+        """Takes over new events, drops completed ones, and checks the oldest of the rest."""
         while self._noted:
             issued = self._noted.popleft()
             self._pending.setdefault(issued.lane, deque()).append(issued)

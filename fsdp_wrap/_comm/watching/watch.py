@@ -156,7 +156,7 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
 def flight_records() -> str:
     """Describes the collectives that torch's flight recorder has not seen complete, a line each; else "".
 
-    The recorder runs where torch is told so, mostly by TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE.
+    The recorder runs if it is enabled, usually by TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE.
     """
     try:
         entries = json.loads(dump_flight_records(True, True)).get("entries", [])

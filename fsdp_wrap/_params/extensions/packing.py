@@ -40,7 +40,7 @@ class Packing:
         return f"a {self._kind.__name__} of shape {tuple(self.size)}, made of {inner}"
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
-        """Copies a value that fits into bytes."""
+        """Returns a copy of a value that fits, as bytes."""
         packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=getattr(value, self._inner[0][0]).device)
         for (name, *_), view in zip(self._inner, self.views(packed)):
             view.copy_(getattr(value, name))

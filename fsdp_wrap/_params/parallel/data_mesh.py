@@ -183,7 +183,7 @@ class DataMesh:
         return concatenated_mesh([self.mesh, part.mesh]), (*over_data, *part.placements)
 
     def _placed_within(self, part: LocalPart, dim: int, dims: DataParallelMeshDims) -> Placed:
-        """Places over `whole`; several dimensions that shard are one, in the place of the first."""
+        """Places a part over `whole`: several sharding dimensions become one, where the first one was."""
         names, placements = part.mesh.mesh_dim_names or (), [*part.placements]
         for name in dims.shard_names:
             index = _place(part.mesh, name)

@@ -234,7 +234,7 @@ class LocalPart:
         return self.cut(torch.empty(self.shape, device="meta")).shape
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the local part, for reading, of a tensor of the whole parameter's shape."""
+        """Returns the local part of a tensor of the whole parameter's shape; callers only read it."""
         if any(isinstance(placement, StridedShard) for placement in self.placements):  # rows that lie apart
             shared = full.detach()
             return distribute_tensor(shared, self.mesh, self.placements, src_data_rank=None).to_local()
@@ -273,7 +273,7 @@ class LocalPart:
         return arrived(grad)
 
     def sums_over(self, grad: torch.Tensor) -> tuple[int, ...] | None:
-        """Returns mesh dimensions: sums over them do what `gradient` does; None if more is needed."""
+        """Returns the mesh dimensions over which sums do what `gradient` does; None if more is needed."""
         if not isinstance(grad, DTensor) or grad.placements == self.placements:
             return ()
         dims = []
