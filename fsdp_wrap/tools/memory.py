@@ -102,7 +102,9 @@ class _UnitMemory(NamedTuple):
         unsharded = handle.state in (HandleState.UNSHARDING, HandleState.UNSHARDED, HandleState.SUMMONED)
         full = handle.unsharded_nbytes if unsharded or handle.aside else 0
         gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
-        return cls(name, handle.state, full, gradients, sum(each.shard.nbytes for each in handle.segments))
+        return cls(
+            name, handle.state, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
+        )
 
 
 def _where(units: Sequence[Unit]) -> str:

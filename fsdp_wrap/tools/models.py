@@ -16,7 +16,7 @@ def modules_of(models: Models) -> dict[str, nn.Module]:
     """Returns models by name; the name of a single one is empty."""
     if isinstance(models, nn.Module):
         return {"": models}
-    return dict(models) if isinstance(models, Mapping) else {str(n): each for n, each in enumerate(models)}
+    return dict(models) if isinstance(models, Mapping) else {str(n): model for n, model in enumerate(models)}
 
 
 def named_units(models: Models, asking: str) -> dict[Unit, str]:

@@ -15,10 +15,14 @@ REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError)
 def keywords_of(setup: Setup) -> set[str] | None:
     """Returns the names that a setup takes by keyword; None if it takes any."""
     kinds = inspect.Parameter
-    found = inspect.signature(setup).parameters.values()
-    if any(each.kind is kinds.VAR_KEYWORD for each in found):
+    parameters = inspect.signature(setup).parameters.values()
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
         return None
-    return {each.name for each in found if each.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
+    return {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    }
 
 
 def first_line(error: BaseException) -> str:

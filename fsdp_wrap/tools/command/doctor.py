@@ -67,33 +67,33 @@ def _run(options: argparse.Namespace) -> int:
     if not options.alone and dist.is_available() and dist.is_gloo_available():
         with progress_bar(task="starting two ranks"):
             parts["two ranks of this host, on the CPU"] = _ranks(meet())
-    findings = [replace(each, part=part) for part, found in parts.items() for each in found]
+    findings = [replace(finding, part=part) for part, members in parts.items() for finding in members]
     if options.json:
-        print(json.dumps([asdict(each) for each in findings], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         _print(findings)
-    return int(any(each.fatal for each in findings))
+    return int(any(finding.fatal for finding in findings))
 
 
 def _print(findings: list[Finding]) -> None:
-    width = max(len(each.name) for each in findings)
-    for part, members in groupby(findings, lambda each: each.part):
+    width = max(len(finding.name) for finding in findings)
+    for part, members in groupby(findings, lambda finding: finding.part):
         print(part)
-        for each in members:
-            print(f"{'!' if each.advice else ' '} {each.name.ljust(width)}  {each.told}")
-            if each.advice:
-                print(f"  {' ' * width}  -> {each.advice}")
+        for finding in members:
+            print(f"{'!' if finding.advice else ' '} {finding.name.ljust(width)}  {finding.told}")
+            if finding.advice:
+                print(f"  {' ' * width}  -> {finding.advice}")
         print()
-    advised = sum(bool(each.advice) for each in findings)
+    advised = sum(bool(finding.advice) for finding in findings)
     print(f"{advised} of these could be better: see the lines with '!'" if advised else "all is well")
 
 
 def _versions() -> Iterator[Finding]:
-    found = Version(torch.__version__)
+    installed = Version(torch.__version__)
     yield Finding("fsdp_wrap", __version__)
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     told = f"{torch.__version__}; supported are {OLDEST_TORCH} to {NEWEST_TORCH}"
-    minor, advice = Version(f"{found.major}.{found.minor}"), ""
+    minor, advice = Version(f"{installed.major}.{installed.minor}"), ""
     if minor < Version(OLDEST_TORCH):
         advice = f"install torch {OLDEST_TORCH} or newer: this one lacks what fsdp_wrap needs"
     elif minor > Version(NEWEST_TORCH):
@@ -124,7 +124,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _format_limits(soft: int, hard: int) -> str:
-    now, most = ("unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard))
+    now, most = ("unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}" for limit in (soft, hard))
     return f"{now} at most (may be raised to {most})"
 
 
@@ -176,7 +176,7 @@ def _wanted() -> dict[str, Requirement]:
         lines = metadata.requires("fsdp-wrap") or []
     except metadata.PackageNotFoundError:
         return {}
-    return {each.name: each for each in map(Requirement, lines)}
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
 
 
 def _ranks(met: Meeting) -> Iterator[Finding]:

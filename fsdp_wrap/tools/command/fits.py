@@ -66,13 +66,13 @@ def _run(options: argparse.Namespace) -> int:
         if options.timeline is not None:
             own = plan(setup, options.ranks[0], **given)
             given["machine"] = correct_machine(own, load(options.timeline))
-        found = fit(setup, options.ranks, device_memory=f"{limit}B", vary=vary, progress=True, **given)
-    print(found.to_json() if options.json else found)
-    if options.out is not None and found.best is not None and found.best.recipe is not None:
-        found.best.recipe.to_json(options.out)
-    if not found.complete:
+        answer = fit(setup, options.ranks, device_memory=f"{limit}B", vary=vary, progress=True, **given)
+    print(answer.to_json() if options.json else answer)
+    if options.out is not None and answer.best is not None and answer.best.recipe is not None:
+        answer.best.recipe.to_json(options.out)
+    if not answer.complete:
         raise KeyboardInterrupt
-    return int(found.best is None)
+    return int(answer.best is None)
 
 
 def _varied(text: str) -> tuple[str, Sequence[Any]]:

@@ -103,16 +103,16 @@ def _take_part(rank: int, port: int) -> Meeting:
         ranks = ranks_in(dist.group.WORLD)
         communicator = make_communicator(ranks, torch.device("cpu"))
         link = measure_link(communicator, seconds=0.1)
-    found = Meeting(
+    meeting = Meeting(
         way=communicator.way,
-        warnings=sorted({str(each.message) for each in caught}),
+        warnings=sorted({str(warning.message) for warning in caught}),
         latency=link.latency,
         bandwidth=link.bandwidth,
     )
     dist.barrier()
     if rank == 0:
-        found.watched = _sees_the_end(ranks.group)
-    return found
+        meeting.watched = _sees_the_end(ranks.group)
+    return meeting
 
 
 def _sees_the_end(group: dist.ProcessGroup) -> bool:
@@ -127,10 +127,10 @@ def _sees_the_end(group: dist.ProcessGroup) -> bool:
 
 def _main(rank: int, port: int) -> None:
     try:
-        found = _take_part(rank, port)
+        meeting = _take_part(rank, port)
     except Exception as error:  # any reason that keeps ranks from communicating
-        found = Meeting(error=f"{type(error).__name__}: {error}".splitlines()[0])
-    print(json.dumps(vars(found)), flush=True)
+        meeting = Meeting(error=f"{type(error).__name__}: {error}".splitlines()[0])
+    print(json.dumps(vars(meeting)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)  # like a lost rank, which closes nothing
 
 

@@ -141,11 +141,11 @@ def _proposals(
     least = max(options.ranks)
     for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
         with errors_of(file_of(options), "fitting"):
-            found = fit(setup, ranks, device_memory=f"{limit}B", progress=True, **given)
-        if not found.complete:  # its answers were printed as they were found
+            answer = fit(setup, ranks, device_memory=f"{limit}B", progress=True, **given)
+        if not answer.complete:  # its answers were printed as they were found
             raise KeyboardInterrupt
-        if found.best is not None:
-            return [f"but {choice}" for choice in found.choices[:_MOST_PROPOSED] if choice.fits]
+        if answer.best is not None:
+            return [f"but {choice}" for choice in answer.choices[:_MOST_PROPOSED] if choice.fits]
     return [f"nor does it on {ranks} ranks: let setup() take batch or recipe"]
 
 

@@ -67,10 +67,10 @@ def _read(paths: list[Path]) -> Timeline:
     for path in paths:
         if not path.exists():
             raise ValueError(f"no file or folder of a timeline is at {path}")
-        found = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
-        if not found:
+        traces = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
+        if not traces:
             raise ValueError(
                 f"no rank has written a trace (rank-*.json) to {path}: name the folder given to timeline()"
             )
-        files += found
+        files += traces
     return Timeline(record for file in files for record in load(file).ranks)

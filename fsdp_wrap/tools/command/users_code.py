@@ -36,13 +36,15 @@ def load_function(text: str) -> Callable[..., Any]:
     sys.modules.setdefault(spec.name, module)
     with errors_of(path, f"running {path}"):
         spec.loader.exec_module(module)
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(found):
-        functions = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
-        own = [each for each in functions if getattr(getattr(module, each), "__module__", "") == spec.name]
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        functions = [
+            attribute for attribute, value in vars(module).items() if callable(value) and attribute[0] != "_"
+        ]
+        own = [other for other in functions if getattr(getattr(module, other), "__module__", "") == spec.name]
         there = f"it has {', '.join(own)}" if own else "it has none"
         raise ValueError(f"{path} has no function {name!r}; {there}")
-    return found
+    return function
 
 
 @contextmanager

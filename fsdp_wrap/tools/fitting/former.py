@@ -52,7 +52,7 @@ def tune(
         )
     taken = keywords_of(setup)
     given = setup if taken is None or "recipe" in taken else partial(_applied, setup)
-    found = fit(
+    answer = fit(
         lambda recipe: given(recipe=recipe),
         ranks,
         device_memory=memory,
@@ -60,9 +60,9 @@ def tune(
         machine=machine,
         progress=progress,
     )
-    if found.best is None or found.best.recipe is None:
-        raise ValueError(found.missing())
-    return found.best.recipe
+    if answer.best is None or answer.best.recipe is None:
+        raise ValueError(answer.missing())
+    return answer.best.recipe
 
 
 def _applied(setup: Setup, recipe: Recipe) -> tuple[Any, Any, Any]:

@@ -129,12 +129,12 @@ class Recipe:
             TypeError: If options are given for a sharded model, or decide what the recipe decides.
             RuntimeError: Inside a forward or backward.
         """
-        found = _blocks_of(model, blocks)
+        by_name = _blocks_of(model, blocks)
         if units_in(model):
             self._check_fits(model, options)
         else:
-            self._shard(model, found, options)
-        self._settle(model, found)
+            self._shard(model, by_name, options)
+        self._settle(model, by_name)
         return model
 
     def _shard(self, model: nn.Module, blocks: dict[str, nn.Module], options: dict[str, Any]) -> None:

@@ -75,11 +75,13 @@ class Search:
         """Yields the answers as they are found; a run that would be slower in any case has none."""
         for run in self.runs or (None,):
             try:
-                found = [self._at_largest_batch(self.recipe)] if run is None else self._of_run(run)
+                choices = [self._at_largest_batch(self.recipe)] if run is None else self._of_run(run)
             except REFUSALS as error:
                 self.error = self.error or error
-                found = [Choice(ranks=self.ranks, values=self.values, recipe=run, refused=first_line(error))]
-            yield from found
+                choices = [
+                    Choice(ranks=self.ranks, values=self.values, recipe=run, refused=first_line(error))
+                ]
+            yield from choices
         if self.runs and self.best is not None:
             yield from self._with_other_borders(self.best)
 
@@ -114,13 +116,13 @@ class Search:
             return self.look(self.batch, recipe)
         batches, (first, _) = range(1, _MOST_SAMPLES + 1), _FIRST_BATCHES
         batch = last_that_fits(batches, lambda batch: self.look(batch, recipe), self.limit, _FIRST_BATCHES)
-        found = self.look(batch or 1, recipe)
-        if found.batch == _MOST_SAMPLES and found.peak_bytes == self.look(first, recipe).peak_bytes:
+        choice = self.look(batch or 1, recipe)
+        if choice.batch == _MOST_SAMPLES and choice.peak_bytes == self.look(first, recipe).peak_bytes:
             raise ValueError(
                 f"setup(batch={first}) and setup(batch={_MOST_SAMPLES}) need the same memory: let setup() "
                 "use its batch, or give it no such argument"
             )
-        return found
+        return choice
 
     # recipes
 

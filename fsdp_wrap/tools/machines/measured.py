@@ -149,17 +149,17 @@ def _links(
     ranks = ranks_in(group)
     hosts = all_gather_object(host_id(), group)
     whole = measure_link(make_communicator(ranks, device), seconds)
-    each = Counter(hosts).most_common(1)[0][1]
-    if each == ranks.size:
-        return whole, whole, each, f"{each} ranks of one host: links between hosts taken to be as within"
-    if each == 1:
+    local = Counter(hosts).most_common(1)[0][1]
+    if local == ranks.size:
+        return whole, whole, local, f"{local} ranks of one host: links between hosts taken to be as within"
+    if local == 1:
         return copies, whole, 1, f"{ranks.size} hosts"
-    if set(Counter(hosts).values()) != {each} or any(
-        len(set(hosts[first : first + each])) > 1 for first in range(0, ranks.size, each)
+    if set(Counter(hosts).values()) != {local} or any(
+        len(set(hosts[first : first + local])) > 1 for first in range(0, ranks.size, local)
     ):
-        return whole, whole, each, f"{ranks.size} ranks that lie unevenly on hosts: links taken to be alike"
-    within = measure_link(make_communicator(neighbours(ranks, each), device), seconds)
-    return within, whole, each, f"{ranks.size // each} hosts with {each} ranks each"
+        return whole, whole, local, f"{ranks.size} ranks that lie unevenly on hosts: links taken to be alike"
+    within = measure_link(make_communicator(neighbours(ranks, local), device), seconds)
+    return within, whole, local, f"{ranks.size // local} hosts with {local} ranks each"
 
 
 class _DeviceTimer:
@@ -228,10 +228,10 @@ class _DeviceTimer:
 
     def _median(self, do: Callable[[], object]) -> float:
         do()
-        found: list[float] = []
-        while len(found) < 3 or (sum(found) < self.seconds and len(found) < 100):
-            found.append(self.timed(do))
-        return statistics.median(found)
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < self.seconds and len(times) < 100):
+            times.append(self.timed(do))
+        return statistics.median(times)
 
     def _finish(self) -> None:
         if self._device.type != "cpu":
@@ -240,8 +240,8 @@ class _DeviceTimer:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
+        current = torch.accelerator.current_accelerator(check_available=True)
+        return current if current is not None else torch.device("cpu")
     try:
         place = torch.device(device)
         torch.empty(1, device=place)

@@ -40,10 +40,10 @@ def _machine(
         network: The source of the figure between hosts.
     """
     size, bandwidth = memory
-    within, between, host = (each * _GIGA for each in links)
+    within, between, host = (rate * _GIGA for rate in links)
     return Machine(
         name=name,
-        flops={dtype: each * _TERA for dtype, each in zip(_DTYPES, teraflops) if each},
+        flops={dtype: rate * _TERA for dtype, rate in zip(_DTYPES, teraflops) if rate},
         memory_bandwidth=bandwidth * _GIGA,
         bandwidth_within=within,
         bandwidth_between=between,

@@ -44,7 +44,9 @@ _OURS = DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _TO = torch.ops.aten.to.dtype
 """The operator by which torch's kernels cast."""
 
-_DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point]
+_DTYPES = [
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+]
 _NOTHING = {dtype: torch.empty(0, dtype=dtype, device="meta") for dtype in _DTYPES}
 """The data of stand-ins."""
 
@@ -164,7 +166,7 @@ class Autocast:
             return _Claimant(tensor, kind, tensor.dtype) if there else tensor
 
         given = pytree.tree_map_only(torch.Tensor, stand_in, (args, kwargs))
-        if not any(isinstance(each, _Claimant) for each in pytree.tree_leaves(given)):
+        if not any(isinstance(leaf, _Claimant) for leaf in pytree.tree_leaves(given)):
             return None
         func, *given = self._ask(func, DispatchKeySet(_RULES[kind]), *given)
         args, kwargs = pytree.tree_map_only(_Claimant, partial(self._resolve, kind), given)

@@ -72,9 +72,9 @@ def record_of(timeline: Timeline, rank: int, ranks: int) -> RankRecord:
     Raises:
         ValueError: If there is none, or the timeline is of more ranks than the plan.
     """
-    record = next((each for each in timeline.ranks if each.rank == rank), None)
+    record = next((candidate for candidate in timeline.ranks if candidate.rank == rank), None)
     if record is None:
-        there = ", ".join(str(each.rank) for each in timeline.ranks) or "none"
+        there = ", ".join(str(other.rank) for other in timeline.ranks) or "none"
         raise ValueError(f"the plan is of rank {rank}, and the timeline has records of ranks {there}")
     most = max((len(transfer.ranks) for transfer in record.transfers), default=0)
     if most > ranks:

@@ -102,8 +102,8 @@ class FakeDevice(TorchFunctionMode):
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a user's autograd function, whose forward runs with the mode off: it sees the meta device."""
-        records = (self._record_of(each) for each in args if isinstance(each, torch.Tensor))
-        record = next((each for each in records if each is not None), None)
+        records = (self._record_of(arg) for arg in args if isinstance(arg, torch.Tensor))
+        record = next((candidate for candidate in records if candidate is not None), None)
         if record is None:
             return func(*args, **kwargs)
         with self._dispatch.asking(record.device):

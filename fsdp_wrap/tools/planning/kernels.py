@@ -116,7 +116,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return 0
     if "attention" not in func._schema.name:
         return int(formula(*args, **kwargs, out_val=result))
-    given = {each.name: value for each, value in zip(func._schema.arguments, args)} | kwargs
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
     fused, mask = "scaled_dot_product" in func._schema.name, given.get("custom_mask_type")
     whole = int(formula(*(_heads_alike(args) if fused else args), **kwargs, out_val=result))
     if not given.get("is_causal") and not mask:
@@ -139,9 +139,8 @@ def causal_pairs(queries: int, keys: int, from_the_end: bool = False) -> int:
 
 def _heads_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Expands keys and values of attention to the queries' heads, as torch's formula before 2.12 wants it."""
-    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
-    heads = max(each.shape[1] for each in batches)
+    batches = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+    heads = max(batch.shape[1] for batch in batches)
     return tuple(
-        each[:, :1].expand(-1, heads, -1, -1) if any(each is one for one in batches) else each
-        for each in args
+        arg[:, :1].expand(-1, heads, -1, -1) if any(arg is one for one in batches) else arg for arg in args
     )

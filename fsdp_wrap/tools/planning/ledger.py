@@ -119,11 +119,11 @@ class Ledger:
 
     def activations(self) -> Counter[str]:
         """Returns the bytes of activations on the device, by the unit whose forward made them."""
-        found = Counter[str]()
+        by_unit = Counter[str]()
         for record in self._records.values():
             if record.kind == ACTIVATIONS and record.made.phase == FORWARD and not self.on_host(record):
-                found[record.made.unit] += record.nbytes
-        return found
+                by_unit[record.made.unit] += record.nbytes
+        return by_unit
 
     def begin(self) -> None:
         """Forgets earlier changes."""
@@ -135,7 +135,7 @@ class Ledger:
         before = {
             record: nbytes for record, nbytes in self._before.items() if self.on_host(record) == on_host
         }
-        return History(before, [each for each in self._changes if self.on_host(each[0]) == on_host])
+        return History(before, [change for change in self._changes if self.on_host(change[0]) == on_host])
 
     def on_host(self, record: StorageRecord) -> bool:
         """Whether a storage lies in memory of the host beside the device."""

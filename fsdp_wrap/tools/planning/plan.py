@@ -162,8 +162,8 @@ class Plan:
             machine, between = plain["machine"], plain.get("predicted_range")
             plain.update(
                 peak_at=Place(**plain["peak_at"]),
-                moments=tuple(Moment(Place(**each.pop("place")), **each) for each in plain["moments"]),
-                units=tuple(UnitPlan(**each) for each in plain["units"]),
+                moments=tuple(Moment(Place(**moment.pop("place")), **moment) for moment in plain["moments"]),
+                units=tuple(UnitPlan(**unit) for unit in plain["units"]),
                 host=HostMemory(**plain["host"]),
                 unfused=tuple(plain.get("unfused", ())),
                 machine=None if machine is None else Machine.from_dict(machine),

@@ -184,8 +184,8 @@ class _Planner:
         """Runs the user's setup."""
         self._model, self._optimizers, self._step = _checked(setup())
         self._setup_peak = self._ledger.history().peak.nbytes
-        found = {unit: name for name, unit in reversed(units_in(self._model).items())}
-        self._units = {name: unit for unit, name in reversed(found.items())}  # a group by its first module
+        names = {unit: name for name, unit in reversed(units_in(self._model).items())}
+        self._units = {name: unit for unit, name in reversed(names.items())}  # a group by its first module
         if helps:  # numbers would tell which parameters other ranks use
             for unit in self._units.values():
                 unit.set(counts_unused=True)
@@ -210,7 +210,7 @@ class _Planner:
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
         self._ledger.assign(map(to_local, params), figures.SHARDS)
         self._ledger.assign(map(to_local, grads), figures.GRADIENTS)
-        tensors = (each for each in state if isinstance(each, torch.Tensor))
+        tensors = (leaf for leaf in state if isinstance(leaf, torch.Tensor))
         self._ledger.assign(map(to_local, tensors), figures.OPTIMIZER_STATE)
 
     def run(self) -> tuple[History, History]:
@@ -242,9 +242,9 @@ class _Planner:
             prediction = predicted(recorder.entries, self._ledger.places, machine)
         units = tuple(self._unit(name, unit, prediction) for name, unit in self._units.items())
         wire, payload = Counter[str](), Counter[str]()
-        for each in recorder.collectives:
-            wire[each.kind] += each.received
-            payload[each.kind] += each.nbytes
+        for collective in recorder.collectives:
+            wire[collective.kind] += collective.received
+            payload[collective.kind] += collective.nbytes
         return Plan(
             ranks=ranks,
             rank=rank,
@@ -264,7 +264,7 @@ class _Planner:
             ),
             units=units,
             wire_bytes=dict(wire),
-            collectives=dict(Counter(each.kind for each in recorder.collectives)),
+            collectives=dict(Counter(collective.kind for collective in recorder.collectives)),
             payload_bytes=dict(payload),
             host=self._host(second[1]),
             unfused=_unfused(self._optimizers),
@@ -280,9 +280,9 @@ class _Planner:
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
         layouts = unit.layouts
         wire = Counter[str]()
-        for each in self._recorder.collectives:
-            if name in each.units:
-                wire[each.kind] += round(each.received * self._share(name, each.units))
+        for collective in self._recorder.collectives:
+            if name in collective.units:
+                wire[collective.kind] += round(collective.received * self._share(name, collective.units))
         return UnitPlan(
             name=name,
             parameters=sum(map(_full_numel, layouts)),
@@ -303,7 +303,7 @@ class _Planner:
 
     def _share(self, name: str, units: Sequence[str]) -> float:
         """Returns a unit's share of a collective for several units."""
-        sizes = {each: gathered_bytes(self._units[each]) for each in units if each in self._units}
+        sizes = {unit: gathered_bytes(self._units[unit]) for unit in units if unit in self._units}
         return sizes.get(name, 0) / (sum(sizes.values()) or 1)
 
     def _host(self, history: History) -> HostMemory:
@@ -322,7 +322,9 @@ class _Planner:
 
 def _unfused(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
     """Returns the names of the classes of optimizers that take `fused=True` and do not have it."""
-    groups = ((type(each).__name__, group) for each in optimizers for group in each.param_groups)
+    groups = (
+        (type(optimizer).__name__, group) for optimizer in optimizers for group in optimizer.param_groups
+    )
     return tuple(dict.fromkeys(name for name, group in groups if not group.get("fused", True)))
 
 
@@ -335,11 +337,11 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that setup() returns must be an nn.Module, not {type(model).__name__}")
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):
             raise TypeError(
                 "the optimizer that setup() returns must be a torch.optim.Optimizer, not "
-                f"{type(each).__name__}"
+                f"{type(candidate).__name__}"
             )
     if not callable(step):
         raise TypeError(f"the step that setup() returns must be a function, not {type(step).__name__}")

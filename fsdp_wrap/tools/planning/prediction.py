@@ -43,11 +43,11 @@ class Prediction:
 
 def predicted(entries: Sequence[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
     """Predicts the times of a recorded step, for each end of the machine's range as well."""
-    found = _replayed(entries, places, machine.expected)
+    prediction = _replayed(entries, places, machine.expected)
     if machine.attained is not None:
         slowest, fastest = (_replayed(entries, places, machine.at(part)) for part in machine.attained)
-        found.between = fastest.seconds or 0.0, slowest.seconds or 0.0
-    return found
+        prediction.between = fastest.seconds or 0.0, slowest.seconds or 0.0
+    return prediction
 
 
 def _replayed(entries: Iterable[Work | Wait], places: Sequence[Place], machine: Machine) -> Prediction:
@@ -60,20 +60,20 @@ def _replayed(entries: Iterable[Work | Wait], places: Sequence[Place], machine: 
     free = {Resource.NETWORK: 0.0, Resource.COPIES: 0.0}
     done: dict[int, float] = {}
     busy: dict[Resource, float] = defaultdict(float)
-    found = Prediction()
+    prediction = Prediction()
     for entry in entries:
-        found.begins.setdefault(entry.visit, now)
+        prediction.begins.setdefault(entry.visit, now)
         if isinstance(entry, Wait):
             until = free[Resource.COPIES] if entry.ticket == ALL_COPIES else done.get(entry.ticket, 0.0)
             waited = max(0.0, until - now)
-            found.waits[entry.unit] += waited
+            prediction.waits[entry.unit] += waited
             exposed, now = exposed + waited, now + waited
             continue
         seconds = _seconds(entry, machine)
         busy[entry.resource] += seconds
         if entry.resource is Resource.COMPUTE:
             if places[entry.visit].phase in (FORWARD, BACKWARD):
-                found.computes[places[entry.visit].unit] += seconds
+                prediction.computes[places[entry.visit].unit] += seconds
             now += seconds
             continue
         end = max(now, free[entry.resource], done.get(entry.ticket, 0.0)) + seconds
@@ -83,12 +83,12 @@ def _replayed(entries: Iterable[Work | Wait], places: Sequence[Place], machine: 
             exposed, now = exposed + delay, now + delay
         units = () if entry.collective is None else entry.collective.units
         for unit in units:
-            found.runs[unit] += seconds / len(units)
-    found.seconds = max(now, *free.values())
-    found.compute_seconds = busy[Resource.COMPUTE]
-    found.communication_seconds = busy[Resource.NETWORK]
-    found.exposed_seconds = exposed + found.seconds - now
-    return found
+            prediction.runs[unit] += seconds / len(units)
+    prediction.seconds = max(now, *free.values())
+    prediction.compute_seconds = busy[Resource.COMPUTE]
+    prediction.communication_seconds = busy[Resource.NETWORK]
+    prediction.exposed_seconds = exposed + prediction.seconds - now
+    return prediction
 
 
 def _seconds(work: Work, machine: Machine) -> float:

@@ -164,7 +164,7 @@ class PlanRecorder(PlugIn):
 
     def computes(self, unit: Any, what: Computing) -> None:
         if what is Computing.BACKWARD:  # of a group of modules it begins with each, and ends once
-            self._computing = [each for each in self._computing if each != (unit, what)]
+            self._computing = [computation for computation in self._computing if computation != (unit, what)]
         self._computing.append((unit, what))
         if what is Computing.BACKWARD and self._last is Computing.FORWARD:
             self.activations |= self._ledger.activations()
@@ -207,13 +207,13 @@ class PlanRecorder(PlugIn):
     def span_ends(self, span: Span) -> None:
         if self._messages:
             messages, self._messages = self._messages, []
-            size, received = len(messages[0].ranks), sum(each.received for each in messages)
+            size, received = len(messages[0].ranks), sum(message.received for message in messages)
             self._issue(replace(messages[0], received=received, nbytes=received * size // (size - 1)))
         if span.kind in _MESSAGES:
             sizes = {self._name(owner): owner.handle.unsharded_nbytes for owner in span.owners}
             for name, nbytes in sizes.items():
                 self.payload[name] += span.nbytes * nbytes // (sum(sizes.values()) or 1)
-        self._spans = [each for each in self._spans if each[0] is not span]
+        self._spans = [entry for entry in self._spans if entry[0] is not span]
         self._follow()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -233,8 +233,8 @@ class PlanRecorder(PlugIn):
             return
         flops = flops_of(func, args, kwargs, result)
         self.flops += flops
-        nbytes = sum({id(each): each.nbytes for each in tensors}.values())
-        floating = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
+        nbytes = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+        floating = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
         resource, ticket = Resource.COMPUTE, -1
         if func.overloadpacket in copying_operators:
             self._take_gradients(args, kwargs)
@@ -242,7 +242,7 @@ class PlanRecorder(PlugIn):
                 resource, ticket = Resource.COPIES, self._spans[-1][1] if self._spans else -1
                 nbytes = tensors[0].nbytes
                 self._note_arrival(tensors[0], ticket)
-        records = [record for each in tensors if (record := self._ledger.record_of(each)) is not None]
+        records = [record for tensor in tensors if (record := self._ledger.record_of(tensor)) is not None]
         on_host = bool(records) and all(map(self._ledger.on_host, records))
         self.entries.append(
             Work(resource, self._ledger.visit, nbytes, flops, floating, ticket=ticket, on_host=on_host)
@@ -259,7 +259,7 @@ class PlanRecorder(PlugIn):
 
     def _crosses(self, tensors: list[torch.Tensor]) -> bool:
         """Whether an operator copies between host and device."""
-        records = (self._ledger.record_of(each) for each in tensors)
+        records = (self._ledger.record_of(tensor) for tensor in tensors)
         return len({record.device.type for record in records if record is not None}) > 1
 
     def _take_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,8 +270,8 @@ class PlanRecorder(PlugIn):
         there = None if target is None else self._ledger.record_of(target)
         if there is None or there.kind != figures.REDUCE_BUFFERS:
             return
-        for each in sources:
-            record = self._ledger.record_of(each) if isinstance(each, torch.Tensor) else None
+        for source in sources:
+            record = self._ledger.record_of(source) if isinstance(source, torch.Tensor) else None
             if record is not None and record.kind == figures.ACTIVATIONS:
                 record.kind = figures.GRADIENTS
 
@@ -313,7 +313,9 @@ def _ranks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             group = dist.ProcessGroup.unbox(value)
         elif isinstance(value, str):
-            group = next((each for each in groups_alive().pg_map if each.group_name == value), None)
+            group = next(
+                (candidate for candidate in groups_alive().pg_map if candidate.group_name == value), None
+            )
         if group is not None:
             known = group in groups_alive().pg_map
             return tuple(dist.get_process_group_ranks(group) if known else range(group.size()))

@@ -64,18 +64,18 @@ class MetaDispatch(TorchDispatchMode):
     ) -> Any:
         if shapes_are_asked():
             return func(*args, **(kwargs or {}))
-        if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # wrapper subclasses: they call operators on their inner tensors
         with DisableTorchFunction(), without_autocast():
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.partition("::")[2]
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         device = self._device(func, tensors, kwargs)
         if device is None:
             return func(*args, **kwargs)
-        planned = [each for each in tensors if each.is_meta]
+        planned = [tensor for tensor in tensors if tensor.is_meta]
         if len(planned) < len(tensors):
             self._refuse_foreign(tensors)
         if not planned and device.type == "cpu" and self._is_known(func, name, tensors, args, kwargs):
@@ -85,7 +85,7 @@ class MetaDispatch(TorchDispatchMode):
         if name in _READING:
             raise depends_on_data(f"torch.{name.strip('_')}")
         written = _written(func, args, kwargs)
-        if any(not each.is_meta for each in written):
+        if any(not tensor.is_meta for tensor in written):
             self._spoil(written)
             return written[0] if func._schema.returns else None
         if len(planned) < len(tensors):
@@ -98,10 +98,14 @@ class MetaDispatch(TorchDispatchMode):
 
     def _refuse_foreign(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuses parameters that were made before the plan."""
-        for each in tensors:
-            if isinstance(each, nn.Parameter) and not each.is_meta and self._ledger.record_of(each) is None:
+        for tensor in tensors:
+            if (
+                isinstance(tensor, nn.Parameter)
+                and not tensor.is_meta
+                and self._ledger.record_of(tensor) is None
+            ):
                 raise PlanningError(
-                    f"setup() uses a parameter of shape {tuple(each.shape)} that was made before plan(), "
+                    f"setup() uses a parameter of shape {tuple(tensor.shape)} that was made before plan(), "
                     "which would spoil it: let setup() build the model itself"
                 )
 
@@ -128,14 +132,14 @@ class MetaDispatch(TorchDispatchMode):
             if self.asked is not None or graph_task() == -1 or not tensors:
                 return self.asked
             # The backward of a cast, which names the device of what was cast.
-        found: torch.device | None = None
+        device: torch.device | None = None
         for tensor in tensors:
             there = self._where(tensor)
-            if there is not None and (found is None or (found.type == "cpu" and tensor.dim() > 0)):
-                found = there
+            if there is not None and (device is None or (device.type == "cpu" and tensor.dim() > 0)):
+                device = there
         if not tensors and _is_factory(func):
-            kwargs["device"] = found = CPU
-        return found
+            kwargs["device"] = device = CPU
+        return device
 
     def _where(self, tensor: torch.Tensor) -> torch.device | None:
         if not tensor.is_meta:
@@ -149,26 +153,26 @@ class MetaDispatch(TorchDispatchMode):
         """Whether the result of an operator on the host is to keep its values."""
         if self.pins or kwargs.get("pin_memory") or name.startswith(("empty", "new_empty")):
             return False
-        records = [self._ledger.record_of(each) for each in tensors]
+        records = [self._ledger.record_of(tensor) for tensor in tensors]
         if any(record is not None and not record.known for record in records):
             return False
         if _written(func, args, kwargs) or name in _READING or func.is_view or name == "lift_fresh":
             return True
         args, kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
         outcome = pytree.tree_leaves(func(*args, **_on_meta(kwargs)))
-        return all(_keeps_values(each) for each in outcome if isinstance(each, torch.Tensor))
+        return all(_keeps_values(leaf) for leaf in outcome if isinstance(leaf, torch.Tensor))
 
     def _spoil(self, written: Iterable[torch.Tensor]) -> None:
         """Notes that the values of tensors are no longer known."""
-        for each in written:
-            if (record := self._ledger.record_of(each)) is not None:
+        for tensor in written:
+            if (record := self._ledger.record_of(tensor)) is not None:
                 record.known = False
 
     def _note(self, func: Operator, result: Any, device: torch.device, known: bool = False) -> None:
         self._ledger.operator = str(func.overloadpacket)
-        for each in pytree.tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                record = self._ledger.add(each, device)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                record = self._ledger.add(leaf, device)
                 record.known, record.pinned = record.known or known, record.pinned or self.pins
         self._ledger.operator = ""
 
@@ -219,12 +223,12 @@ def _written(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """Returns the tensors that an operator writes to."""
     if not func._schema.is_mutable:
         return []
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
-    return found
+            tensors += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tensors
 
 
 def _keeps_values(tensor: torch.Tensor) -> bool:

@@ -151,7 +151,7 @@ class Analysis:
         for rank, own in joint.own.items():
             self._add_transfer(joint, rank, own)
             for wait in own.waits:
-                if not any(each.begin <= wait.begin < each.end for each in self.helping[rank]):
+                if not any(slice_.begin <= wait.begin < slice_.end for slice_ in self.helping[rank]):
                     self._unit(wait.unit).waits.append(self._split(joint, rank, own, wait))
         first = next(iter(joint.own.values()))
         if joint.complete and len(first.ranks) > 1:
@@ -190,8 +190,8 @@ class Analysis:
     @property
     def updates(self) -> tuple[int, int]:
         """Nanoseconds of all updates in threads of the host, and of those beside a backward."""
-        found = [_beside_units(record) for record in self._ranks.values()]
-        return sum(whole for whole, _ in found), sum(beside for _, beside in found)
+        by_rank = [_beside_units(record) for record in self._ranks.values()]
+        return sum(whole for whole, _ in by_rank), sum(beside for _, beside in by_rank)
 
     @property
     def waits(self) -> Iterator[SplitWait]:
@@ -221,13 +221,13 @@ def own_times(record: RankRecord) -> Counter[str | None]:
     """
     times: Counter[str | None] = Counter({None: record.end - record.begin})
     around: list[tuple[int, str | None]] = []  # the end of a slice, and its unit
-    for each in record.compute:
-        while around and around[-1][0] <= each.begin:
+    for slice_ in record.compute:
+        while around and around[-1][0] <= slice_.begin:
             around.pop()
-        times[around[-1][1] if around else None] -= each.end - each.begin
-        inner = each.unit if each.what in _COMPUTES else None if each.what == "optimizer" else _NOTHING
-        times[inner] += each.end - each.begin
-        around.append((each.end, inner))
+        times[around[-1][1] if around else None] -= slice_.end - slice_.begin
+        inner = slice_.unit if slice_.what in _COMPUTES else None if slice_.what == "optimizer" else _NOTHING
+        times[inner] += slice_.end - slice_.begin
+        around.append((slice_.end, inner))
     del times[_NOTHING]
     return times
 
@@ -236,23 +236,23 @@ def _pass_ns(record: RankRecord) -> float:
     """Returns the average nanoseconds of a pass; of the whole record where there is none."""
     if not record.passes:
         return float(record.end - record.begin)
-    begin = min([record.passes[0], *(wait.begin for each in record.transfers for wait in each.waits)])
+    begin = min([record.passes[0], *(wait.begin for transfer in record.transfers for wait in transfer.waits)])
     return (max(record.end, record.passes[-1]) - begin) / len(record.passes)
 
 
 def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
     """Yields each transfer of several ranks once."""
-    found: dict[tuple[str, tuple[str, ...], int], dict[int, Transfer]] = defaultdict(dict)
+    transfers: dict[tuple[str, tuple[str, ...], int], dict[int, Transfer]] = defaultdict(dict)
     offsets = {}
     for record in ranks:
         offsets[record.rank] = record.offset
-        for each in record.transfers:
-            found[each.kind, each.units, each.number][record.rank] = each
+        for transfer in record.transfers:
+            transfers[transfer.kind, transfer.units, transfer.number][record.rank] = transfer
     joints = []
-    for of_ranks in found.values():
+    for of_ranks in transfers.values():
         # With replicas a reduction involves the ranks of the own replica, and the same shard's of the others.
-        for needed in dict.fromkeys(each.ranks for each in of_ranks.values()):
-            own = {rank: each for rank, each in of_ranks.items() if each.ranks == needed}
+        for needed in dict.fromkeys(transfer.ranks for transfer in of_ranks.values()):
+            own = {rank: transfer for rank, transfer in of_ranks.items() if transfer.ranks == needed}
             begins = {rank: of_ranks[rank].begin + offsets[rank] for rank in needed if rank in of_ranks}
             if begins:
                 last = max(begins, key=lambda rank: begins[rank])
@@ -263,12 +263,12 @@ def _joined(ranks: Iterable[RankRecord]) -> Iterator[Joint]:
 def _beside_units(record: RankRecord) -> tuple[int, int]:
     """Returns the nanoseconds of a rank's updates in a thread, and of those beside a backward."""
     whole = beside = 0
-    computing = [each for each in record.compute if each.what == Computing.BACKWARD.value]
+    computing = [slice_ for slice_ in record.compute if slice_.what == Computing.BACKWARD.value]
     for update in record.updates:
         whole += update.end - update.begin
         reached = update.begin
-        for each in computing:  # in the order of their beginnings; they may nest
-            begin, end = max(each.begin, reached), min(each.end, update.end)
+        for slice_ in computing:  # in the order of their beginnings; they may nest
+            begin, end = max(slice_.begin, reached), min(slice_.end, update.end)
             if begin < end:
                 beside, reached = beside + end - begin, end
     return whole, beside

@@ -72,7 +72,7 @@ class Track:
     def end_until(self, at: int, wanted: Callable[[_OpenSlice], bool]) -> None:
         """Ends the innermost slice that is wanted, and those within it; none if none is wanted."""
         if any(map(wanted, self._open)):
-            self.end_while(at, lambda each: not wanted(each))
+            self.end_while(at, lambda opened: not wanted(opened))
             self.end(at)
 
     def end_while(self, at: int, unwanted: Callable[[_OpenSlice], bool]) -> None:
@@ -82,12 +82,12 @@ class Track:
 
     def has(self, what: str) -> bool:
         """Whether a slice of some kind is open."""
-        return any(each.what == what for each in self._open)
+        return any(opened.what == what for opened in self._open)
 
     def closed(self, at: int) -> tuple[Slice, ...]:
         """Ends all slices, and returns them in the order of their beginnings, outer ones first."""
         self.end_while(at, lambda _: True)
-        return tuple(sorted(self._ended, key=lambda each: (each.begin, -each.end)))
+        return tuple(sorted(self._ended, key=lambda ended: (ended.begin, -ended.end)))
 
 
 @dataclass
@@ -208,7 +208,9 @@ class Assembler:
         if what is Computing.FORWARD and not self.track.has(what.value):
             self._begin_pass(at)
         elif what is Computing.BACKWARD:
-            self.track.end_while(at, lambda each: each.what == BACKWARD and not encloses(each.unit, unit))
+            self.track.end_while(
+                at, lambda opened: opened.what == BACKWARD and not encloses(opened.unit, unit)
+            )
         self.track.begin(_OpenSlice(what.value, unit, at, entry.subject))
 
     def _begin_pass(self, at: int) -> None:
@@ -217,15 +219,15 @@ class Assembler:
 
     def _leave(self, entry: TimelineRecord) -> None:
         what, owner = entry.detail.value, entry.subject
-        self.track.end_until(self._time(entry), lambda each: each.what == what and each.owner is owner)
+        self.track.end_until(self._time(entry), lambda opened: opened.what == what and opened.owner is owner)
 
     def _optimize(self, entry: TimelineRecord) -> None:
         at = self._time(entry)
-        self.track.end_while(at, lambda each: each.what == BACKWARD)
+        self.track.end_while(at, lambda opened: opened.what == BACKWARD)
         self.track.begin(_OpenSlice(OPTIMIZER, "", at))
 
     def _optimized(self, entry: TimelineRecord) -> None:
-        self.track.end_until(self._time(entry), lambda each: each.what == OPTIMIZER)
+        self.track.end_until(self._time(entry), lambda opened: opened.what == OPTIMIZER)
 
     def _hold(self, entry: TimelineRecord) -> None:
         self._levels.hold(entry.at, entry.subject, entry.detail)
@@ -235,9 +237,9 @@ class Assembler:
     def _closed_transfers(self) -> Iterator[Transfer]:
         """Yields the transfers in the order of their issue."""
         ranges: dict[Span, list[StreamRange]] = {}
-        for each in self._recorder.stream_ranges:
-            if each.purpose in (GATHER, REDUCE):
-                ranges.setdefault(each.span, []).append(each)
+        for stream_range in self._recorder.stream_ranges:
+            if stream_range.purpose in (GATHER, REDUCE):
+                ranges.setdefault(stream_range.span, []).append(stream_range)
         for transfer in self._transfers:
             span, kind = transfer.span, _ISSUES[transfer.span.kind]
             begin, issued = transfer.begin, transfer.issued

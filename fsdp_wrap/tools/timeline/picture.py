@@ -48,13 +48,13 @@ def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
     Raises:
         ImportError: If matplotlib is missing.
     """
-    shown, found = ranks[:MOST_RANKS], Analysis(ranks)
-    begin, end = _window(shown[0], found)
+    shown, analysis = ranks[:MOST_RANKS], Analysis(ranks)
+    begin, end = _window(shown[0], analysis)
     with drawn(path, (9, 1.6 + 1.0 * len(shown) + 1.4)) as figure:
         tracks, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown), 1.0])
         used = set()
         for row, record in enumerate(shown):
-            for bar in _bars(record, found):
+            for bar in _bars(record, analysis):
                 if bar.end > begin and bar.begin < end:
                     used.add(bar.what)
                     _draw_bar(tracks, bar, row, begin, end)
@@ -62,21 +62,21 @@ def draw(ranks: Sequence[RankRecord], path: str | Path) -> None:
         _draw_levels(held, shown[0], begin, end)
 
 
-def _window(record: RankRecord, found: Analysis) -> tuple[int, int]:
+def _window(record: RankRecord, analysis: Analysis) -> tuple[int, int]:
     """Returns the times of the pass that is shown, in the clock of rank 0."""
     ends = [*record.passes[1:], record.end]
     spans = [*zip(record.passes, ends)] or [(record.begin, record.end)]
-    begin, end = min(spans, key=lambda span: abs(span[1] - span[0] - found.pass_ns))
+    begin, end = min(spans, key=lambda span: abs(span[1] - span[0] - analysis.pass_ns))
     return begin + record.offset, end + record.offset
 
 
-def _bars(record: RankRecord, found: Analysis) -> Iterator[_Rectangle]:
+def _bars(record: RankRecord, analysis: Analysis) -> Iterator[_Rectangle]:
     """Yields a rank's bars, inner ones later, and so above outer ones."""
     offset = record.offset
-    for each in (*record.compute, *record.host_side, *record.copies):
-        if each.what in COLORS:
-            yield _Rectangle(each.what, each.begin + offset, each.end + offset)
-    for wait in found.waits:
+    for slice_ in (*record.compute, *record.host_side, *record.copies):
+        if slice_.what in COLORS:
+            yield _Rectangle(slice_.what, slice_.begin + offset, slice_.end + offset)
+    for wait in analysis.waits:
         if wait.rank == record.rank:
             middle = wait.begin + wait.late
             yield _Rectangle("wait for a late rank", wait.begin, middle)

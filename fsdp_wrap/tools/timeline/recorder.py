@@ -175,7 +175,7 @@ class TimelineRecorder(PlugIn):
 
     def _optimizer_hook(self, kind: RecordKind) -> Callable[[Any, Any, Any], None]:
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if any(each.kind is SpanKind.UPDATE for each in self._running.get(get_ident(), ())):
+            if any(span.kind is SpanKind.UPDATE for span in self._running.get(get_ident(), ())):
                 return  # a step in the backward, whose span is recorded
             if any(
                 id(param) in self._params for group in optimizer.param_groups for param in group["params"][:1]
@@ -189,8 +189,8 @@ class TimelineRecorder(PlugIn):
         self._hooks.close()
         if self._accelerator is not None:
             self._accelerator.record_time().synchronize()
-            for each in self.stream_ranges:
-                each.end.synchronize()
+            for stream_range in self.stream_ranges:
+                stream_range.end.synchronize()
 
     def time_of(self, event: Any) -> int:
         """Returns the time of a timing event by the host's clock."""

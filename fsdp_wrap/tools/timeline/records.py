@@ -135,7 +135,7 @@ class RankRecord:
         """
         given = {field.name: plain[field.name] for field in fields(cls)}
         for name, kind in _ROWS.items():
-            given[name] = tuple(_from_row(each, kind) for each in given[name])
+            given[name] = tuple(_from_row(row, kind) for row in given[name])
         return cls(**{**given, "passes": tuple(given["passes"])})
 
 
@@ -144,7 +144,7 @@ _ROWS: Mapping[str, type[Any]] = {**dict.fromkeys(_TRACKS, Slice), "transfers": 
 
 
 def _from_row(row: Sequence[Any], kind: type[Any]) -> Any:
-    values = [tuple(each) if isinstance(each, list) else each for each in row]
+    values = [tuple(value) if isinstance(value, list) else value for value in row]
     if kind is Transfer:
         values[-1] = tuple(TransferWait(*wait) for wait in values[-1])
     return kind(*values)

@@ -20,43 +20,43 @@ _COLUMNS = ("unit", "gather", "reduce", "issue", "wait", "late", "transfer", "GB
 
 def report_lines(ranks: Sequence[RankRecord]) -> Iterator[str]:
     """Yields the report's lines."""
-    found = Analysis(ranks)
-    yield from _head(found, ranks)
+    analysis = Analysis(ranks)
+    yield from _head(analysis, ranks)
     yield ""
-    yield from _aligned([_COLUMNS, *(_row(unit, found, len(ranks)) for unit in found.units.values())])
+    yield from _aligned([_COLUMNS, *(_row(unit, analysis, len(ranks)) for unit in analysis.units.values())])
     yield ""
     yield "Times are milliseconds of one pass (forward and backward), the average of the ranks."
-    advice = [*_advice(found, len(ranks))]
+    advice = [*_advice(analysis, len(ranks))]
     if advice:
         yield ""
         yield from advice
 
 
-def _head(found: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
-    passes, waits = found.passes * len(ranks), [*found.waits]
+def _head(analysis: Analysis, ranks: Sequence[RankRecord]) -> Iterator[str]:
+    passes, waits = analysis.passes * len(ranks), [*analysis.waits]
     waited = sum(wait.total for wait in waits) / passes
     late = sum(wait.late for wait in waits) / passes
     hosts = len({record.host for record in ranks})
     on = f"{_plural(len(ranks), 'rank')} on {'one host' if hosts == 1 else f'{hosts} hosts'}"
-    yield f"{on}, {_plural(found.passes, 'pass', 'passes')} of {_ms(found.pass_ns)} ms"
-    share = waited / found.pass_ns if found.pass_ns else 0.0
+    yield f"{on}, {_plural(analysis.passes, 'pass', 'passes')} of {_ms(analysis.pass_ns)} ms"
+    share = waited / analysis.pass_ns if analysis.pass_ns else 0.0
     yield (
         f"The computation waits {_ms(waited)} ms of a pass ({share:.0%}): {_ms(late)} ms for late ranks, "
         f"{_ms(waited - late)} ms for transfers."
     )
-    yield from _updates(found, passes)
-    yield from _helping(found)
-    yield from _late_rank(found, waits, len(ranks))
+    yield from _updates(analysis, passes)
+    yield from _helping(analysis)
+    yield from _late_rank(analysis, waits, len(ranks))
     error = max(record.clock_error for record in ranks)
     if error:
         yield f"The clocks of the hosts are compared to {_ms(error)} ms."
-    if not all(joint.complete for joint in found.joint):
+    if not all(joint.complete for joint in analysis.joint):
         yield "Some ranks' records are missing: waits for those ranks count as transfers. Merge all files."
 
 
-def _updates(found: Analysis, passes: int) -> Iterator[str]:
+def _updates(analysis: Analysis, passes: int) -> Iterator[str]:
     """Yields the line about updates in threads of the host, if there were any."""
-    whole, beside = found.updates
+    whole, beside = analysis.updates
     if whole:
         yield (
             f"The host updates units for {_ms(whole / passes)} ms of a pass in a thread of its own, "
@@ -64,28 +64,30 @@ def _updates(found: Analysis, passes: int) -> Iterator[str]:
         )
 
 
-def _helping(found: Analysis) -> Iterator[str]:
+def _helping(analysis: Analysis) -> Iterator[str]:
     """Yields the line about ranks without a batch, if there were any."""
-    times = {rank: sum(each.end - each.begin for each in helped) for rank, helped in found.helping.items()}
+    times = {
+        rank: sum(slice_.end - slice_.begin for slice_ in helped) for rank, helped in analysis.helping.items()
+    }
     rank = max(times, key=times.__getitem__)
     if times[rank]:
         most = f"{_ms(times[rank])} ms on rank {rank}"
         yield f"Helping other ranks, without a batch, takes {_ms(sum(times.values()))} ms in all: {most}."
 
 
-def _late_rank(found: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
+def _late_rank(analysis: Analysis, waits: Iterable[SplitWait], ranks: int) -> Iterator[str]:
     """Yields the line about the rank that the others wait for most, if it is worth one."""
     held_up = _late_by_rank(waits)
     if ranks == 1 or not held_up:
         return
     rank, total = held_up.most_common(1)[0]
-    each = total / found.passes / (ranks - 1)
-    if each < _least(found):
+    delay = total / analysis.passes / (ranks - 1)
+    if delay < _least(analysis):
         return
-    unit, slower = found.slower_in(rank)
+    unit, slower = analysis.slower_in(rank)
     where = "outside of the units" if unit is None else f"in `{unit or ROOT}`"
-    because = f": it computes {_ms(slower)} ms longer than they do {where}" if slower > each / 4 else ""
-    yield f"Rank {rank} holds up the others, each by {_ms(each)} ms of a pass{because}."
+    because = f": it computes {_ms(slower)} ms longer than they do {where}" if slower > delay / 4 else ""
+    yield f"Rank {rank} holds up the others, each by {_ms(delay)} ms of a pass{because}."
 
 
 def _late_by_rank(waits: Iterable[SplitWait]) -> Counter[int]:
@@ -96,13 +98,13 @@ def _late_by_rank(waits: Iterable[SplitWait]) -> Counter[int]:
     return late
 
 
-def _least(found: Analysis) -> float:
+def _least(analysis: Analysis) -> float:
     """Returns the nanoseconds of a pass that are worth a sentence."""
-    return max(WORTH_NS, WORTH * found.pass_ns)
+    return max(WORTH_NS, WORTH * analysis.pass_ns)
 
 
-def _row(unit: UnitTimes, found: Analysis, ranks: int) -> tuple[str, ...]:
-    passes = found.passes * ranks
+def _row(unit: UnitTimes, analysis: Analysis, ranks: int) -> tuple[str, ...]:
+    passes = analysis.passes * ranks
     late = sum(wait.late for wait in unit.waits) / passes
     transfer = sum(wait.transfer for wait in unit.waits) / passes
     issuing = (unit.gathers.issuing + unit.reductions.issuing) / passes
@@ -143,12 +145,12 @@ def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 # advice
 
 
-def _advice(found: Analysis, ranks: int) -> Iterator[str]:
+def _advice(analysis: Analysis, ranks: int) -> Iterator[str]:
     """Yields a sentence for each unit whose wait is worth it, the longest first."""
-    passes = found.passes * ranks
-    least = _least(found)
+    passes = analysis.passes * ranks
+    least = _least(analysis)
     due = []
-    for unit in found.units.values():
+    for unit in analysis.units.values():
         by_place: dict[tuple[str, str], list[SplitWait]] = defaultdict(list)
         for wait in unit.waits:
             by_place[wait.kind, wait.phase].append(wait)
@@ -164,7 +166,7 @@ def _total(waits: Iterable[SplitWait]) -> int:
 
 def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
     name, wait = f"`{unit.unit}`" if unit.unit else "The root", waits[0]
-    total, late = _total(waits), sum(each.late for each in waits)
+    total, late = _total(waits), sum(split.late for split in waits)
     gathers = wait.kind == GATHER
     what = f"{name} waits {_ms(total / passes)} ms for its {'gather' if gathers else 'reduction'}"
     if 2 * late >= total:
@@ -177,7 +179,7 @@ def _sentence(unit: UnitTimes, waits: Sequence[SplitWait], passes: int) -> str:
     fewer = "a param dtype of 16 bits, SHARD_GRAD_OP" if gathers else "a reduce dtype of 16 bits, no_sync"
     if wait.way.startswith("shared memory"):
         return f"{what}, which it copies from shared memory at {rate}: send fewer bytes ({fewer})."
-    if gathers and sum(each.head for each in waits) < _SOON * total:
+    if gathers and sum(split.head for split in waits) < _SOON * total:
         how = "forward_prefetch=True" if wait.phase == "forward" else "backward_prefetch"
         call = f"set_modules_to_{'forward' if wait.phase == 'forward' else 'backward'}_prefetch"
         return f"{what}, which is issued only when it is needed: prefetch it ({how}, or {call})."

@@ -31,7 +31,7 @@ def write(ranks: Sequence[RankRecord], path: str | Path) -> None:
     saved = {"format": FORMAT, "ranks": [vars(record) for record in ranks]}
     whole = {"displayTimeUnit": "ms", "traceEvents": events, _KEY: saved}
     # Each of a record's objects is a row of values.
-    data = json.dumps(whole, separators=(",", ":"), default=lambda each: [*vars(each).values()]).encode()
+    data = json.dumps(whole, separators=(",", ":"), default=lambda value: [*vars(value).values()]).encode()
     path = own_output(Path(path))
     path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
 
@@ -67,8 +67,8 @@ def _events_of(record: RankRecord, begin: int) -> Iterator[TraceEvent]:
     yield from tracks.names()
     on = HOST if record.host_side else COMPUTE
     for name, slices in _slices_of(record).items():
-        for each in slices:
-            yield tracks.slice(_FIRST[name], each)
+        for slice_ in slices:
+            yield tracks.slice(_FIRST[name], slice_)
     for row, number in _rows(record.transfers):
         transfer = record.transfers[number]
         yield tracks.transfer(_FIRST[transfer.kind] + row, transfer)
@@ -83,7 +83,7 @@ def _slices_of(record: RankRecord) -> dict[str, Sequence[Slice]]:
 def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
     """Yields a row for each transfer in which it overlaps none of its kind, and its index."""
     ends: dict[str, list[int]] = {GATHER: [], REDUCE: []}
-    for number in sorted(range(len(transfers)), key=lambda each: transfers[each].begin):
+    for number in sorted(range(len(transfers)), key=lambda index: transfers[index].begin):
         transfer = transfers[number]
         rows = ends[transfer.kind]
         row = next((row for row, end in enumerate(rows) if end <= transfer.begin), len(rows))
@@ -97,7 +97,7 @@ class _Tracks:
     def __init__(self, record: RankRecord, shift: int) -> None:
         self._record, self._shift = record, shift
         slices = (*record.host_side, *record.compute)
-        self._issues = {each.transfer: each for each in slices if each.what.startswith("issue")}
+        self._issues = {issue.transfer: issue for issue in slices if issue.what.startswith("issue")}
 
     def _at(self, nanoseconds: int) -> float:
         return (nanoseconds + self._shift) / 1000  # microseconds
@@ -124,33 +124,33 @@ class _Tracks:
     def _meta(self, what: str, track: int, **args: Any) -> TraceEvent:
         return {"ph": "M", "pid": self._record.rank, "tid": track, "name": what, "args": args}
 
-    def slice(self, track: int, each: Slice) -> TraceEvent:
+    def slice(self, track: int, slice_: Slice) -> TraceEvent:
         """Returns the event of a slice."""
-        name = f"{each.what} {each.unit}".strip()
-        args: dict[str, Any] = {"unit": each.unit}
-        if each.transfer >= 0:
-            args["transfer"] = each.transfer
-        if each.nbytes:
-            args["bytes"] = each.nbytes
-        duration = (each.end - each.begin) / 1000
-        return self._event("X", track, name, each.begin, dur=duration, cat=each.what, args=args)
+        name = f"{slice_.what} {slice_.unit}".strip()
+        args: dict[str, Any] = {"unit": slice_.unit}
+        if slice_.transfer >= 0:
+            args["transfer"] = slice_.transfer
+        if slice_.nbytes:
+            args["bytes"] = slice_.nbytes
+        duration = (slice_.end - slice_.begin) / 1000
+        return self._event("X", track, name, slice_.begin, dur=duration, cat=slice_.what, args=args)
 
-    def transfer(self, track: int, each: Transfer) -> TraceEvent:
+    def transfer(self, track: int, transfer: Transfer) -> TraceEvent:
         """Returns the event of a transfer."""
         args = {
-            "unit": each.units[0],
-            "units": ", ".join(each.units),
-            "bytes": each.nbytes,
-            "dtype": ", ".join(each.dtypes),
-            "way": each.way or "process group",
-            "phase": each.phase,
-            "number": each.number,
-            "ranks": len(each.ranks),
-            "end is": each.known,
+            "unit": transfer.units[0],
+            "units": ", ".join(transfer.units),
+            "bytes": transfer.nbytes,
+            "dtype": ", ".join(transfer.dtypes),
+            "way": transfer.way or "process group",
+            "phase": transfer.phase,
+            "number": transfer.number,
+            "ranks": len(transfer.ranks),
+            "end is": transfer.known,
         }
-        duration = (each.end - each.begin) / 1000
-        name = f"{each.kind} {args['units']}".strip()
-        return self._event("X", track, name, each.begin, dur=duration, cat=each.kind, args=args)
+        duration = (transfer.end - transfer.begin) / 1000
+        name = f"{transfer.kind} {args['units']}".strip()
+        return self._event("X", track, name, transfer.begin, dur=duration, cat=transfer.kind, args=args)
 
     def flow(self, number: int, track: int, issued_on: int) -> Iterator[TraceEvent]:
         """Yields the arrows from a transfer's issue to it, and on to its first wait."""
