@@ -101,19 +101,19 @@ def _numbers(name: str, totals: SeamTotals) -> str:
     )
 
 
-def _units(found: Sequence[Departure]) -> list[str]:
+def _units(departures: Sequence[Departure]) -> list[str]:
     """Returns the units in the order of their forwards."""
-    begun = [each.unit for each in found if each.seam == files.OUTPUT]
-    return [*dict.fromkeys([*begun, *(each.unit for each in found)])]
+    begun = [departure.unit for departure in departures if departure.seam == files.OUTPUT]
+    return [*dict.fromkeys([*begun, *(departure.unit for departure in departures)])]
 
 
-def _sizes(found: Sequence[Departure]) -> dict[str, dict[str, float]]:
+def _sizes(departures: Sequence[Departure]) -> dict[str, dict[str, float]]:
     """Returns the largest size by what is drawn and by unit."""
     sizes: dict[str, dict[str, float]] = {what: {} for what in _DRAWN}
-    for each in found:
+    for departure in departures:
         for what, seams in _DRAWN.items():
-            if each.seam in seams:
-                sizes[what][each.unit] = max(each.size, sizes[what].get(each.unit, 0.0))
+            if departure.seam in seams:
+                sizes[what][departure.unit] = max(departure.size, sizes[what].get(departure.unit, 0.0))
     return {what: by_unit for what, by_unit in sizes.items() if by_unit}
 
 
@@ -123,8 +123,8 @@ def _height(size: float) -> float:
     return min(max(math.log10(size) - _LEAST, 0.5), -_LEAST) if math.isfinite(size) else float(-_LEAST)
 
 
-def _bars(found: Sequence[Departure]) -> list[str]:
-    sizes, units = _sizes(found), _units(found)
+def _bars(departures: Sequence[Departure]) -> list[str]:
+    sizes, units = _sizes(departures), _units(departures)
     names = [quoted(unit) for unit in units]
     width = max(map(len, names))
     lines = []

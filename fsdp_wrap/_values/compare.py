@@ -65,7 +65,7 @@ class Run:
 
     def rounding(self, step: int) -> float:
         """Returns the relative difference that rounding makes in a step, by its coarsest dtype."""
-        return max(rounding_of(each.dtype) for each in self.records[0].steps[step].rows.values())
+        return max(rounding_of(row.dtype) for row in self.records[0].steps[step].rows.values())
 
     def totals(self, step: int, key: Key) -> SeamTotals | None:
         """Returns the statistics of a seam of a unit over all ranks; None without any."""
@@ -77,15 +77,15 @@ class Run:
                 passes = taken.passes
                 by_rank[record.header.rank] = taken.rows[key]
         counted = [
-            each
-            for rank, each in by_rank.items()
+            row
+            for rank, row in by_rank.items()
             if seam not in _OF_SHARDS or not self.records[rank].header.copy.get(unit, 0)
         ]
         if not counted:
             return None
         sums = Statistics()
-        for each in counted[:1] if seam in _WHOLE else counted:
-            sums.merge(each)
+        for row in counted[:1] if seam in _WHOLE else counted:
+            sums.merge(row)
         return SeamTotals(sums, by_rank, 1 / self.contributors if seam in _GRADIENTS else 1.0, passes)
 
 
@@ -123,7 +123,7 @@ def _cut_alike(first: Run, second: Run, ours: SeamTotals, theirs: SeamTotals) ->
     """Whether each rank of one run has the pieces that it has in the other."""
     if any(one.header.copy != other.header.copy for one, other in zip(first.records, second.records)):
         return False
-    counts, others = ({rank: row.numel for rank, row in each.by_rank.items()} for each in (ours, theirs))
+    counts, others = ({rank: row.numel for rank, row in totals.by_rank.items()} for totals in (ours, theirs))
     return counts == others
 
 
@@ -148,7 +148,7 @@ def difference(one: Statistics, other: Statistics, scales: tuple[float, float], 
         return 0.0
     if one.numel != other.numel and not linear:
         return math.inf
-    sizes = [apart(*(scale * each.sketch for each, scale in zip((one, other), scales)))]
+    sizes = [apart(*(scale * statistics.sketch for statistics, scale in zip((one, other), scales)))]
     if not linear:
         for name in ("norm", "largest"):
             a, b = getattr(one, name) * scales[0], getattr(other, name) * scales[1]
@@ -176,7 +176,7 @@ def departures(
         summed = seam == files.REDUCED and max(ours.passes, theirs.passes) > 1
         linear = not alike and (seam == files.GRADIENT or summed)
         scales = ours.scale, theirs.scale
-        own = max(rounding_of(each.sums.dtype) for each in (ours, theirs))
+        own = max(rounding_of(totals.sums.dtype) for totals in (ours, theirs))
         given = seam in _GIVEN or key == entered
         limit = own if begins and given else max(own, coarsest)
         noise = grown.get((step, *key), 0.0)
@@ -185,8 +185,8 @@ def departures(
         ranks: list[int] = []
         if same and not linear and _cut_alike(first, second, ours, theirs):
             alone = {
-                rank: difference(each, theirs.by_rank[rank], scales, seam in _OF_SHARDS)
-                for rank, each in ours.by_rank.items()
+                rank: difference(row, theirs.by_rank[rank], scales, seam in _OF_SHARDS)
+                for rank, row in ours.by_rank.items()
             }
             size = max(size, *alone.values()) if seam not in _OF_SHARDS else size
             ranks = [rank for rank, its in alone.items() if not its <= limit]

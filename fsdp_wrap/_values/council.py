@@ -57,7 +57,7 @@ class Council:
         self.add(flags)
         if not flags.item():
             return []
-        return [each for each in self.gather(own) if each is not None]
+        return [told for told in self.gather(own) if told is not None]
 
     def add(self, numbers: torch.Tensor) -> None:
         """Replaces numbers in host memory by their sums over the ranks. Collective."""

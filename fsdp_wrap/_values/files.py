@@ -72,7 +72,7 @@ class Writer:
 
     def write(self, step: RecordedStep) -> None:
         """Appends a step."""
-        rows = [[*key, *each.as_list()] for key, each in step.rows.items() if each.tensors]
+        rows = [[*key, *statistics.as_list()] for key, statistics in step.rows.items() if statistics.tensors]
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step.number, "passes": step.passes, "rows": rows}) + "\n")
 
@@ -96,7 +96,7 @@ def read(folder: str | Path) -> list[RankValues]:
         raise ValueError(f"no rank has written values (rank-*.jsonl) to {folder}: see record_values()")
     records = [*map(_read_rank, files)]
     expected = records[0].header.ranks
-    if [each.header.rank for each in records] != [*range(expected)]:
+    if [record.header.rank for record in records] != [*range(expected)]:
         raise ValueError(
             f"{folder} has the values of {len(records)} of {expected} ranks: copy all files there"
         )

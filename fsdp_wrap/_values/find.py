@@ -93,9 +93,9 @@ class Finder(Reader):
             try:
                 yield
             except Exception as error:
-                found = self._looks.take()
-                if found is not None:
-                    error.add_note(f"find_nonfinite() has found before: {found.describe()}")
+                finding = self._looks.take()
+                if finding is not None:
+                    error.add_note(f"find_nonfinite() has found before: {finding.describe()}")
                 raise
 
     # meetings
@@ -121,11 +121,11 @@ class Finder(Reader):
         own, met = self._looks.found, self._met[schedule]
         self._met[schedule] = schedule.iteration
         # Counted from the last meeting: a rank that has evaluated alone is further.
-        found = self._councils[schedule].share(None if own is None else (own.iteration - met, own))
-        if found:
+        findings = self._councils[schedule].share(None if own is None else (own.iteration - met, own))
+        if findings:
             self._looks.take()
-            found.sort(key=lambda told: (told[0], told[1].order))
-            raise_first([finding for _, finding in found])
+            findings.sort(key=lambda told: (told[0], told[1].order))
+            raise_first([finding for _, finding in findings])
 
     # looks
 

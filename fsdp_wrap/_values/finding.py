@@ -101,11 +101,12 @@ class NonFiniteError(FoundError[NonFinite]):
     """
 
 
-def raise_first(found: Sequence[NonFinite]) -> None:
+def raise_first(findings: Sequence[NonFinite]) -> None:
     """Raises the error about what all ranks have found, the first of it first, which all know."""
-    first, *also = found
+    first, *also = findings
     seen = "".join(
-        f" It was seen on rank {each.rank} as {each.phase} of {quoted(each.unit)}." for each in also
+        f" It was seen on rank {finding.rank} as {finding.phase} of {quoted(finding.unit)}."
+        for finding in also
     )
     raise NonFiniteError(
         f"find_nonfinite(): iteration {first.iteration}, {first.describe()}{seen}"
@@ -150,4 +151,4 @@ def first_true(flags: torch.Tensor) -> int:
 
 def index_at(place: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the index of an element by its place in the flattened tensor."""
-    return tuple(int(each) for each in torch.unravel_index(torch.tensor(place), tuple(shape)))
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(place), tuple(shape)))

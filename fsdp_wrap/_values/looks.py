@@ -138,7 +138,7 @@ class Looks:
         pieces = [*pieces]
         tensors = [looked_at(piece.data) for piece in pieces]
         seen = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        extremes = [each for tensor in tensors if tensor is not None for each in _extremes(tensor)]
+        extremes = [extreme for tensor in tensors if tensor is not None for extreme in _extremes(tensor)]
         if self._deferred:
             pieces = [piece._replace(data=_NO_NUMBERS) for piece in pieces]
         if seen:
@@ -151,7 +151,7 @@ class Looks:
         unread, self._unread = self._unread, []
         if not unread or self.found is not None:
             return
-        read = iter(torch.stack([each for look in unread for each in look.extremes]).tolist())
+        read = iter(torch.stack([extreme for look in unread for extreme in look.extremes]).tolist())
         for look, origin, what, pieces, seen, _ in unread:
             pairs = [(next(read), next(read)) for _ in seen]
             wrong = [place for place, pair in zip(seen, pairs) if not all(map(math.isfinite, pair))]
@@ -175,7 +175,7 @@ class Looks:
             index = index_at(piece.start + first_true(~torch.isfinite(local)), piece.shape)
             nan, inf = int(torch.isnan(local).sum()), int(torch.isinf(local).sum())
             if finite.numel():
-                least, largest = (each.item() for each in torch.aminmax(finite))
+                least, largest = (extreme.item() for extreme in torch.aminmax(finite))
         return NonFinite(
             *(self._rank, self._iteration, look, made, *place, name, told, index, tuple(piece.shape)),
             *(nan, inf, least, largest, tuple(before)),
@@ -184,5 +184,5 @@ class Looks:
     def take(self) -> NonFinite | None:
         """Returns the finding, and begins anew."""
         self.settle()
-        found, self.found = self.found, None
-        return found
+        finding, self.found = self.found, None
+        return finding

@@ -164,9 +164,9 @@ def _origin_of_gradient(output: _Output) -> Origin:
     """Returns where a gradient comes from if it is the first that is not finite."""
     users = [*dict.fromkeys(output.users)]
     inner = [
-        each
-        for each in users
-        if not any(other is not each and encloses(each.module, other.module) for other in users)
+        user
+        for user in users
+        if not any(other is not user and encloses(user.module, other.module) for other in users)
     ]  # a module passes its inputs on to those inside
     if inner:
         user = inner[-1]

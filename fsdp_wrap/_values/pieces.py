@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 def activations(tensors: Iterable[torch.Tensor | None]) -> Iterator[Piece]:
     """Yields activations, or gradients of some."""
-    return (Piece("", to_local(each).shape, 0, each) for each in tensors if each is not None)
+    return (Piece("", to_local(tensor).shape, 0, tensor) for tensor in tensors if tensor is not None)
 
 
 def whole(fqn: str, tensor: torch.Tensor) -> Piece:

@@ -111,12 +111,12 @@ class Statistics:
         self.tensors += 1
         flat = seen.reshape(-1)
         values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-        low, high = (each.item() for each in torch.aminmax(values))
+        low, high = (extreme.item() for extreme in torch.aminmax(values))
         if not (math.isfinite(low) and math.isfinite(high)):
             self.nan += int(values.isnan().sum())
             self.inf += int(values.isinf().sum())
             values = values.nan_to_num(0.0, 0.0, 0.0)
-            low, high = (each.item() for each in torch.aminmax(values))
+            low, high = (extreme.item() for extreme in torch.aminmax(values))
         self.numel += flat.numel()
         self.zeros += flat.numel() - int(torch.count_nonzero(flat))
         self.total += values.sum().item()
@@ -240,9 +240,9 @@ def changed_place(numel: int, plain: int, weighted: int) -> int | None:
     for start in range(0, numel, _AT_ONCE):  # a multiple of a block
         blocks = torch.arange(start, min(start + _AT_ONCE, numel), _BLOCK) // _BLOCK
         weights = (_mixed(blocks) | 1).unsqueeze(1) * _weights(device)
-        found = (weights * plain == weighted).flatten().nonzero()
-        if len(found) == 1 and plain:
-            return start + int(found)
+        places = (weights * plain == weighted).flatten().nonzero()
+        if len(places) == 1 and plain:
+            return start + int(places)
     return None
 
 

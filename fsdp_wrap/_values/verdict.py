@@ -44,7 +44,7 @@ def judge(
     first: Run,
     second: Run,
     grown: Mapping[tuple[int, str, str], float] = MappingProxyType({}),
-    suspects: Callable[[Sequence[Departure]], Sequence[Departure]] = lambda found: found,
+    suspects: Callable[[Sequence[Departure]], Sequence[Departure]] = lambda given: given,
 ) -> Verdict:
     """Compares two records, step by step.
 
@@ -61,30 +61,33 @@ def judge(
     if not common:
         raise ValueError(f"the records have no step in common: {first.steps} and {second.steps}")
     rounded: Verdict | None = None
-    found: list[Departure] = []
+    differences: list[Departure] = []
     for step in common:
-        found = [*departures(first, second, step, step == common[0], grown)]
-        if not found:
+        differences = [*departures(first, second, step, step == common[0], grown)]
+        if not differences:
             raise ValueError(
                 f"the records have no unit in common in step {step}: give record_values() of the plain "
                 "module the names of the units"
             )
-        large = next((each for each in suspects(found) if each.exceeds or is_scaled(each)), None)
+        large = next(
+            (departure for departure in suspects(differences) if departure.exceeds or is_scaled(departure)),
+            None,
+        )
         if large is not None:
-            kind, told = _explain(first, second, large, found)
-            return Verdict(kind, told, large, found)
-        small = next((each for each in found if each.size), None)
+            kind, told = _explain(first, second, large, differences)
+            return Verdict(kind, told, large, differences)
+        small = next((departure for departure in differences if departure.size), None)
         if small is not None and rounded is None:
-            rounded = Verdict("rounding", "It looks like rounding", small, found)
-    return rounded or Verdict("equal", "All that both have recorded is equal, bit for bit", None, found)
+            rounded = Verdict("rounding", "It looks like rounding", small, differences)
+    return rounded or Verdict("equal", "All that both have recorded is equal, bit for bit", None, differences)
 
 
-def is_scaled(each: Departure) -> bool:
+def is_scaled(departure: Departure) -> bool:
     """Whether a factor explains a difference that could be rounding by its size."""
-    return each.size > max(_LEAST_FACTOR, each.grown) and _factor(each) is not None
+    return departure.size > max(_LEAST_FACTOR, departure.grown) and _factor(departure) is not None
 
 
-def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departure]) -> tuple[str, str]:
+def _explain(first: Run, second: Run, large: Departure, differences: Sequence[Departure]) -> tuple[str, str]:
     """Returns kind and sentence about a departure that is no rounding."""
     ours, theirs = large.before
     if ours.sums.nan + ours.sums.inf != theirs.sums.nan + theirs.sums.inf:
@@ -98,7 +101,7 @@ def _explain(first: Run, second: Run, large: Departure, found: Sequence[Departur
     factor = _factor(large)
     if factor is not None:
         return _explain_factor(factor, max(first.ranks, second.ranks))
-    if large is next((each for each in found if each.seam == files.INPUT), None):
+    if large is next((departure for departure in differences if departure.seam == files.INPUT), None):
         return "other input", "It looks like another input: all before it is equal"
     if large.seam == files.SHARD:
         return "other parameters", "The parameters differ already: other weights, or changed between steps"
@@ -118,7 +121,7 @@ def _sketch_of(totals: SeamTotals, ranks: Sequence[int]) -> torch.Tensor:
 
 def _factor(large: Departure) -> float | None:
     """Returns the number by which the first record's values are to be multiplied, if there is one."""
-    ours, theirs = (_sketch_of(each, large.ranks) for each in large.before)
+    ours, theirs = (_sketch_of(totals, large.ranks) for totals in large.before)
     factor = ratio(ours, theirs)
     least = min((theirs - ours).norm(), theirs.norm())
     return factor if (theirs - factor * ours).norm() <= _CLOSE * least else None
@@ -156,7 +159,7 @@ def _explain_gathered(first: Run, second: Run, large: Departure) -> tuple[str, s
 
 def _step_of(gathered: Statistics, run: Run, large: Departure) -> int | None:
     """Returns the last step in which the shards had other values, and these."""
-    for step in [each for each in run.steps if each <= large.step][::-1]:
+    for step in [earlier for earlier in run.steps if earlier <= large.step][::-1]:
         for seam in (files.SHARD, files.UPDATE):
             old = run.totals(step, (seam, large.unit))
             if old is not None and difference(gathered, old.sums, (1.0, 1.0), linear=True) <= _SAME:
@@ -174,9 +177,9 @@ def _explain_sum(name: str, run: Run, large: Departure) -> tuple[str, str] | Non
     left = result - whole
     if left.norm() <= max(large.rounds, 1e-5) * whole.norm():
         return None
-    for rank, each in own.by_rank.items():
+    for rank, row in own.by_rank.items():
         for sign, kind, told in ((-1, "missing sum", "is missing in"), (1, "doubled sum", "is twice in")):
-            if (left - sign * each.sketch).norm() <= _CLOSE * each.sketch.norm():
+            if (left - sign * row.sketch).norm() <= _CLOSE * row.sketch.norm():
                 return kind, f"In {name} record, the gradient of rank {rank} {told} the reduced gradient"
     factor = ratio(whole, result)
     if (result - factor * whole).norm() <= _CLOSE * result.norm() and abs(factor - 1) > large.rounds:

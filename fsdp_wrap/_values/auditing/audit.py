@@ -70,9 +70,9 @@ class Audit:
             )
         self.skipped[unit] = reason
 
-    def _report(self, found: Sequence[Corruption]) -> None:
-        self.findings += found
-        first, *also = found
+    def _report(self, corruptions: Sequence[Corruption]) -> None:
+        self.findings += corruptions
+        first, *also = corruptions
         if self._on_fault == "raise":
             raise CorruptionError(text_of(first, also), first, also)
         if self._on_fault == "warn":

@@ -81,42 +81,42 @@ class CorruptionError(FoundError[Corruption]):
 
 def text_of(first: Corruption, also: Sequence[Corruption]) -> str:
     """Returns the message about findings."""
-    others = "".join(f" Also: {each.describe()}." for each in also)
+    others = "".join(f" Also: {other.describe()}." for other in also)
     return f"audit(): {first.describe()}.{others} The hardware of that rank computes, keeps or sends wrong"
 
 
-def causes(found: Iterable[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
+def causes(findings: Iterable[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
     """Returns the findings that do not follow from others, the first of a step first; alike on all ranks.
 
     Args:
-        found: The findings of all ranks.
+        findings: The findings of all ranks.
         members: Returns the ranks that share a unit, by its name.
     """
-    all_found = sorted(found, key=lambda each: each.order)
-    shards = {(each.rank, each.unit) for each in all_found if each.phase == SHARD}
-    shards -= {(each.rank, each.unit) for each in all_found if len(each.suspects) > 1}
+    all_found = sorted(findings, key=lambda finding: finding.order)
+    shards = {(finding.rank, finding.unit) for finding in all_found if finding.phase == SHARD}
+    shards -= {(finding.rank, finding.unit) for finding in all_found if len(finding.suspects) > 1}
     kept: dict[tuple[str, int, str], Corruption] = {}
-    for each in _blamed(all_found, members):
-        if each.phase == GATHER and (each.owner, each.unit) in shards:
+    for finding in _blamed(all_found, members):
+        if finding.phase == GATHER and (finding.owner, finding.unit) in shards:
             continue  # the owner's shard is wrong
-        if len(each.suspects) > 1 and any((rank, each.unit) in shards for rank in each.suspects):
+        if len(finding.suspects) > 1 and any((rank, finding.unit) in shards for rank in finding.suspects):
             continue
-        if each.phase == BACKWARD and (FORWARD, each.rank, each.unit) in kept:
+        if finding.phase == BACKWARD and (FORWARD, finding.rank, finding.unit) in kept:
             continue
-        kept.setdefault((each.phase, each.rank, each.unit), each)
-    return sorted(kept.values(), key=lambda each: each.order)
+        kept.setdefault((finding.phase, finding.rank, finding.unit), finding)
+    return sorted(kept.values(), key=lambda finding: finding.order)
 
 
-def _blamed(found: Sequence[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
+def _blamed(findings: Sequence[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
     """Blames the owner of a part that several others have gathered wrong, and it alone sends."""
-    gathers = [each for each in found if each.phase == GATHER]
-    others = [each for each in found if each.phase != GATHER]
+    gathers = [finding for finding in findings if finding.phase == GATHER]
+    others = [finding for finding in findings if finding.phase != GATHER]
     for (unit, owner), several in groupby(sorted(gathers, key=_PART), _PART):
         group = [*several]
-        complaining = {each.rank for each in group}
+        complaining = {finding.rank for finding in group}
         if len(complaining - {owner}) > 1 and complaining >= members(unit) - {owner}:
             told = "All that gathered it have other values than its shard: it was sent wrong"
             others.append(replace(group[0], rank=owner, suspects=(owner,), told=told))
         else:
             others += group
-    return sorted(others, key=lambda each: each.order)
+    return sorted(others, key=lambda finding: finding.order)

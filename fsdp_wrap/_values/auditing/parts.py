@@ -114,7 +114,7 @@ def parts_of(units: Mapping[str, Unit]) -> dict[Layout, AuditedSegment]:
     }
 
 
-def apart(found: Sums, expected: Sums) -> Sums:
+def apart(actual: Sums, expected: Sums) -> Sums:
     """Returns the difference of sums modulo 2^64, with a sign."""
-    plain, weighted = ((a - b + 2**63) % 2**64 - 2**63 for a, b in zip(found, expected))
+    plain, weighted = ((a - b + 2**63) % 2**64 - 2**63 for a, b in zip(actual, expected))
     return plain, weighted

@@ -86,13 +86,13 @@ class Reductions:
         """Returns the sums that this rank has sent, to be added over all ranks; drops other segments."""
         done, self._done = self._done, {}
         self._done = {key: done[key] for key in common}
-        sent = [each.sent.reshape(-1).cpu() for each in self._done.values()]
+        sent = [noted.sent.reshape(-1).cpu() for noted in self._done.values()]
         return torch.cat([torch.zeros(0, dtype=torch.float64), *sent])
 
     def check(self, step: int, totals: torch.Tensor) -> Iterator[Corruption]:
         """Yields the shards that are not the sums of all ranks."""
         done, self._done = self._done, {}
-        sizes = [each.sent.numel() for each in done.values()]
+        sizes = [noted.sent.numel() for noted in done.values()]
         for noted, total in zip(done.values(), torch.split(totals, sizes) if sizes else ()):
             part, numel = noted.part, _block_of(noted.part.layout)
             own = total.view(noted.sent.shape)[:, part.communicator.rank]

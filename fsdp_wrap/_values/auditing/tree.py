@@ -138,8 +138,8 @@ class TreeAudit(Reader):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._begun:
-            found = self._updates.check(self._rank, self._number)
-            self._updated += [] if found is None else [found]
+            corruption = self._updates.check(self._rank, self._number)
+            self._updated += [] if corruption is None else [corruption]
         if self._leads(optimizer):
             if self._begun:
                 self._shards.look()
@@ -221,33 +221,35 @@ class TreeAudit(Reader):
         step, shards = self._number, self._shards
         own = _Told(shards.looks, shards.sent, self._reductions.done, self._twice.differs())
         told = dict(zip(self._council.members, self._council.gather(own)))
-        found = [*shards.check_replicas(step, SHARD, {rank: each.looks for rank, each in told.items()})]
-        found += shards.check_gathered(step, {rank: each.sent for rank, each in told.items()})
-        found += shards.check_kept(step)
-        common = [key for key in own.done if all(key in each.done for each in told.values())]
+        corruptions = [
+            *shards.check_replicas(step, SHARD, {rank: evidence.looks for rank, evidence in told.items()})
+        ]
+        corruptions += shards.check_gathered(step, {rank: evidence.sent for rank, evidence in told.items()})
+        corruptions += shards.check_kept(step)
+        common = [key for key in own.done if all(key in evidence.done for evidence in told.values())]
         sums = self._reductions.collect(sorted(common))
         self._council.add(sums)
-        found += self._reductions.check(step, sums)
-        differing, judged = sum(each.differs for each in told.values()), list[Corruption]()
+        corruptions += self._reductions.check(step, sums)
+        differing, judged = sum(evidence.differs for evidence in told.values()), list[Corruption]()
         if differing:
             judged = self._twice.judge(self._rank, step, self._drawn)
         refused = self._twice.refused
         if judged and differing == len(told) > 1:  # no hardware fails on all ranks at once
             refused, judged = _NOT_STEADY, []
-        self._conclude(found + judged, refused)
+        self._conclude(corruptions + judged, refused)
         self._twice.forget()
 
     @torch.no_grad()
     def _end_step(self) -> None:
         """Compares the updates with those of the replicas, and goes on to the next step."""
-        found, step = self._updated, self._number
+        corruptions, step = self._updated, self._number
         try:
             if self._begun:
-                found += self._shards.check_kept(step)
+                corruptions += self._shards.check_kept(step)
                 told = dict(zip(self._council.members, self._council.gather(self._shards.looks)))
-                found += self._shards.check_replicas(step, UPDATE, told)
+                corruptions += self._shards.check_replicas(step, UPDATE, told)
                 self.audited += 1
-                self._conclude(found)
+                self._conclude(corruptions)
         finally:
             self._forget()
             self._stepped = False
@@ -261,16 +263,16 @@ class TreeAudit(Reader):
         if reasons:
             self._cannot.add(self._drawn)
             self._skip(self._drawn, reasons[0])
-        found = causes((one for of_rank, _ in shared for one in of_rank), self._ranks_of)
-        new = [each for each in found if self._is_new(each)]
-        self._reported |= {(each.phase, each.rank, each.unit) for each in new}
+        corruptions = causes((one for of_rank, _ in shared for one in of_rank), self._ranks_of)
+        new = [corruption for corruption in corruptions if self._is_new(corruption)]
+        self._reported |= {(corruption.phase, corruption.rank, corruption.unit) for corruption in new}
         if new:
             self._report(new)
 
-    def _is_new(self, found: Corruption) -> bool:
+    def _is_new(self, corruption: Corruption) -> bool:
         """Whether a finding was not reported in this step; a wrong shard stays wrong in the update."""
-        phases = {found.phase, SHARD} if found.phase == UPDATE else {found.phase}
-        return not any((phase, found.rank, found.unit) in self._reported for phase in phases)
+        phases = {corruption.phase, SHARD} if corruption.phase == UPDATE else {corruption.phase}
+        return not any((phase, corruption.rank, corruption.unit) in self._reported for phase in phases)
 
     def _ranks_of(self, name: str) -> frozenset[int]:
         return handle_of(self._units[name]).communicator.members

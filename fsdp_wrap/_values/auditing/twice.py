@@ -40,7 +40,7 @@ class _Random:
 
     def __init__(self, device: torch.device) -> None:
         modules = [torch, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
-        self._states = [(each.set_rng_state, each.get_rng_state()) for each in modules]
+        self._states = [(module.set_rng_state, module.get_rng_state()) for module in modules]
         self._python = random.getstate()
 
     def restore(self) -> None:
@@ -104,8 +104,8 @@ class Twice:
             _refuse_mutable((args, *kwargs.values()))
             call = _Forward(
                 *(unit, compute, _copied((args, kwargs))[0]),
-                params=[[_alike(leaf.data) for leaf in each.leaves] for each in unit.segments],
-                attributes=[(vars(each), _with_buffers(vars(each))) for each in unit.module.modules()],
+                params=[[_alike(leaf.data) for leaf in segment.leaves] for segment in unit.segments],
+                attributes=[(vars(module), _with_buffers(vars(module))) for module in unit.module.modules()],
                 random=_Random(self._device),
                 autocasts=[
                     (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -117,7 +117,7 @@ class Twice:
             self._unit, self.refused = None, str(reason)
             return
         self._call = call
-        distinct = {id(each): each for each in iter_tensors((args, kwargs))}
+        distinct = {id(tensor): tensor for tensor in iter_tensors((args, kwargs))}
         for number, tensor in enumerate(distinct.values()):
             if tensor.requires_grad and tensor.grad_fn is not None and call.with_grad:
                 tensor.grad_fn.register_prehook(partial(_note, call.input_grads, number, 0))
@@ -127,7 +127,7 @@ class Twice:
         call = self._call
         if call is None or unit is not call.unit or call.outputs:
             return
-        call.outputs = [each.detach().clone() for each in tensors]
+        call.outputs = [tensor.detach().clone() for tensor in tensors]
         for number, tensor in enumerate(tensors):
             if tensor.grad_fn is not None and call.with_grad:
                 tensor.grad_fn.register_prehook(partial(_note, call.output_grads, number, tensor.output_nr))
@@ -176,17 +176,19 @@ class Twice:
             others.append(self._compute())
         if not call.differs:
             return []
-        kernels = {str(each.message).split(_HAS_NO)[0] for each in told if _HAS_NO in str(each.message)}
+        kernels = {
+            str(warning.message).split(_HAS_NO)[0] for warning in told if _HAS_NO in str(warning.message)
+        }
         results = call.results()
-        found = _different(results, first)
+        differing = _different(results, first)
         if kernels:
             self.refused = f"it uses kernels that are not deterministic: {', '.join(sorted(kernels))}"
-        elif not found or any(_different(first, other) for other in others):
+        elif not differing or any(_different(first, other) for other in others):
             self.refused = (
                 "repetitions on a rank differ: its code or kernels are not deterministic, or it is faulty"
             )
         else:
-            return [_finding(rank, step, unit, name, results[name], first[name]) for name in found]
+            return [_finding(rank, step, unit, name, results[name], first[name]) for name in differing]
         return []
 
     def forget(self) -> None:
@@ -202,8 +204,8 @@ class Twice:
                 (args, kwargs), copies = _copied(call.args, call.with_grad)
                 outputs = [*iter_tensors(call.compute(*args, **kwargs))]
                 outputs = [
-                    each.to(was.dtype) if each.is_floating_point() else each
-                    for each, was in zip(outputs, call.outputs)
+                    output.to(was.dtype) if output.is_floating_point() else output
+                    for output, was in zip(outputs, call.outputs)
                 ]
                 grads = call.output_grads if not call.again and call.backwards <= 1 else {}
                 if not grads or not all(outputs[n].requires_grad for n in grads):
@@ -238,8 +240,8 @@ def can_be_twice(unit: Unit) -> bool:
 def _refuse_mutable(value: Any) -> None:
     """Refuses arguments that a forward may change, other than tensors."""
     if isinstance(value, tuple):
-        for each in value:
-            _refuse_mutable(each)
+        for element in value:
+            _refuse_mutable(element)
     elif not isinstance(value, _FIXED):
         raise NotAudited(f"its forward takes a {type(value).__name__}, which it may change")
 
@@ -298,7 +300,7 @@ def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
         leaves = handle.shown.state is Showing.LEAVES
         for segment, values in zip(call.unit.segments, call.params):
             shown = [
-                nn.Parameter(_alike(value), each.requires_grad) for value, each in zip(values, segment.leaves)
+                nn.Parameter(_alike(value), leaf.requires_grad) for value, leaf in zip(values, segment.leaves)
             ]
             for copied, leaf in zip(shown, segment.leaves):
                 vars(copied).update(vars(leaf))
@@ -352,15 +354,15 @@ def _different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def _finding(
-    rank: int, step: int, unit: str, name: str, found: torch.Tensor, repeated: torch.Tensor
+    rank: int, step: int, unit: str, name: str, result: torch.Tensor, repeated: torch.Tensor
 ) -> Corruption:
     phase = FORWARD if name.startswith("output") else BACKWARD
     told = "Repetitions from the same inputs, parameters and random numbers agree on other bits"
-    alike = found.shape == repeated.shape
-    index, count = first_different(found, repeated) if alike else (None, -1)
+    alike = result.shape == repeated.shape
+    index, count = first_different(result, repeated) if alike else (None, -1)
     what, quote, fqn = name.rstrip("'").partition("'")
     tensor = f"{what}'{whole_name(unit, fqn)}'" if quote else name
-    return Corruption(rank, step, phase, unit, tensor, told, index, tuple(found.shape), count)
+    return Corruption(rank, step, phase, unit, tensor, told, index, tuple(result.shape), count)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ class RepeatedUpdate:
         param, group = draw.choice(held)
         copied = nn.Parameter(_copy(param), param.requires_grad)
         copied.grad = _copy(param.grad)
-        plain = all(type(each) is nn.Parameter for each in group["params"])
+        plain = all(type(member) is nn.Parameter for member in group["params"])
         group = {**group, "params": [copied]}
         if not plain and group.get("foreach") is None:
             group["foreach"] = False  # as torch chooses for other classes

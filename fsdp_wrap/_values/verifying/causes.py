@@ -65,30 +65,30 @@ class Cause:
 
 def causes_of(pair: Pair, verdict: Verdict | None) -> list[Cause]:
     """Returns the causes, the first one first; none for a run that is right."""
-    if not any(each.options for each in pair.sharded):
+    if not any(observed.options for observed in pair.sharded):
         told = (
             f"The optimizer ({pair.sharded[0].optimizer}) holds no parameter of the sharded model. No step "
             "was run"
         )
         return [Cause("optimizer of other parameters", told)]
-    found = [cause for check in _CHECKS if (cause := check(pair)) is not None]
+    causes = [cause for check in _CHECKS if (cause := check(pair)) is not None]
     large = verdict.first if verdict is not None and verdict.kind not in ("equal", "rounding") else None
-    if not found and verdict is not None and large is not None:
+    if not causes and verdict is not None and large is not None:
         kind, told = _explained(pair, verdict, large)
         unit = quoted(large.unit)
         spot = (
             f"First at the {large.seam} of unit {unit} in step {large.step}, by {large.size:.1e} of its size"
         )
-        found.append(Cause(kind, f"{spot}. {told}"))
-    return found
+        causes.append(Cause(kind, f"{spot}. {told}"))
+    return causes
 
 
 def _unsynchronised(pair: Pair) -> Cause | None:
     """Compares the pieces of each rank with the same pieces of the plain module."""
     plain = pair.plain.begins
     others = [
-        {place[0] for place, value in each.begins.items() if plain.get(place, value) != value}
-        for each in pair.sharded
+        {place[0] for place, value in observed.begins.items() if plain.get(place, value) != value}
+        for observed in pair.sharded
     ]
     if others[0] or not any(others):
         return None
@@ -108,7 +108,7 @@ def _same_batch(pair: Pair) -> Cause | None:
         return None
     by_rank = [pair.rows(pair.ranks.steps[0], files.INPUT, rank) for rank in range(count)]
     sums = [{unit: (row.checksum, row.numel) for unit, row in rows.items()} for rows in by_rank]
-    if not sums[0] or any(each != sums[0] for each in sums):
+    if not sums[0] or any(of_rank != sums[0] for of_rank in sums):
         return None
     told = (
         f"In the first step all {count} ranks compute with the same inputs, bit for bit: they learn no more "
@@ -119,8 +119,8 @@ def _same_batch(pair: Pair) -> Cause | None:
 
 def _frozen(pair: Pair) -> Cause | None:
     """Compares the names of the parameters that get gradients."""
-    given = frozenset[str]().union(*(each.given for each in pair.sharded))
-    trained = frozenset[str]().union(*(each.trained for each in pair.sharded))
+    given = frozenset[str]().union(*(observed.given for observed in pair.sharded))
+    trained = frozenset[str]().union(*(observed.trained for observed in pair.sharded))
     more, less = sorted(trained - pair.plain.given), sorted(pair.plain.trained - given)
     if not pair.plain.given or not given or not (more or less):
         return None
@@ -131,9 +131,9 @@ def _frozen(pair: Pair) -> Cause | None:
 
 def _other_options(pair: Pair) -> Cause | None:
     """Compares the options with which optimizers hold each parameter, as far as both optimizers have them."""
-    for each in pair.sharded:
+    for observed in pair.sharded:
         for name, plain in pair.plain.options.items():
-            now = each.options.get(name)
+            now = observed.options.get(name)
             keys = [key for key in plain if now is not None and now.get(key, plain[key]) != plain[key]]
             if now is not None and not keys:
                 continue
@@ -200,10 +200,10 @@ def _clipped_alone(pair: Pair) -> Cause | None:
         right = factor(pair.sketch(step, files.REDUCED), pair.sketch(step, files.STEP))
         if not right or right > 0.999:
             continue
-        found = [_clipping_of(pair, step, rank, norm) for rank in range(pair.ranks.ranks)]
-        held = [each for each in found if each is not None]
-        if len(held) == len(found) and any(abs(each / right - 1) > 0.01 for each in held):
-            scaled = ", ".join(f"rank {rank} by {each:.3g}" for rank, each in enumerate(held))
+        clippings = [_clipping_of(pair, step, rank, norm) for rank in range(pair.ranks.ranks)]
+        held = [clipping for clipping in clippings if clipping is not None]
+        if len(held) == len(clippings) and any(abs(clipping / right - 1) > 0.01 for clipping in held):
+            scaled = ", ".join(f"rank {rank} by {clipping:.3g}" for rank, clipping in enumerate(held))
             told = (
                 f"In step {step} each rank has clipped its own shards to a norm of {norm:.3g}: {scaled}. "
                 f"The plain run has clipped the whole gradient to it, by {right:.3g}"
@@ -214,10 +214,12 @@ def _clipped_alone(pair: Pair) -> Cause | None:
 
 def _clipping_of(pair: Pair, step: int, rank: int, norm: float) -> float | None:
     """Returns the factor by which a rank has clipped to a norm by itself; None if it has not."""
-    found = factor(pair.sketch(step, files.REDUCED, rank), pair.sketch(step, files.STEP, rank))
+    clipping = factor(pair.sketch(step, files.REDUCED, rank), pair.sketch(step, files.STEP, rank))
     own = pair.norm(step, files.STEP, rank)
-    fits = own <= norm * 1.02 if found is None or found > 0.999 else math.isclose(own, norm, rel_tol=0.02)
-    return found if fits else None
+    fits = (
+        own <= norm * 1.02 if clipping is None or clipping > 0.999 else math.isclose(own, norm, rel_tol=0.02)
+    )
+    return clipping if fits else None
 
 
 _CHECKS: tuple[Callable[[Pair], Cause | None], ...] = (
@@ -237,7 +239,7 @@ def _explained(pair: Pair, verdict: Verdict, large: Departure) -> tuple[str, str
     if large.seam == files.SHARD and large.step == pair.steps[0]:
         return "other weights", "The two runs begin with other weights, on rank 0 too"
     if verdict.kind == "other input":
-        counts = [each.sums.numel for each in large.before]
+        counts = [totals.sums.numel for totals in large.before]
         if counts[0] != counts[1]:
             return (
                 verdict.kind,
@@ -290,7 +292,7 @@ def _of_gradients(pair: Pair, verdict: Verdict, large: Departure) -> tuple[str, 
     if large.seam == files.STEP:
         told = "The reduced gradients are equal, and those that the optimizer sees are not"
         return "gradients changed before the step", told
-    if any(each.seam == files.OUTPUT_GRADIENT and each.exceeds for each in verdict.steps):
+    if any(departure.seam == files.OUTPUT_GRADIENT and departure.exceeds for departure in verdict.steps):
         told = (
             "Outputs are equal and their gradients are not: the loss of a rank's rows is no part of that "
             "of all rows"

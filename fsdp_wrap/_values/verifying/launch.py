@@ -58,7 +58,7 @@ def _collect(processes: Mapping[Connection, Any], errand: Errand, timeout: float
     while len(observed) < len(processes):
         waiting = [reader for reader in processes if reader not in observed]
         ready = wait(waiting, max(0.0, end - time.monotonic()))
-        for reader in [each for each in waiting if each in ready] or waiting[:1]:
+        for reader in [candidate for candidate in waiting if candidate in ready] or waiting[:1]:
             told = _next_of(reader)
             if isinstance(told, Observed):
                 observed[reader] = told

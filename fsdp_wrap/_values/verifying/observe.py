@@ -118,7 +118,7 @@ def observe(errand: Errand) -> Observed:
         given=frozenset(witness.given),
         trained=frozenset(witness.trained),
         early=witness.early,
-        optimizer=", ".join(type(each).__name__ for each in optimizers),
+        optimizer=", ".join(type(optimizer).__name__ for optimizer in optimizers),
         dropouts=dropouts,
         batch_norms=tuple(
             clean_fqn(name)
@@ -208,13 +208,13 @@ class _Witness(Rows):
         for name, buffer in self._model.named_buffers():
             if buffer.is_floating_point():
                 pieces.append(whole(f"buffer {clean_fqn(name)}", buffer))
-        found = {}
+        checksums = {}
         for piece in pieces:
             if numel := piece.data.numel():
                 sums = Statistics()
                 sums.add(piece.data, piece.fqn, piece.start)
-                found[piece.fqn, piece.start, numel] = sums.checksum
-        return found
+                checksums[piece.fqn, piece.start, numel] = sums.checksum
+        return checksums
 
 
 def _program(errand: Errand) -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], object]]:
@@ -235,11 +235,11 @@ def _checked(made: Any, sharded: bool) -> tuple[nn.Module, list[torch.optim.Opti
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model that {call} returns must be an nn.Module, not {type(model).__name__}")
     optimizers = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):
             raise TypeError(
                 f"the optimizer that {call} returns must be a torch.optim.Optimizer, not "
-                f"{type(each).__name__}"
+                f"{type(candidate).__name__}"
             )
     if not callable(step):
         raise TypeError(f"the step that {call} returns must be a function, not {type(step).__name__}")
@@ -253,14 +253,14 @@ def _checked(made: Any, sharded: bool) -> tuple[nn.Module, list[torch.optim.Opti
 
 def _turn_off_dropout(model: nn.Module) -> tuple[str, ...]:
     """Sets dropout to 0: two numbers of ranks draw other masks. Returns the names of its modules."""
-    found = []
+    names = []
     for name, module in model.named_modules():
         attribute = "p" if isinstance(module, _DROPOUTS) else "dropout"
         known = isinstance(module, (*_DROPOUTS, nn.MultiheadAttention, nn.RNNBase))
         if known and module.training and getattr(module, attribute):
             setattr(module, attribute, 0.0)
-            found.append(clean_fqn(name))
-    return tuple(found)
+            names.append(clean_fqn(name))
+    return tuple(names)
 
 
 def _round(model: nn.Module, size: float) -> None:
@@ -273,8 +273,8 @@ def _round(model: nn.Module, size: float) -> None:
 
 
 def _state_of_randoms(devices: Iterable[str]) -> int:
-    states = [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state() for each in devices)]
-    return zlib.crc32(b"".join(each.numpy().tobytes() for each in states))
+    states = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state() for device in devices)]
+    return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
 def _number(told: object) -> float | None:
@@ -285,4 +285,4 @@ def _number(told: object) -> float | None:
 
 def places_of(observed: Iterable[Observed]) -> frozenset[Place]:
     """Returns the pieces of all ranks."""
-    return frozenset(place for each in observed for place in each.begins)
+    return frozenset(place for of_rank in observed for place in of_rank.begins)

@@ -38,14 +38,21 @@ class Pair:
         rounded: Sequence[Observed] | None = None,
     ) -> None:
         self.plain, self.sharded = plain[0], sharded
-        self.alone, self.ranks = (Run([each.values for each in run]) for run in (plain, sharded))
+        self.alone, self.ranks = (Run([observed.values for observed in run]) for run in (plain, sharded))
         self.steps = [step for step in self.alone.steps if step in self.ranks.steps]
-        self.grown: Grown = {} if rounded is None else self._growth(Run([each.values for each in rounded]))
+        self.grown: Grown = (
+            {} if rounded is None else self._growth(Run([observed.values for observed in rounded]))
+        )
 
     def _growth(self, rounded: Run) -> Grown:
         steps = [step for step in self.steps if step in rounded.steps]
-        found = (each for step in steps for each in departures(self.alone, rounded, step, False, {}))
-        return {(each.step, each.seam, each.unit): _GROWTH * each.size for each in found}
+        differences = (
+            departure for step in steps for departure in departures(self.alone, rounded, step, False, {})
+        )
+        return {
+            (departure.step, departure.seam, departure.unit): _GROWTH * departure.size
+            for departure in differences
+        }
 
     def verdict(self) -> Verdict:
         """Compares the two, seam by seam."""
@@ -62,7 +69,7 @@ class Pair:
     def rows(self, step: int, seam: str, rank: int | None = None) -> dict[str, Statistics]:
         """Returns the statistics of a seam by unit: of a rank of the sharded run, or of the plain one."""
         run = self.alone.records[0] if rank is None else self.ranks.records[rank]
-        return {unit: row for (each, unit), row in run.steps[step].rows.items() if each == seam}
+        return {unit: row for (other, unit), row in run.steps[step].rows.items() if other == seam}
 
     def sketch(self, step: int, seam: str, rank: int | None = None) -> torch.Tensor:
         """Returns the sketches of all units, one after the other; zeros where there is none."""
@@ -90,13 +97,13 @@ def factor(one: torch.Tensor, other: torch.Tensor) -> float | None:
     """Returns the number by which the first is to be multiplied to be the second, if there is one."""
     if not one.any():
         return None
-    found = ratio(one, other)
-    return found if apart(one * found, other) <= _CLOSE else None
+    scale = ratio(one, other)
+    return scale if apart(one * scale, other) <= _CLOSE else None
 
 
-def _suspects(found: Sequence[Departure]) -> Sequence[Departure]:
+def _suspects(differences: Sequence[Departure]) -> Sequence[Departure]:
     """Leaves out the seams of the backward, if optimizers see equal gradients in the end."""
-    last = [each for each in found if each.seam == files.STEP]
-    if not last or any(each.exceeds or is_scaled(each) for each in last):
-        return found
-    return [each for each in found if each.seam not in _BACKWARD]
+    last = [departure for departure in differences if departure.seam == files.STEP]
+    if not last or any(departure.exceeds or is_scaled(departure) for departure in last):
+        return differences
+    return [departure for departure in differences if departure.seam not in _BACKWARD]

@@ -124,20 +124,24 @@ def _kind(verdict: Verdict | None) -> str:
 
 
 def _step(pair: Pair, step: int) -> VerifiedStep:
-    found = pair.departures(step)
+    departures = pair.departures(step)
     sizes = {}
     for name, seams in _COLUMNS.items():
-        if these := [each.size for each in found if each.seam in seams and _is_comparable(each)]:
+        if these := [
+            departure.size
+            for departure in departures
+            if departure.seam in seams and _is_comparable(departure)
+        ]:
             sizes[name] = max(these)
-    losses = [each.losses[step] for each in pair.sharded if step < len(each.losses)]
-    known = [each for each in losses if each is not None]
+    losses = [observed.losses[step] for observed in pair.sharded if step < len(observed.losses)]
+    known = [loss for loss in losses if loss is not None]
     mean = sum(known) / len(known) if known else None
     return VerifiedStep(step, pair.plain.losses[step] if step < len(pair.plain.losses) else None, mean, sizes)
 
 
-def _is_comparable(each: Departure) -> bool:
+def _is_comparable(departure: Departure) -> bool:
     """Whether the sums of both are over as many elements; frozen parameters may have gradients in one."""
-    return math.isfinite(each.size) or each.seam not in _COLUMNS["gradients"]
+    return math.isfinite(departure.size) or departure.seam not in _COLUMNS["gradients"]
 
 
 def _notes(pair: Pair, against: str) -> list[str]:
@@ -148,7 +152,7 @@ def _notes(pair: Pair, against: str) -> list[str]:
         )
     if off := pair.plain.dropouts:
         notes.append(f"Dropout was off: {listed(off)}. Other numbers of ranks draw other masks")
-        if pair.ranks.ranks > 1 and len({each.randoms[:1] for each in pair.sharded}) == 1:
+        if pair.ranks.ranks > 1 and len({observed.randoms[:1] for observed in pair.sharded}) == 1:
             notes.append(
                 "All ranks have the same state of random numbers in the first forward, so with dropout "
                 "their rows get the same masks: seed each rank by its number once the model is built"

@@ -139,7 +139,7 @@ def _may_be_grown(pair: Pair) -> bool:
 
 def _rounding_of(pair: Pair) -> float:
     rows = pair.ranks.records[0].steps[pair.steps[0]].rows.values()
-    return max(_ROUNDED.get(each.dtype, 1e-6 if each.dtype == "float32" else 0.0) for each in rows)
+    return max(_ROUNDED.get(row.dtype, 1e-6 if row.dtype == "float32" else 0.0) for row in rows)
 
 
 def _on_all(errand: Errand) -> list[Observed]:
@@ -164,5 +164,5 @@ def _on_first(alone: Runs, errand: Errand) -> list[Observed]:
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
         raise told[1]
-    found: list[Observed] = told[0]
-    return found
+    observed: list[Observed] = told[0]
+    return observed
