@@ -156,7 +156,7 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
     """Returns the schedules of models that are between two steps; refuses all others."""
     if not models:
         raise ValueError(f"{doing} needs a model: pass all models that compute inside")
-    found: dict[Schedule, None] = {}
+    schedules: dict[Schedule, None] = {}
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{doing} takes models, not a {type(model).__name__}")
@@ -164,8 +164,8 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
         if not units:
             refuse_unsharded(model, doing)
         require_root(next(iter(units.values())), doing)
-        found.update(dict.fromkeys(map(schedule_of, units.values())))
-    for schedule in found:
+        schedules.update(dict.fromkeys(map(schedule_of, units.values())))
+    for schedule in schedules:
         schedule.require_idle(doing)
         for unit in schedule.units:
             if unit.plug_ins.takes:
@@ -178,4 +178,4 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
                     f"backward: run it before {doing}, or accumulate inside"
                 )
-    return [*found]
+    return [*schedules]

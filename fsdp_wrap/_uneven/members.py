@@ -47,9 +47,9 @@ def _parts(schedule: Schedule) -> Iterator[LocalPart]:
 
 def _companions(schedule: Schedule) -> frozenset[int]:
     """Returns the ranks whose forwards need this one's: those that hold other parts of its parameters."""
-    found = {dist.get_rank()}
+    ranks = {dist.get_rank()}
     for part in _parts(schedule):
         here = part.mesh.get_coordinate() or ()
         index = tuple(place if dim in part.own else slice(None) for dim, place in enumerate(here))
-        found.update(part.mesh.mesh[index].flatten().tolist())
-    return frozenset(found)
+        ranks.update(part.mesh.mesh[index].flatten().tolist())
+    return frozenset(ranks)

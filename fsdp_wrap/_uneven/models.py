@@ -34,17 +34,19 @@ class Models:
         Args:
             ran: The schedules in which it ran; it has just ended in the last one.
         """
-        reached = {unit for each in ran for unit in each.units if unit.arrivals.reached}
-        found = {
+        reached = {unit for schedule in ran for unit in schedule.units if unit.arrivals.reached}
+        numbers = {
             model
             for model, units in enumerate(self._units)
             if any(unit.arrivals.some_came() for unit in reached & units)
             and any(self._is_own(unit) for unit in reached & units)
         }
         for schedule in ran:  # of a shared unit that runs by itself
-            if schedule.gradients_came and not any(self._units[model] & {*schedule.units} for model in found):
-                found.add(self._schedules.index(schedule))
-        return found
+            if schedule.gradients_came and not any(
+                self._units[model] & {*schedule.units} for model in numbers
+            ):
+                numbers.add(self._schedules.index(schedule))
+        return numbers
 
     def _is_own(self, unit: Unit) -> bool:
         return sum(unit in units for units in self._units) == 1

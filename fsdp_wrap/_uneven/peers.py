@@ -77,7 +77,7 @@ class Peers:
         if self._alone:
             return {member: [*own] for member in self.members}
         places = dict.fromkeys([self._positions, *beside])
-        Collective([(each, note) for each in places]).issue(Phase.FORWARD, iteration)
+        Collective([(positions, note) for positions in places]).issue(Phase.FORWARD, iteration)
         every = self._communicator.buffer(self.size * len(own), torch.float64)
         part = torch.tensor(own, dtype=torch.float64, device="cpu")
         communicator = self._communicator

@@ -100,7 +100,7 @@ class Rounds(PlugIn):
         """Agrees with all ranks that the context begins; collective."""
         units = (unit for schedule in self._schedules for unit in schedule.units)
         every = [communicator.positions for communicator in communicators_of(units)]
-        self._agree(Turn.FORWARD, beside=[each for each in every if each is not None])
+        self._agree(Turn.FORWARD, beside=[positions for positions in every if positions is not None])
 
     def join(self) -> None:
         """Shadows the forwards and backwards of the others, for a rank that has no further batch."""
@@ -162,8 +162,8 @@ class Rounds(PlugIn):
     ) -> Mapping[int, Sequence[float]]:
         """Returns what each rank comes with; raises a LeftByError on all ranks if one has failed."""
         own: list[float] = [turn, model, *self._wanted[model]]
-        for each, owes in zip(self._backwards, self._owing):
-            own += [*each, owes]
+        for totals, owes in zip(self._backwards, self._owing):
+            own += [*totals, owes]
         rows = self._peers.agree(AGREES, own, self._schedules[model].iteration, beside)
         failed = [rank for rank, row in rows.items() if row[0] == Turn.FAILED]
         if failed:
@@ -270,5 +270,5 @@ class Rounds(PlugIn):
 def _wanted_by(schedule: Schedule) -> tuple[bool, bool]:
     """Returns whether a backward that begins now would reduce gradients, and sum them over replicas."""
     options = [unit.options for unit in schedule.units]
-    syncs = schedule.syncs and all([each.syncs for each in options])
-    return syncs, schedule.sums_over_replicas and all([each.sums_over_replicas for each in options])
+    syncs = schedule.syncs and all([own.syncs for own in options])
+    return syncs, schedule.sums_over_replicas and all([own.sums_over_replicas for own in options])

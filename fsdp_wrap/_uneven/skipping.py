@@ -49,9 +49,11 @@ def _around(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Returns the units around a part that may not be skipped, innermost first; refuses other parts."""
     name = units[0].name if units else f"this {type(module).__name__}"
     candidates = REGISTRY.units().difference(units)
-    found = {unit: set(unit.module.modules()) for unit in candidates if not unit.mesh_label}
-    found = {unit: inside for unit, inside in found.items() if module in inside and unit.tied_to is None}
-    around = sorted(found, key=lambda unit: len(found[unit]))
+    contents = {unit: set(unit.module.modules()) for unit in candidates if not unit.mesh_label}
+    contents = {
+        unit: inside for unit, inside in contents.items() if module in inside and unit.tied_to is None
+    }
+    around = sorted(contents, key=lambda unit: len(contents[unit]))
     if not units or any(unit.module._modules.get(WRAPPED_ATTR) is module for unit in around):
         raise ValueError(
             f"{name} is no unit and has none below it that allow_skipping() could tie: pass the wrapped or "
@@ -62,7 +64,7 @@ def _around(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
             f"{name} is the root, or no unit around it has parameters of its own, so all ranks must run it: "
             "allow_skipping() takes a part of a model, once the whole model is wrapped"
         )
-    outer = next((unit for unit in around[1:] if around[0].module not in found[unit]), None)
+    outer = next((unit for unit in around[1:] if around[0].module not in contents[unit]), None)
     if outer is not None:
         raise ValueError(
             f"{name} is part of {around[0].name} and of {outer.name}, neither inside the other, so neither "
@@ -80,9 +82,10 @@ def _refuse_shared(units: Sequence[Unit], around: Sequence[Unit]) -> None:
                 "allow_skipping() make a unit of each"
             )
     for unit in units:
-        borrowers = [each for each in REGISTRY.units() if unit in _lenders(each)]
-        lenders = [each for each in _lenders(unit) if each not in around]  # which run whenever the part does
-        other = next((each for each in (*borrowers, *lenders) if each not in units), None)
+        borrowers = [borrower for borrower in REGISTRY.units() if unit in _lenders(borrower)]
+        # Lenders around the part run whenever it does.
+        lenders = [lender for lender in _lenders(unit) if lender not in around]
+        other = next((sharer for sharer in (*borrowers, *lenders) if sharer not in units), None)
         if other is not None:
             raise ValueError(
                 f"{unit.name} and {other.name} share tied parameters, and {other.name} runs where "
@@ -92,4 +95,4 @@ def _refuse_shared(units: Sequence[Unit], around: Sequence[Unit]) -> None:
 
 def _lenders(unit: Unit) -> Iterable[Unit]:
     """Returns the units from which one borrows, without those of its own module."""
-    return [each for each in unit.lenders if each not in unit.over_all_meshes]
+    return [lender for lender in unit.lenders if lender not in unit.over_all_meshes]
