@@ -30,12 +30,12 @@ class _EvenlyPacked(QuantState):  # type: ignore[misc]  # without types
     """
 
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = super().as_dict(packed)
+        entries: dict[str, Any] = super().as_dict(packed)
         name = f"{_BLOB}{self.quant_type}"
-        if name in found and self.nested:
+        if name in entries and self.nested:
             spaces = _OFFSET_WIDTH - len(repr(self.offset.item()))
-            found[name] = torch.nn.functional.pad(found[name], (0, spaces), value=ord(" "))
-        return found
+            entries[name] = torch.nn.functional.pad(entries[name], (0, spaces), value=ord(" "))
+        return entries
 
 
 @final
@@ -89,8 +89,8 @@ class FourBit(SideData):
         return _tensors_of(self._state)
 
     def saved(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._state.as_dict(packed=True)
-        return found
+        entries: dict[str, torch.Tensor] = self._state.as_dict(packed=True)
+        return entries
 
     def misfit(self, saved: Mapping[str, Any]) -> str | None:
         own, given = self._told(self.saved()), self._told(saved)
@@ -137,11 +137,11 @@ class FourBit(SideData):
 
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
-    found = {"absmax": state.absmax, "quant_map": state.code}
+    tensors = {"absmax": state.absmax, "quant_map": state.code}
     if state.nested:
-        found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-        found["nested_offset"] = state.offset
-    return found
+        tensors |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+        tensors["nested_offset"] = state.offset
+    return tensors
 
 
 class EightBit(SideData):

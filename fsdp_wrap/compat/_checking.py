@@ -91,9 +91,9 @@ def check(packages: Iterable[str], install: Callable[[], Installation]) -> list[
 
 def report(packages: Iterable[str], install: Callable[[], Installation]) -> bool:
     """Prints what `check` returns; returns whether a name is not served."""
-    found = check(packages, install)
-    print(*found, sep="\n")
-    return any(each.verdict == "not served" for each in found)
+    names = check(packages, install)
+    print(*names, sep="\n")
+    return any(name.verdict == "not served" for name in names)
 
 
 def names_in(source: str | bytes) -> set[str]:
@@ -109,11 +109,11 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Yields the names that a file gives to what it imports by absolute paths, and these."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from ((each.asname or each.name, f"{node.module}:{each.name}") for each in node.names)
+            yield from ((alias.asname or alias.name, f"{node.module}:{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
-            for each in node.names:
-                first = each.name.partition(".")[0]
-                yield (each.asname, each.name) if each.asname else (first, first)
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (first, first)
 
 
 def _chain(node: ast.AST) -> list[str]:
@@ -130,7 +130,7 @@ def _joined(imported: str, *attributes: str) -> str:
 
 
 def _is_watched(name: str) -> bool:
-    return any(f"{name}.".replace(":", ".").startswith(f"{each}.") for each in _WATCHED)
+    return any(f"{name}.".replace(":", ".").startswith(f"{watched}.") for watched in _WATCHED)
 
 
 def _installed() -> list[str]:
@@ -145,7 +145,7 @@ def _names_of(package: str) -> set[str]:
         raise ModuleNotFoundError(
             f"--check found no package '{package}': give the name by which it is imported"
         )
-    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    folders = [Path(location) for location in spec.submodule_search_locations or ()]
     sources = (path.read_bytes() for folder in folders for path in folder.rglob("*.py"))
     return set().union(*(_names_if_any(source) for source in sources if b"torch.distributed" in source))
 
@@ -216,14 +216,14 @@ def _home(name: str, holder: Any) -> str:
 
 def warn_of_held(objects: Iterable[Any]) -> None:
     """Warns of loaded programs that hold objects of torch's inside of others, which no rebinding reaches."""
-    names = {id(each): each.__name__ for each in objects}
-    modules = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
-    clients = [each for each in modules if each.__name__.partition(".")[0] not in _NO_CLIENTS]
+    names = {id(original): original.__name__ for original in objects}
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    clients = [module for module in modules if module.__name__.partition(".")[0] not in _NO_CLIENTS]
     places = [
         f"{client.__name__}.{place} ({', '.join(held)})"
         for client in clients
         for place, value in list(vars(client).items())
-        if (held := sorted({names[id(each)] for each in _inside(value, client) if id(each) in names}))
+        if (held := sorted({names[id(inner)] for inner in _inside(value, client) if id(inner) in names}))
     ]
     if places:
         warn_caller(

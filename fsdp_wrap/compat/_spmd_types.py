@@ -90,7 +90,7 @@ class AnnotatedPart(LocalPart):
         return {
             name: value
             for name, value in vars(param).items()
-            if value is None or not any(value is each for each in types)
+            if value is None or not any(value is kind for kind in types)
         }
 
     def arriving(self, grad: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class AnnotatedPart(LocalPart):
     def shown_gradient(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a gradient that ranks will sum: whole on the first of them, and zero on the others."""
         placements, here = self.gradients.placements, self.mesh.get_coordinate() or ()
-        summed = [dim for dim, each in enumerate(placements) if isinstance(each, Partial)]
+        summed = [dim for dim, placement in enumerate(placements) if isinstance(placement, Partial)]
         first = not any(here[dim] for dim in summed if dim not in self.own)
         return local if first else torch.zeros_like(local)
 
@@ -126,11 +126,11 @@ def _kinds(fqn: str, types: Mapping[Any, Any], mesh: DeviceMesh, own: tuple[str,
 
 def _completed(local: Mapping[Any, Any], mesh: DeviceMesh) -> dict[Any, Any]:
     """Adds `R` on axes without a type: of the mesh that types are checked on, or else of the whole mesh."""
-    found = dict(local)
+    completed = dict(local)
     for axis in spmd.current_mesh() or _axes(mesh).values():
-        if axis.size() > 1 and axis.isorthogonal(*found):
-            found[axis] = spmd.R
-    return found
+        if axis.size() > 1 and axis.isorthogonal(*completed):
+            completed[axis] = spmd.R
+    return completed
 
 
 def _axes(mesh: DeviceMesh) -> dict[str, Any]:

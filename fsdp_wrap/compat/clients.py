@@ -30,7 +30,7 @@ def adapt_clients(installation: Installation, cpu: bool) -> None:
 def _adapt_saving(installation: Installation, save_and_load: Any) -> None:
     """Shows peft the names of state dicts: it strips one prefix at most, and would miss nested wrappers."""
     functions = [getattr(save_and_load, f"{verb}_peft_model_state_dict") for verb in ("get", "set")]
-    installation.replace([(each, clean_names()(each)) for each in functions])
+    installation.replace([(function, clean_names()(function)) for function in functions])
 
 
 def _adapt_loading(installation: Installation, tuners_utils: Any) -> None:
@@ -54,9 +54,9 @@ def _open_accelerate(installation: Installation, state: Any) -> None:
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         backend, kind = original(self, *args, **kwargs)
-        found = kind is not state.DistributedType.NO or "LOCAL_RANK" not in os.environ
+        settled = kind is not state.DistributedType.NO or "LOCAL_RANK" not in os.environ
         # Of several GPUs the plugin makes FSDP.
-        return (backend, kind) if found else ("gloo", state.DistributedType.MULTI_GPU)
+        return (backend, kind) if settled else ("gloo", state.DistributedType.MULTI_GPU)
 
     installation.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     installation.rebind(state.PartialState, original.__name__, prepare)

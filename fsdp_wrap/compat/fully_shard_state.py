@@ -67,10 +67,10 @@ class _Proxy:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        found = getattr(type(self), name, None)
-        if not isinstance(found, property) or found.fset is None:
+        attribute = getattr(type(self), name, None)
+        if not isinstance(attribute, property) or attribute.fset is None:
             self._refuse(name)
-        found.fset(self, value)
+        attribute.fset(self, value)
 
     def _refuse(self, name: str) -> NoReturn:
         unit: Unit = self.__dict__["unit"]
@@ -83,7 +83,7 @@ class _Proxy:
 
 def _names_of(cls: type) -> set[str]:
     """Returns the names of a class and its instances, and others that their methods use."""
-    bodies = [getattr(value, "fget", value) for each in cls.__mro__ for value in vars(each).values()]
+    bodies = [getattr(value, "fget", value) for base in cls.__mro__ for value in vars(base).values()]
     codes = [body.__code__ for body in bodies if hasattr(body, "__code__")]
     return {*dir(cls), *(name for code in codes for name in code.co_names)}
 
@@ -145,7 +145,9 @@ class UnitGroup(_Proxy):
 
     @property
     def fsdp_params(self) -> list[UnitParam]:
-        pairs = [(each, index) for each in self._handle.segments for index in range(len(each.leaves))]
+        pairs = [
+            (segment, index) for segment in self._handle.segments for index in range(len(segment.leaves))
+        ]
         return [UnitParam(self.unit, segment, index) for segment, index in pairs]
 
     # where it communicates

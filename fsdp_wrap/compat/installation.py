@@ -39,7 +39,7 @@ class Installation(ExitStack):
             kept: Prefixes of the names of modules that keep the old ones.
         """
         by_id = {id(old): new for old, new in pairs}
-        for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
+        for module in [candidate for candidate in sys.modules.values() if isinstance(candidate, ModuleType)]:
             for name, value in list(vars(module).items()):
                 if id(value) in by_id and not module.__name__.startswith(kept):
                     self.rebind(module, name, by_id[id(value)])

@@ -153,8 +153,8 @@ class _FlatParameter(FlatParameter):
         for extent in layout.extents:
             start, stop = extent.within(layout.first, layout.shard_numel)
             first = layout.first + start - extent.start
-            found = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
-            infos.append(torch_flat_param._ShardParamInfo(stop > start, *found))
+            offsets = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
+            infos.append(torch_flat_param._ShardParamInfo(stop > start, *offsets))
         return tuple(infos)
 
     @property
@@ -337,7 +337,7 @@ class _Wrapper(FullyShardedDataParallel):
     def _handle(self) -> FlatHandle | None:
         """The handle of the flat parameter that a client may upcast; see `ParamHandle.flat_param`."""
         handle: Any = self._unit.handle
-        return next((each for each in self._flat_handles if each._shard is handle.flat_param), None)
+        return next((flat for flat in self._flat_handles if flat._shard is handle.flat_param), None)
 
     _flat_param = property(lambda self: None if self._handle is None else self._handle.flat_param)
 
@@ -359,7 +359,7 @@ class _Wrapper(FullyShardedDataParallel):
             _dissolve(schedule_of(self._unit))
 
     _all_handles = property(
-        lambda self: [handle for each in self.fsdp_modules(self) for handle in each._flat_handles]
+        lambda self: [handle for wrapper in self.fsdp_modules(self) for handle in wrapper._flat_handles]
     )
     _device_handle = property(
         lambda self: torch_common_utils._FSDPDeviceHandle.from_device(self.compute_device)
