@@ -82,7 +82,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     watch_distributed_steps()
     owner = module if isinstance(module, nn.Module) else nn.ModuleList(parts)
     replicated = find_replicated(parts)  # by torch's `replicate()`
-    theirs = (param for each in replicated for param in each.parameters(recurse=False))
+    theirs = (param for replica in replicated for param in replica.parameters(recurse=False))
     ignored = frozenset((*(wanted.ignored_params or ()), *theirs))
     contents = UnitContents.of(owner, Ignored(modules=replicated, params=ignored))
     slots, device = contents.slots, device_of(wanted.data.mesh)
@@ -126,8 +126,8 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
     """Checks the user's modules for the function named `by`; returns the outermost ones."""
     modules = list(modules) if isinstance(modules, (list, tuple)) else [modules]
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        found = ", ".join(type(module).__name__ for module in modules) or "an empty list"
-        raise TypeError(f"{by} takes a torch.nn.Module or a list of them, not {found}")
+        given = ", ".join(type(module).__name__ for module in modules) or "an empty list"
+        raise TypeError(f"{by} takes a torch.nn.Module or a list of them, not {given}")
     for module in modules:
         REGISTRY.refuse_taken(module)
         if UNIT_ATTR in module.__dict__:
@@ -192,11 +192,11 @@ def _makes_layouts(
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:
     """Returns the meshes of all parameters, the default one first."""
-    found: list[DataMesh] = []
+    meshes: list[DataMesh] = []
     for over, _ in locations.values():
-        if over not in found:
-            found.append(over)
-    return sorted(found, key=data.__ne__) or [data]
+        if over not in meshes:
+            meshes.append(over)
+    return sorted(meshes, key=data.__ne__) or [data]
 
 
 def without_dimensions(slot: ParamSlot) -> ValueError:

@@ -449,8 +449,8 @@ class FSDPModule(nn.Module):
     def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
         unit = _unit_of(self)
         refuse_sharing(unit, fn)
-        for each in unit.over_all_meshes:
-            converted(each, fn, "they live where their mesh does")
+        for member in unit.over_all_meshes:
+            converted(member, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for handle in self.__handles(False):
@@ -597,8 +597,8 @@ class _IssuedUnshard(UnshardHandle):
 
     def wait(self) -> None:
         unit, self._unit = self._unit, None
-        for each in () if unit is None else unit.over_all_meshes:
-            schedule_of(each).show_unsharded(each)
+        for member in () if unit is None else unit.over_all_meshes:
+            schedule_of(member).show_unsharded(member)
 
 
 def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:

@@ -68,7 +68,7 @@ class Offloading(PlugIn):
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         if what is Computing.FORWARD and not unit.schedule.depth:
             self._recall()
-            if any(copier.lends for each in self._units for copier in each.handle.from_host):
+            if any(copier.lends for other in self._units for copier in other.handle.from_host):
                 self._await_copies()
 
     def _await_copies(self) -> None:

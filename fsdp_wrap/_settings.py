@@ -113,7 +113,7 @@ class Settings:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
         """Makes settings of a wrapper's arguments."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def mesh(self) -> ShardMesh:
         """Checks the arguments that do not depend on the module, and returns the mesh."""

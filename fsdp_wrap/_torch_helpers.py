@@ -86,10 +86,10 @@ def _load_model_state(
     Torch takes the empty dict of another rank for "the optimizer only": it goes on, and the first one hangs.
     """
     if units_in(model) and info.broadcast_from_rank0:
-        found = [info.handle_model]
+        shared = [info.handle_model]
         with deaths_told():
-            dist.broadcast_object_list(found)
-        info.handle_model = found[0]
+            dist.broadcast_object_list(shared)
+        info.handle_model = shared[0]
     if not info.handle_model:
         return IncompatibleKeys([], [])
     return _ask_first("set_model_state_dict()", load_model_state, torchs, model, state_dict, info)
@@ -106,7 +106,7 @@ def _load_optim_state(torchs: Callable[..., None], model: nn.Module, *args: Any)
 def _distribute(
     torchs: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], **kwargs: Any
 ) -> Any:
-    return torchs({key: _cut(each, local.get(key)) for key, each in full.items()}, local, **kwargs)
+    return torchs({key: _cut(value, local.get(key)) for key, value in full.items()}, local, **kwargs)
 
 
 def _cut(full: Any, target: Any) -> Any:
@@ -116,7 +116,7 @@ def _cut(full: Any, target: Any) -> Any:
     """
     if not isinstance(full, torch.Tensor) or not isinstance(target, DTensor) or not full.dim():
         return full
-    if not any(isinstance(each, StridedShard) for each in target.placements):
+    if not any(isinstance(placement, StridedShard) for placement in target.placements):
         return full
     return distribute_tensor(full.detach(), target.device_mesh, target.placements, src_data_rank=None)
 
@@ -137,7 +137,7 @@ def _fqns(
     owner, _, last = name.rpartition(".")
     flat = last.startswith("_flat_param") and model.get_submodule(owner)._parameters.get(last)
     if isinstance(flat, FlatParameter):
-        return {joined(each, last) for each in torchs(model, owner, *args, **kwargs)}
+        return {joined(fqn, last) for fqn in torchs(model, owner, *args, **kwargs)}
     return torchs(model, name, *args, **kwargs)
 
 

@@ -262,7 +262,7 @@ def _with_those_apart(
             result[module] = targets[module]
     if apart:
         warn_caller(
-            f"mixed_precision leaves out modules of {', '.join(each.__name__ for each in classes)} "
+            f"mixed_precision leaves out modules of {', '.join(cls.__name__ for cls in classes)} "
             "(_module_classes_to_ignore). These modules will be wrapped as separate FSDP units, in full "
             f"precision: {', '.join(apart)}"
         )
@@ -274,14 +274,14 @@ def _where_they_are_called(tree: _ModuleTree, targets: Targets) -> Targets:
 
     Neither kind of module would call a wrapper inside of it.
     """
-    found: Targets = {}
+    result: Targets = {}
     for module, kwargs in targets.items():
         parents = {name: parent for parent, name in tree.places[module]}
         compiled = parents.get(_COMPILED, module)
         if not any(isinstance(parent, torch.jit.ScriptModule) for parent, _ in tree.places[module]):
             if compiled is not tree.root:
-                found[compiled] = kwargs
-    return found
+                result[compiled] = kwargs
+    return result
 
 
 def _check_arguments(tree: _ModuleTree, targets: Targets, wrapper_cls: Callable[..., nn.Module]) -> None:

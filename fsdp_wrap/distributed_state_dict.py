@@ -103,7 +103,7 @@ def model_state(model: nn.Module, options: Any) -> dict[str, Any]:
     if not options.handle_model:
         return {}
     on_first = options.full_state_dict and options.cpu_offload
-    others_sharded = any(is_sharded(each) for each in (*model.parameters(), *model.buffers()))
+    others_sharded = any(is_sharded(tensor) for tensor in (*model.parameters(), *model.buffers()))
     with _kind(model, options, everywhere=others_sharded):
         # The shards themselves, without copies, as with plain modules and `fully_shard`.
         state = _detached(own_method(model, "state_dict")(keep_vars=not options.full_state_dict))
@@ -197,8 +197,8 @@ def _kind(model: nn.Module, options: StateDictOptions, everywhere: bool = False)
 def _frozen_names(model: nn.Module) -> set[str]:
     """Returns every name of every parameter that needs no gradient."""
     owned = owned_places(units_in(model).values())
-    found = named(model, params, all_names=True)
-    sources = ((name, owned[place].source if place in owned else param) for name, place, param in found)
+    entries = named(model, params, all_names=True)
+    sources = ((name, owned[place].source if place in owned else param) for name, place, param in entries)
     return {name for name, source in sources if source is not None and not source.requires_grad}
 
 
@@ -207,8 +207,8 @@ def by_own_names(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
     prefixes = (clean_fqn(f"{name}.").lstrip(".") for name, _ in walk(model, all_names=True))
     here = {uncompiled_fqn(prefix): prefix for prefix in prefixes}
     cut = ((name.rfind(".") + 1, name) for name in map(uncompiled_fqn, state_dict))
-    found = (here.get(name[:end], name[:end]) + name[end:] for end, name in cut)
-    return dict(zip(found, state_dict.values()))
+    names = (here.get(name[:end], name[:end]) + name[end:] for end, name in cut)
+    return dict(zip(names, state_dict.values()))
 
 
 def _without_others(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _selected(state: Mapping[str, Any], options: Any) -> dict[str, Any]:
 
 def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Broadcasts the first rank's tensors; each rank keeps only its pieces. Collective."""
-    owned = {name: each for name, each in Originals(model).by_name.items() if each.owned}
+    owned = {name: original for name, original in Originals(model).by_name.items() if original.owned}
     first = FirstRank(model)
     result: dict[str, Any] = {}
     for name, announced in first.announced(dict(state_dict or {})).items():
@@ -243,7 +243,7 @@ def _from_first_rank(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
 
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {f"state.{n}.{key}": each for n, entry in given["state"].items() for key, each in entry.items()}
+    flat = {f"state.{n}.{key}": value for n, entry in given["state"].items() for key, value in entry.items()}
     for group in given["param_groups"]:
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{key}": group[key] for key in group if key != "params"})
@@ -252,15 +252,15 @@ def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unflattened(model: nn.Module, flat: Mapping[str, Any]) -> dict[str, Any]:
     names = _originals(model).by_name
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         part, _, rest = path.partition(".")
-        name = next((each for each in accumulate(rest.split("."), joined) if each in names), None)
-        if part not in found or name in (None, rest):
+        name = next((prefix for prefix in accumulate(rest.split("."), joined) if prefix in names), None)
+        if part not in parts or name in (None, rest):
             raise ValueError(
                 f"'{path}' names no parameter of the model: flattened optimizer state has entries "
                 "state.<parameter>.<kind> and param_groups.<parameter>.<option>"
             )
-        found[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
-    groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
-    return {"state": found["state"], "param_groups": groups}
+        parts[part].setdefault(name, {})[rest[len(name) + 1 :]] = value
+    groups = [{**options, "params": [name]} for name, options in parts["param_groups"].items()]
+    return {"state": parts["state"], "param_groups": groups}

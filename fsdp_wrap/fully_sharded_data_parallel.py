@@ -300,7 +300,9 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             return f"{self.sharding_strategy.name}, no parameters of its own"
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
         copies += " (state over replicas)" if handle.staged else ""
-        ways = [each.way for each in (handle.communicator, handle.replicas) if each.way]
+        ways = [
+            communicator.way for communicator in (handle.communicator, handle.replicas) if communicator.way
+        ]
         way = f", through {ways[0]}" if ways else ""
         others = schedule_of(self._unit).queue.gathered_with(self._unit) if self._unit.schedule else []
         if others:
@@ -323,11 +325,11 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             module: Any module.
             root_only: Return only instances that no other instance encloses.
         """
-        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if root_only:
-            nested = {id(m) for outer in found for m in outer.modules() if m is not outer}
-            found = [m for m in found if id(m) not in nested]
-        return found
+            nested = {id(m) for outer in wrappers for m in outer.modules() if m is not outer}
+            wrappers = [m for m in wrappers if id(m) not in nested]
+        return wrappers
 
     # training
 

@@ -72,7 +72,7 @@ def join_replica_groups(
         ValueError: If no module of the model is sharded.
         RuntimeError: If reductions of the model have a hook already.
     """
-    units = [each for unit in units_in(model).values() for each in unit.over_all_meshes]
+    units = [member for unit in units_in(model).values() for member in unit.over_all_meshes]
     if not units:
         raise ValueError(
             f"no module of {type(model).__name__} is sharded: shard it by fully_shard or the wrapper before "

@@ -199,7 +199,9 @@ def _class_matches(cls: type, name: str) -> bool:
 
 def _suggest(names: list[str], classes: Counter[type]) -> str:
     counts = Counter(cls.__name__ for cls in classes.elements())
-    close = [found for name in names for found in difflib.get_close_matches(name.split(".")[-1], counts, n=1)]
+    close = [
+        similar for name in names for similar in difflib.get_close_matches(name.split(".")[-1], counts, n=1)
+    ]
     hint = f" (did you mean {', '.join(map(repr, dict.fromkeys(close)))}?)" if close else ""
     listing = ", ".join(f"{name} ({counts[name]})" for name in sorted(counts))
     return f"{hint}; the classes present, with their counts, are: {listing}"
