@@ -137,7 +137,7 @@ def _format_verdict(made: Plan, limit: int) -> str:
 def _proposals(
     setup: Callable[..., Any], options: argparse.Namespace, limit: int, given: dict[str, Any]
 ) -> list[str]:
-    """Returns what fits instead: other values of what the setup takes, on more ranks where need be."""
+    """Returns choices that fit: other values of the setup's arguments, on more ranks if needed."""
     least = max(options.ranks)
     for ranks in (least << doubled for doubled in range(_DOUBLINGS + 1) if least << doubled <= MOST_RANKS):
         with errors_of(file_of(options), "fitting"):

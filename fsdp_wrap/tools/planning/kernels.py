@@ -107,7 +107,7 @@ KERNELS: dict[Any, tuple[Any, Callable[..., torch.Tensor | None]]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Counts an operator's floating-point operations: torch's formula, and of causal attention a part."""
+    """Counts an operator's floating-point operations by torch's formula, less what causal attention skips."""
     packet = func.overloadpacket
     if "attention_for_cpu" in func._schema.name:  # of the same operations as on CUDA, without a formula
         packet = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""))

@@ -150,7 +150,7 @@ class MetaDispatch(TorchDispatchMode):
     def _is_known(
         self, func: Operator, name: str, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
     ) -> bool:
-        """Whether the result of an operator on the host is to keep its values."""
+        """Whether to keep the values of the result of an operator on the host."""
         if self.pins or kwargs.get("pin_memory") or name.startswith(("empty", "new_empty")):
             return False
         records = [self._ledger.record_of(tensor) for tensor in tensors]

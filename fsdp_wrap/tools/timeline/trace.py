@@ -81,7 +81,7 @@ def _slices_of(record: RankRecord) -> dict[str, Sequence[Slice]]:
 
 
 def _rows(transfers: Sequence[Transfer]) -> Iterator[tuple[int, int]]:
-    """Yields a row for each transfer in which it overlaps none of its kind, and its index."""
+    """Yields for each transfer a row where it overlaps no other of its kind, and its index."""
     ends: dict[str, list[int]] = {GATHER: [], REDUCE: []}
     for number in sorted(range(len(transfers)), key=lambda index: transfers[index].begin):
         transfer = transfers[number]
