@@ -108,7 +108,7 @@ def _units(departures: Sequence[Departure]) -> list[str]:
 
 
 def _sizes(departures: Sequence[Departure]) -> dict[str, dict[str, float]]:
-    """Returns the largest size by what is drawn and by unit."""
+    """Returns the largest departure by chart and by unit."""
     sizes: dict[str, dict[str, float]] = {what: {} for what in _DRAWN}
     for departure in departures:
         for what, seams in _DRAWN.items():

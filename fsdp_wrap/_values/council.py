@@ -52,7 +52,7 @@ class Council:
                 self._communicator = make_communicator(ranks_in(group), torch.device("cpu"))
 
     def share(self, own: T | None) -> list[T]:
-        """Returns what ranks have to tell; empty if none has anything. Collective."""
+        """Returns what the ranks report; empty if none reports anything. Collective."""
         flags = torch.tensor([float(own is not None)], device="cpu")
         self.add(flags)
         if not flags.item():

@@ -82,7 +82,7 @@ class Finder(Reader):
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Looks while the context is open; adds to an error that leaves it what this rank has found."""
+        """Looks while the context is open; adds this rank's finding to an error that leaves the context."""
         with ExitStack() as undo:
             undo.callback(self._recorder.leave)
             self._recorder.follow()
@@ -114,7 +114,7 @@ class Finder(Reader):
             self.end(schedule)
 
     def end(self, schedule: Schedule) -> None:
-        """Raises, on all ranks, the first of what they have found; not while some ranks have no batch."""
+        """Raises the ranks' first finding on all of them, unless some ranks have no batch."""
         if not all_here(schedule):
             return
         self._looks.settle()

@@ -102,7 +102,7 @@ class NonFiniteError(FoundError[NonFinite]):
 
 
 def raise_first(findings: Sequence[NonFinite]) -> None:
-    """Raises the error about what all ranks have found, the first of it first, which all know."""
+    """Raises the error about the findings of all ranks, which all ranks know, the earliest first."""
     first, *also = findings
     seen = "".join(
         f" It was seen on rank {finding.rank} as {finding.phase} of {quoted(finding.unit)}."

@@ -147,7 +147,7 @@ class Looks:
                 self.settle(trace)
 
     def settle(self, trace: Callable[[Hit], Hit] = lambda hit: hit) -> None:
-        """Reads the results that are not read yet, at once for all."""
+        """Reads all unread results at once."""
         unread, self._unread = self._unread, []
         if not unread or self.found is not None:
             return
@@ -182,7 +182,7 @@ class Looks:
         )
 
     def take(self) -> NonFinite | None:
-        """Returns the finding, and begins anew."""
+        """Returns the finding, and forgets it."""
         self.settle()
         finding, self.found = self.found, None
         return finding

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 def activations(tensors: Iterable[torch.Tensor | None]) -> Iterator[Piece]:
-    """Yields activations, or gradients of some."""
+    """Yields the pieces of activations, or of their gradients."""
     return (Piece("", to_local(tensor).shape, 0, tensor) for tensor in tensors if tensor is not None)
 
 

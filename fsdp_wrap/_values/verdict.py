@@ -83,12 +83,12 @@ def judge(
 
 
 def is_scaled(departure: Departure) -> bool:
-    """Whether a factor explains a difference that could be rounding by its size."""
+    """Whether a factor explains a difference whose size could be rounding."""
     return departure.size > max(_LEAST_FACTOR, departure.grown) and _factor(departure) is not None
 
 
 def _explain(first: Run, second: Run, large: Departure, differences: Sequence[Departure]) -> tuple[str, str]:
-    """Returns kind and sentence about a departure that is no rounding."""
+    """Returns the kind and the explanation of a departure that is not rounding."""
     ours, theirs = large.before
     if ours.sums.nan + ours.sums.inf != theirs.sums.nan + theirs.sums.inf:
         return "not finite", "One has values that are not finite: look with fsdp_wrap.find_nonfinite()"
@@ -158,7 +158,7 @@ def _explain_gathered(first: Run, second: Run, large: Departure) -> tuple[str, s
 
 
 def _step_of(gathered: Statistics, run: Run, large: Departure) -> int | None:
-    """Returns the last step in which the shards had other values, and these."""
+    """Returns the last step whose shards had the gathered values; None without one."""
     for step in [earlier for earlier in run.steps if earlier <= large.step][::-1]:
         for seam in (files.SHARD, files.UPDATE):
             old = run.totals(step, (seam, large.unit))

@@ -86,7 +86,7 @@ def text_of(first: Corruption, also: Sequence[Corruption]) -> str:
 
 
 def causes(findings: Iterable[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
-    """Returns the findings that do not follow from others, the first of a step first; alike on all ranks.
+    """Returns the findings that do not follow from others, in the order of a step; alike on all ranks.
 
     Args:
         findings: The findings of all ranks.
@@ -108,7 +108,7 @@ def causes(findings: Iterable[Corruption], members: Callable[[str], frozenset[in
 
 
 def _blamed(findings: Sequence[Corruption], members: Callable[[str], frozenset[int]]) -> list[Corruption]:
-    """Blames the owner of a part that several others have gathered wrong, and it alone sends."""
+    """Blames the owner of a part that several ranks have gathered wrong, since it alone sends the part."""
     gathers = [finding for finding in findings if finding.phase == GATHER]
     others = [finding for finding in findings if finding.phase != GATHER]
     for (unit, owner), several in groupby(sorted(gathers, key=_PART), _PART):

@@ -257,7 +257,7 @@ class TreeAudit(Reader):
             self._follow()
 
     def _conclude(self, own: Sequence[Corruption], refused: str = "") -> None:
-        """Reports what all ranks have found, once a step; draws a unit never again that one has refused."""
+        """Reports all ranks' findings once per step; never draws again a unit that a rank has refused."""
         shared = self._council.share((own, refused) if own or refused else None)
         reasons = [reason for _, reason in shared if reason]
         if reasons:

@@ -164,7 +164,7 @@ class Twice:
             return False
 
     def judge(self, rank: int, step: int, unit: str) -> list[Corruption]:
-        """Computes more often; returns what differs from all of that, unless `refused` tells why not.
+        """Repeats the computation; returns results that differ from all repetitions, or sets `refused`.
 
         All ranks call it if one has found something, since the unit may communicate.
         """

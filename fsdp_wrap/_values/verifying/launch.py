@@ -52,7 +52,7 @@ def launch(errand: Errand, ranks: int, timeout: float) -> list[Observed]:
 
 
 def _collect(processes: Mapping[Connection, Any], errand: Errand, timeout: float) -> list[Observed]:
-    """Returns what the ranks tell, in their order; raises the first error that one of them tells."""
+    """Returns what the ranks report, in their order; raises the first error that one of them reports."""
     end = time.monotonic() + timeout
     begun, observed = set[Connection](), dict[Connection, Observed]()
     while len(observed) < len(processes):

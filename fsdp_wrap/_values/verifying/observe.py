@@ -252,7 +252,7 @@ def _checked(made: Any, sharded: bool) -> tuple[nn.Module, list[torch.optim.Opti
 
 
 def _turn_off_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Sets dropout to 0: two numbers of ranks draw other masks. Returns the names of its modules."""
+    """Sets dropout to 0, since other numbers of ranks draw other masks. Returns the names of its modules."""
     names = []
     for name, module in model.named_modules():
         attribute = "p" if isinstance(module, _DROPOUTS) else "dropout"

@@ -140,7 +140,7 @@ def _step(pair: Pair, step: int) -> VerifiedStep:
 
 
 def _is_comparable(departure: Departure) -> bool:
-    """Whether the sums of both are over as many elements; frozen parameters may have gradients in one."""
+    """Whether both runs sum over equally many elements; frozen parameters may have gradients in one alone."""
     return math.isfinite(departure.size) or departure.seam not in _COLUMNS["gradients"]
 
 
