@@ -81,7 +81,7 @@ def _ask_first(
 def _load_model_state(
     torchs: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any], info: Any
 ) -> Any:
-    """Lets the first rank, where it sends its model, decide for all that there is one to load.
+    """Lets the first rank decide for all whether there is a model to load, if it broadcasts its own.
 
     Torch takes the empty dict of another rank for "the optimizer only": it goes on, and the first one hangs.
     """
@@ -110,9 +110,9 @@ def _distribute(
 
 
 def _cut(full: Any, target: Any) -> Any:
-    """Lets each rank cut its part of a full tensor where torch cannot scatter it.
+    """Cuts this rank's part out of a full tensor where torch cannot scatter it.
 
-    So it is where tensor parallelism and sharding cut one dimension whose size does not divide.
+    Torch cannot if tensor parallelism and sharding cut one dimension whose size does not divide.
     """
     if not isinstance(full, torch.Tensor) or not isinstance(target, DTensor) or not full.dim():
         return full

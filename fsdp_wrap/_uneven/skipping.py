@@ -94,5 +94,5 @@ def _refuse_shared(units: Sequence[Unit], around: Sequence[Unit]) -> None:
 
 
 def _lenders(unit: Unit) -> Iterable[Unit]:
-    """Returns the units from which one borrows, without those of its own module."""
+    """Returns the units that lend parameters to a unit, without those of its own module."""
     return [lender for lender in unit.lenders if lender not in unit.over_all_meshes]

@@ -106,7 +106,7 @@ def names_in(source: str | bytes) -> set[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yields the names that a file gives to what it imports by absolute paths, and these."""
+    """Yields each name that a file binds by an absolute import, and the path that it imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from ((alias.asname or alias.name, f"{node.module}:{alias.name}") for alias in node.names)
@@ -215,7 +215,7 @@ def _home(name: str, holder: Any) -> str:
 
 
 def warn_of_held(objects: Iterable[Any]) -> None:
-    """Warns of loaded programs that hold objects of torch's inside of others, which no rebinding reaches."""
+    """Warns of loaded modules that hold torch's objects inside other objects, where no rebinding reaches."""
     names = {id(original): original.__name__ for original in objects}
     modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
     clients = [module for module in modules if module.__name__.partition(".")[0] not in _NO_CLIENTS]
